@@ -23,11 +23,12 @@ from clock import Clock
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
 from megalite.kernels import Drop
 from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
-from megalite.model.positions import attention_bias
+from megalite.model.positions import distance_bias
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -44,7 +45,8 @@ SHAPES = (
     (2048, 1, 1, 448),
 )
 """Sequence length, samples, heads, head size."""
-KINDS = {"causal": "none", "alibi": "alibi", "packed": "none"}
+KINDS = {"causal": "none", "alibi": "alibi", "packed": "none", "window": "none"}
+"""Position embedding of each kind; a window has an eighth of the sequence."""
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -58,10 +60,12 @@ def plain(bias: Tensor) -> Run:
     return run
 
 
-def of_core(core: AttentionCore, ids: Tensor | None, drop: Drop) -> Run:
-    """Return a core with the documents' mask precomputed, as in a stage."""
-    mask = None if ids is None else core.mask(ids)
-    return lambda q, k, v: core(q, k, v, mask, drop)
+def of_core(
+    core: AttentionCore, shape: tuple[int, int], ids: Tensor | None, window: int | None, drop: Drop
+) -> Run:
+    """Return a core with the visible keys precomputed, as in a stage."""
+    (visible,) = core.visible_keys(shape, ids, [window]).values()
+    return lambda q, k, v: core(q, k, v, visible, drop)
 
 
 def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Topology) -> dict[str, Run]:
@@ -77,12 +81,15 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
     numbers = torch.arange(b, device=topology.device)
     nothing, some = Drop(0.0, 1, numbers), Drop(0.1, 1, numbers)
     sdpa, unfused = SdpaCore(config, context), UnfusedCore(config, context)
-    bias = attention_bias(config, context, s) if ids is None else sdpa.mask(ids)
+    window = s // 8 if kind == "window" else None
+    (visible,) = unfused.visible_keys((b, s), ids, [window]).values()
+    hidden = visible.hidden(range(s), range(s), topology.device)
+    bias = distance_bias(config, context, s).masked_fill(hidden[:, None], -torch.inf)
     return {
-        "sdpa": of_core(sdpa, ids, nothing),
-        "unfused": of_core(unfused, ids, nothing),
+        "sdpa": of_core(sdpa, (b, s), ids, window, nothing),
+        "unfused": of_core(unfused, (b, s), ids, window, nothing),
         "plain": plain(bias),
-        "dropout": of_core(unfused, ids, some),
+        "dropout": of_core(unfused, (b, s), ids, window, some),
     }
 
 
@@ -129,7 +136,7 @@ def main() -> None:
     parser.add_argument("--seq-lengths", nargs="+", type=int, help="of the shapes, only these")
     args = parser.parse_args()
     cpu.keep_freed_memory()
-    with Topology.start(ParallelConfig(num_threads=args.threads), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig(num_threads=args.threads).mesh, Launch(0, 1, 0, 1)) as topology:
         torch.set_num_threads(args.threads)
         print(f"torch {torch.__version__}, {args.threads} thread(s); times over sdpa's, smaller is faster")
         print("dtype    kind     s  b   n    d  sdpa ms unfused   plain dropout")

@@ -33,10 +33,10 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
 from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_spec import ParameterSpec
+from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
 
 NUM_LAYERS = 24
 
@@ -200,7 +200,7 @@ def main() -> None:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in plain(state).values())
     folder = Path(tempfile.mkdtemp(prefix="megalite-checkpoint-", dir=arguments.folder))
     try:
-        with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch(0, 1, 0, 1)) as topology:
+        with Topology.start(ParallelConfig(distributed_backend="gloo").mesh, Launch(0, 1, 0, 1)) as topology:
             times = measure(Bench(folder, state, topology), arguments.rounds)
     finally:
         shutil.rmtree(folder)

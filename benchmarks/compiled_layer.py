@@ -30,7 +30,7 @@ from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
-from megalite.kernels import gelu, norm, rotary, swiglu
+from megalite.kernels import VisibleKeys, gelu, norm, rotary, swiglu
 from megalite.model.attention_core import TritonCore
 from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
@@ -161,7 +161,7 @@ def layer_kernels(model: ModelConfig) -> list[Kernel]:
     with ExitStack() as stack:
         for name, function in as_on_a_gpu.items():
             stack.enter_context(mock.patch(f"megalite.model.{name}", function))
-        topology = stack.enter_context(Topology.fake(ParallelConfig(), 1, 0, device="cpu"))
+        topology = stack.enter_context(Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu"))
         backend = stack.enter_context(_scheduled_for_h200(kernels))
         stack.enter_context(FakeTensorMode())
         context = LayerContext(topology, torch.bfloat16, fuses_weight_gradients=True)
@@ -173,7 +173,8 @@ def layer_kernels(model: ModelConfig) -> list[Kernel]:
         shape = model.seq_length, BATCH, model.hidden_size
         x = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
         samples = torch.empty(BATCH, dtype=torch.int64)
-        y: Tensor = torch.compile(layer.forward, backend=backend, dynamic=False)(x, samples, PositionInfo())
+        compiled = torch.compile(layer.forward, backend=backend, dynamic=False)
+        y: Tensor = compiled(x, samples, PositionInfo({None: VisibleKeys()}))
         y.sum().backward()
     return kernels
 

@@ -11,7 +11,8 @@ import torch
 from megalite.config import Config
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
-from megalite.plan.planned_run import PROGRAMS, Cluster, PlannedRun, Program, own_program
+from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.programs import PROGRAMS, Program, own_program
 from megalite.plan.rank_memory import rank_memories
 
 _GB = 1e9

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1000, help="elements of a tensor (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    found = run_ranks(times, ParallelConfig(), options.ranks, options.numel, options.rounds)[0]
+    found = run_ranks(times, ParallelConfig().mesh, options.ranks, options.numel, options.rounds)[0]
     batch, default = (statistics.median(each) for each in zip(*found, strict=True))
     ratios = sorted(other / own for own, other in found)
     print(

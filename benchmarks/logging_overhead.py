@@ -136,7 +136,7 @@ def main() -> None:
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(flags.hidden, folder)
-        ranks = run_ranks(measure, config.parallel, 2, config, flags.iterations, timeout=3600)
+        ranks = run_ranks(measure, config.parallel.mesh, 2, config, flags.iterations, timeout=3600)
     print(f"torch {torch.__version__}, {vars(flags)}; shares of an iteration's processor time")
     print(f"{'':<52} {'rank 0':>8} {'rank 1, the writing one':>24}")
     for name in ranks[0]:

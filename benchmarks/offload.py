@@ -48,7 +48,7 @@ def main() -> None:
     options = _options()
     if options.threads:
         torch.set_num_threads(options.threads)
-    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         memory, file = (_offload(options.elements, folder, topology) for folder in (None, options.folder))
         work = {
             "flat": _flat(options.elements),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite import kernels
-from megalite.distributed.topology import Axis
+from megalite.distributed.axis import Axis
 from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Share of the data-parallel communication that hides under compute, on two ranks over a 1-Gbit link.
+"""Share of the communication that hides under compute, on two ranks over a 1-Gbit link.
 
 sudo python benchmarks/overlap.py
 
@@ -13,6 +13,11 @@ the step did not stand still for it:
 and "saved" is what is left of it by the clock, (off - on) / communication alone: less where the cores that
 compute also carry the messages, as two cores for two ranks do.
 
+Tensor-parallel collectives cannot run without the step, so nothing runs alone in those rows. Some of them
+hide even without the flag; hidden is the share of the remaining wait:
+
+    hidden = 1 - waited in a step with overlap / waited in a step without
+
 Needs root, ip and tc (iproute2). A variant that this megalite has no flags for is skipped.
 """
 
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -42,14 +48,16 @@ from rank_turns import ForeignCPU
 
 from megalite.config import Config, check_config
 from megalite.config.command_line import parse
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter
-from megalite.distributed.topology import Axis, Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
 from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 2
 BUSY = 0.1
-ROW = "{:<30} {:>8} {:>9} {:>12} {:>8} {:>7} {:>7} {:>6} {:>12}"
+ROW = "{:<30} {:>8} {:>9} {:>7} {:>7} {:>11} {:>7} {:>7} {:>6} {:>12}"
 
 
 @dataclass(frozen=True)
@@ -59,20 +67,27 @@ class Variant:
     Attributes:
         off, on: megalite's flags without and with overlap.
         sharded: gradients are reduce-scattered and weights all-gathered; else gradients are all-reduced.
+        axis: axis of the two ranks, dp or tp.
     """
 
     off: str
     on: str
-    sharded: bool
+    sharded: bool = False
+    axis: str = "dp"
 
 
 OFF, ON = "--no-overlap-grad-reduce", "--overlap-grad-reduce"
+IN_PARTS = "--tp-comm-overlap --tp-comm-overlap-chunks 2"
 ZERO1 = "--zero-stage 1 --no-overlap-param-gather"
 VARIANTS = {
     "dp2, gradients": Variant(OFF, ON, sharded=False),
     "zero1, gradients": Variant(f"{ZERO1} {OFF}", f"{ZERO1} {ON}", sharded=True),
     "zero1, gradients and weights": Variant(
         f"{ZERO1} {OFF}", f"--zero-stage 1 {ON} --overlap-param-gather", sharded=True
+    ),
+    "tp2, all-reduces": Variant("--tp 2", f"--tp 2 {IN_PARTS}", axis="tp"),
+    "tp2, sequence parallel": Variant(
+        "--tp 2 --sequence-parallel", f"--tp 2 --sequence-parallel {IN_PARTS}", axis="tp"
     ),
 }
 
@@ -81,7 +96,8 @@ class Times(NamedTuple):
     """Seconds of one round.
 
     Attributes:
-        waited: seconds of a step with overlap in which it waited for messages.
+        compute, communication: each alone; NaN on tp.
+        waited_off, waited: seconds of a step without and with overlap in which it waited for messages.
         foreign: share of the cores that others used meanwhile.
     """
 
@@ -89,8 +105,14 @@ class Times(NamedTuple):
     communication: float
     off: float
     on: float
+    waited_off: float
     waited: float
     foreign: float
+
+    @property
+    def messages(self) -> float:
+        """Seconds of the communication that overlap could hide."""
+        return self.waited_off if math.isnan(self.communication) else self.communication
 
 
 class Waits:
@@ -192,7 +214,7 @@ def run_rank(args: argparse.Namespace) -> None:
     results: dict[str, list[Times] | str] = {}
     launch = Launch.from_environment()
     config = config_of(args, "")
-    with Topology.start(config.parallel, launch) as topology:
+    with Topology.start(config.parallel.mesh, launch) as topology:
         for name in args.variants.split(";"):
             if launch.rank == 0:
                 print(f"measuring {name}", file=sys.stderr, flush=True)
@@ -205,29 +227,31 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def measure(variant: Variant, topology: Topology, args: argparse.Namespace) -> list[Times]:
-    """Return the rounds of the four things that are timed.
+    """Return the rounds of the things that are timed.
 
     Raises:
         ConfigError: megalite has no such variant.
     """
     alone = replace(topology, dp=Axis("dp", 1, 0, (topology.rank,), topology.dp.group))
-    configs = [config_of(args, flags) for flags in ("", variant.off, variant.on)]
-    compute, off, on = map(new_trainer, configs, (alone, topology, topology))
-    num_elements = sum(weight.numel() for chunk in compute.chunks for weight in chunk.parameters())
-    steps = (
-        compute.step,
-        communication(num_elements, args.bucket_size, variant.sharded, topology.dp),
-        off.step,
-        on.step,
-    )
+    both = topology
+    if variant.axis == "tp":
+        both = replace(alone, tp=replace(topology.dp, name="tp"))
+    off, on = (new_trainer(config_of(args, flags), both) for flags in (variant.off, variant.on))
+    steps = [off.step, on.step]
+    if variant.axis == "dp":
+        compute = new_trainer(config_of(args, ""), alone)
+        num_elements = sum(weight.numel() for chunk in compute.chunks for weight in chunk.parameters())
+        messages = communication(num_elements, args.bucket_size, variant.sharded, topology.dp)
+        steps = [compute.step, messages, *steps]
     rounds = []
     for _ in range(args.rounds + 1):
         cpu, foreign = time.process_time(), ForeignCPU()
-        alone_s, messages_s, off_s, on_s = (time_of(step, args.steps) for step in steps)
-        waited_s = time_waited(on.step, args.steps)
+        *apart, off_s, on_s = (time_of(step, args.steps) for step in steps)
+        waited = [time_waited(step, args.steps) for step in (off.step, on.step)]
         used = torch.tensor([time.process_time() - cpu])
         dist.all_reduce(used)
-        rounds.append(Times(alone_s, messages_s, off_s, on_s, waited_s, foreign.share(used.item())))
+        alone_s, messages_s = apart or (math.nan, math.nan)
+        rounds.append(Times(alone_s, messages_s, off_s, on_s, *waited, foreign.share(used.item())))
     return rounds[1:]  # the first warms up
 
 
@@ -304,16 +328,16 @@ def config_of(args: argparse.Namespace, flags: str) -> Config:
 def print_table(results: dict[str, list[list[float]] | str], args: argparse.Namespace) -> None:
     """Print one row per variant: medians over the rounds."""
     print(f"torch {torch.__version__}, {NUM_RANKS} ranks of one thread, {vars(args)}")
-    titles = ("compute", "messages", "overlap off", "on", "waited", "hidden", "saved", "others' CPU")
+    titles = ("compute", "messages", "off", "on", "waited off", "on", "hidden", "saved", "others' CPU")
     print(ROW.format("ms a step", *titles))
     for name, rounds in results.items():
         if isinstance(rounds, str):
             print(f"{name:<30} skipped: {rounds}")
             continue
         times = Times(*(statistics.median(column) for column in zip(*rounds, strict=True)))
-        hidden = 1 - times.waited / times.communication
-        saved = (times.off - times.on) / times.communication
-        cells = [f"{1e3 * seconds:.0f}" for seconds in times[:5]]
+        hidden = 1 - times.waited / times.messages
+        saved = (times.off - times.on) / times.messages
+        cells = ["-" if math.isnan(seconds) else f"{1e3 * seconds:.0f}" for seconds in times[:6]]
         print(ROW.format(name, *cells, f"{hidden:.0%}", f"{saved:.0%}", f"{times.foreign:.0%}"))
         if times.foreign > BUSY:
             print(f"  others had over {BUSY:.0%} of the cores: measure again when it is quiet")

@@ -264,7 +264,7 @@ def check_same_work(results: Sequence[tuple[float, float]], dtype: str) -> None:
 def _reference_weights(mode: str, args: argparse.Namespace) -> dict[str, Tensor]:
     """Return the initial weights of this mode: the same in every layout, so computed on one rank."""
     config, _ = parse(_common_flags(mode, args))
-    weights: dict[str, Tensor] = run_ranks(initial_weights, config.parallel, 1, config)[0]
+    weights: dict[str, Tensor] = run_ranks(initial_weights, config.parallel.mesh, 1, config)[0]
     return weights
 
 

@@ -161,16 +161,16 @@ def main() -> None:
     print(f"waiting / work on {p} ranks, {m} microbatches, stages that sleep")
     print(f"{'schedule':<12} {'measured':>9} {'formula':>9} {'points':>7}")
     for schedule, formula in BUBBLES.items():
-        measured = run_ranks(waiting, parallel, p, schedule, m)[0]
+        measured = run_ranks(waiting, parallel.mesh, p, schedule, m)[0]
         expected = formula(p, m)
         points = 100 * (measured - expected)
         print(f"{schedule:<12} {measured:>9.1%} {expected:>9.1%} {points:>+7.1f}", flush=True)
     print("\nmicroseconds of the executor an action, a layer of 8 x 8")
     print(f"{'schedule':<12} {'one rank':>9} {'two ranks, with messages':>25}")
     for schedule in ("1f1b", "interleaved"):
-        alone = run_ranks(overhead, ParallelConfig(), 1, schedule, 16)[0]
+        alone = run_ranks(overhead, ParallelConfig().mesh, 1, schedule, 16)[0]
         pair = ParallelConfig(pipeline_model_parallel_size=2)
-        each = run_ranks(overhead, pair, 2, schedule, 16)
+        each = run_ranks(overhead, pair.mesh, 2, schedule, 16)
         print(f"{schedule:<12} {alone:>9.0f} {max(each):>25.0f}", flush=True)
 
 

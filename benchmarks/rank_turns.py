@@ -47,7 +47,7 @@ class Ranks:
         theirs = [other for _, other in pipes]
         self._pool = ThreadPoolExecutor(1)
         self._running: Future[Any] = self._pool.submit(
-            run_ranks, _serve, parallel, world_size, theirs, build, args, timeout=86400.0
+            run_ranks, _serve, parallel.mesh, world_size, theirs, build, args, timeout=86400.0
         )
 
     def turn(self) -> Turn:

@@ -1,90 +1,51 @@
-#!/usr/bin/env python3
-"""Registers, spills and shared memory of the Triton kernels of attention, compiled without a GPU.
+"""Compile megalite's Triton kernels for GPUs that are absent, and count their machine code.
 
-    python benchmarks/triton_kernels.py                # needs Triton, and no GPU
-
-The operator's own launchers run, but the kernels are only compiled: for Hopper (compute capability 9.0), in
-bf16. cuobjdump, which comes with Triton, reads the machine code. A multiprocessor of Hopper has 64 Ki
-registers and 227 KiB of shared memory for programs: "programs" is how many of a kernel it runs at once. With
-more than one exponential per score, several threads compute the same scores.
+The operators' own launchers run, but the kernels are only compiled. `benchmarks/kernel_limits.py` prints the
+counts.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 
-from megalite.kernels.flash_attention import SIZES, BlockSizes, launch, launch_backward
+from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax
+from megalite.kernels.dropout import launch_kernel
+from megalite.kernels.flash_attention import (
+    SIZES,
+    KernelSizes,
+    different_sizes,
+    launch,
+    launch_backward,
+    padded,
+)
 from megalite.kernels.traced import key_tensor
 
 HEAD_DIMS = (64, 128, 256)
-NAMES = ("forward", "key_gradients", "query_gradients")
-"""Names of the kernels, in the order of `KernelSizes`."""
-HOPPER = 90
-REGISTERS, SHARED_BYTES, WARPS = 64 << 10, 227 << 10, 64
-"""of a multiprocessor of Hopper"""
-_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", re.MULTILINE)
-_BRANCH = re.compile(r"\bBRA(?:\.\w+)*\b.*?0x([0-9a-f]+)")
-_MOVE = re.compile(r"\b(LDL|STL)\b")
-_PRODUCT = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA)\.(\w+)")
-"""of bf16 or fp16: WGMMA of Hopper, `mma.sync` of all GPUs, tcgen05 of Blackwell"""
-
-
-class Resources(NamedTuple):
-    """Hold what a program of a kernel takes, and what its innermost loop computes.
-
-    Attributes:
-        registers: registers per thread.
-        spilled: bytes of a thread's registers that are kept in memory.
-        shared: bytes of shared memory.
-        exponentials: of a thread, in one pass of the shortest loop with tensor core instructions.
-        products: tensor core instructions of that loop, such as "HGMMA.64x128x16", and how many there are.
-        moves: loads and stores of spilled registers in that loop.
-    """
-
-    registers: int
-    spilled: int
-    shared: int
-    exponentials: int
-    products: dict[str, int]
-    moves: int
-
-    def programs(self, warps: int) -> int:
-        """Return how many programs a multiprocessor of Hopper runs at once."""
-        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * 32 * warps)
-        return min(by_registers, SHARED_BYTES // (self.shared + 1024), WARPS // warps)
-
-    def exponentials_per_score(self, sizes: BlockSizes) -> float:
-        """Return 1 if no two threads compute the same score, and 2 if each is computed twice.
-
-        Forward has another exponential for each row of a block.
-        """
-        return self.exponentials * 32 * sizes.warps / (sizes.queries * sizes.keys)
+ALL = "dropout, documents, alibi"
+OPTIONS = ("", "dropout", ALL)
+"""Options of attention in the table."""
 
 
 @contextmanager
-def only_compiled(capability: int) -> Iterator[dict[str, Any]]:
-    """Compile kernels for this compute capability where they would be launched; yield them by name."""
+def only_compiled(capability: int) -> Iterator[list[tuple[str, Any]]]:
+    """Compile kernels for this compute capability instead of launching them; yield their names and code."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     gpu = mock.Mock()
-    gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    gpu.get_current_target.return_value = GPUTarget("cuda", capability, WARP)
     gpu.get_current_device.return_value = capability  # Triton keeps the kernels of each device
-    run, kernels = JITFunction.run, {}
+    run, kernels = JITFunction.run, []
 
     def compile_only(self: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
-        kernels[self.__name__] = run(self, *arguments, warmup=True, **options)
+        kernels.append((self.__name__, run(self, *arguments, warmup=True, **options)))
 
     with mock.patch.object(JITFunction, "run", compile_only), mock.patch.object(driver, "_active", gpu):
         yield kernels
@@ -93,13 +54,13 @@ def only_compiled(capability: int) -> Iterator[dict[str, Any]]:
 def compile_attention(
     head_dim: int,
     dtype: torch.dtype,
-    options: str = "",
-    capability: int = HOPPER,
+    options: str,
+    capability: int,
     seq_length: int = 128,
     num_heads: int = 4,
     num_groups: int = 2,
-) -> list[Resources]:
-    """Compile the kernels of attention; return what each of `NAMES` takes.
+) -> dict[str, Any]:
+    """Compile the kernels of attention; return each by its name in `KernelSizes`.
 
     Args:
         options: of dropout, documents, both sides and alibi, those that the kernels support, as text.
@@ -114,73 +75,74 @@ def compile_attention(
     with only_compiled(capability) as kernels:
         out, log_sums = launch(q, k, v, *rest)
         launch_backward(grad, q, k, v, out, log_sums, *rest)
-    compiled = (kernels[f"{name}_kernel"] for name in NAMES)
-    return [resources(each) for each in compiled]
+    (_, forward), _, *of_keys, (_, of_queries) = kernels  # the second one computes delta
+    names = ("key_gradients", "value_gradients")
+    named = {name: kernel for name, (_, kernel) in zip(names, of_keys, strict=False)}
+    return {"forward": forward, **named, "query_gradients": of_queries}
 
 
-def resources(kernel: Any) -> Resources:
-    """Return what a program of a compiled kernel takes."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage, code = (_cuobjdump(option, file.name) for option in ("--dump-resource-usage", "--dump-sass"))
-    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
-    assert registers and stack
-    loop = _loop(code)
-    products = Counter(f"{match[1]}.{match[2]}" for line in loop if (match := _PRODUCT.search(line)))
-    return Resources(
-        int(registers[1]),
-        int(stack[1]),  # where spilled registers go
-        kernel.metadata.shared,
-        sum("MUFU.EX2" in line for line in loop),
-        dict(products),
-        sum(bool(_MOVE.search(line)) for line in loop),
-    )
+@contextmanager
+def sizes_for(capability: int) -> Iterator[None]:
+    """Let the launchers use the block sizes of a GPU in `TARGETS`."""
+    shared_memory = TARGETS[capability].shared - 1024
+    with mock.patch.dict(SIZES, different_sizes(capability // 10, shared_memory)):
+        yield
 
 
-def _cuobjdump(option: str, path: str) -> str:
-    import triton
-
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([program, option, path], capture_output=True, text=True, check=True).stdout
-
-
-def _loop(code: str) -> list[str]:
-    """Return the instructions of the shortest loop with tensor core instructions; empty without one.
-
-    A loop is the instructions from the target of a branch backward to the branch. Loops over blocks without a
-    mask are the shortest: those with one compute more.
-    """
-    lines = _INSTRUCTION.findall(code)
-    places = {int(address, 16): place for place, (address, _) in enumerate(lines)}
-    loops = []
-    for place, (address, text) in enumerate(lines):
-        target = _BRANCH.search(text)
-        if target and int(target[1], 16) < int(address, 16):
-            loop = [each for _, each in lines[places[int(target[1], 16)] : place + 1]]
-            if any(map(_PRODUCT.search, loop)):
-                loops.append(loop)
-    return min(loops, key=len, default=[])
+def attention_counts(head_dim: int, options: str, capability: int) -> dict[str, Counts]:
+    """Return the counts of each kernel of attention in bf16, with grouped-query attention."""
+    with sizes_for(capability):
+        return _counts(compile_attention(head_dim, torch.bfloat16, options, capability), head_dim, capability)
 
 
-def main() -> None:
-    """Print the table."""
-    print(
-        "| head size | kernel | queries x keys | warps | with | registers | spilled | shared KiB | programs "
-        "| exponentials | WGMMA |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for head_dim in HEAD_DIMS:
-        for options in ("dropout", "dropout, documents, alibi"):
-            found = compile_attention(head_dim, torch.bfloat16, options)
-            for name, sizes, each in zip(NAMES, SIZES[2, head_dim], found, strict=True):
-                print(
-                    f"| {head_dim} | {name} | {sizes.queries} x {sizes.keys} | {sizes.warps} | {options} "
-                    f"| {each.registers} | {each.spilled} | {each.shared / 1024:.0f} "
-                    f"| {each.programs(sizes.warps)} | {each.exponentials_per_score(sizes):.2f} "
-                    f"| {', '.join(each.products)} |"
-                )
+def _counts(compiled: dict[str, Any], head_dim: int, capability: int) -> dict[str, Counts]:
+    sizes: KernelSizes = SIZES[2, padded(head_dim)]
+    found = {}
+    for name, each in compiled.items():
+        block = getattr(sizes, name)
+        scores_per_thread = block.queries * block.keys / (WARP * block.warps)
+        kernel, at_once = _read(each, capability)
+        found[name] = count_of_scores(kernel, at_once, scores_per_thread)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def _read(compiled: Any, capability: int) -> tuple[Kernel, int]:
+    """Return a compiled kernel's code, and how many programs run at once."""
+    (kernel,) = read(compiled.asm["cubin"])
+    data = compiled.metadata
+    columns = getattr(data, "tmem_size", 0) or 0
+    return kernel, kernel.programs(TARGETS[capability], data.num_warps, data.shared, columns)
+
+
+def run_dropout(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:
+    """Launch residual + dropout(x + bias)."""
+    x = torch.empty(512, 2, 2048, dtype=dtype)
+    launch_kernel(x, x[0, 0], x, torch.arange(2), 0.1, key, base, 2048)
+
+
+def run_dropout_backward(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:
+    """Launch the gradients of residual + dropout(x + bias)."""
+    grad = torch.empty(512, 2, 2048, dtype=dtype)
+    launch_kernel(grad, None, None, torch.arange(2), 0.1, key, base, 2048, has_sums=True)
+
+
+def run_softmax(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:
+    """Launch the softmax with all options, and its gradient."""
+    drop = Drop(0.1, key % 2**64, torch.arange(2), base)
+    slopes, starts = torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2048).long()
+    arguments = CausalSoftmax(2048, 0.1, slopes, VisibleKeys(starts), drop).arguments(1920)
+    scores = torch.empty(2, 4, 128, 2048, dtype=dtype)
+    log_sums = softmax.launch(scores, *arguments)
+    softmax.launch_backward(scores, scores, log_sums, *arguments)
+
+
+def other_counts(capability: int) -> dict[str, Counts]:
+    """Return the counts of the memory-bound kernels in bf16."""
+    with only_compiled(capability) as kernels:
+        run_dropout(torch.bfloat16)
+        run_dropout_backward(torch.bfloat16)
+        run_softmax(torch.bfloat16)
+    names = ("bias_dropout_add", "bias_dropout_add_backward", "softmax", "softmax_backward")
+    return {
+        name: count_of_bytes(*_read(each, capability)) for name, (_, each) in zip(names, kernels, strict=True)
+    }

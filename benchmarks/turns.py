@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from megalite.config import Config
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
 from megalite.train.telemetry.metrics import measure_memory
 
@@ -140,14 +141,14 @@ def one_rank(config: Config) -> Iterator[Topology]:
     """Return the topology of one process: the only rank, or rank 0 of a fake tensor-parallel group."""
     parallel, tp = config.parallel, config.parallel.tp
     if tp == 1:
-        with Topology.start(parallel, Launch(0, 1, 0, 1)) as topology:
+        with Topology.start(parallel.mesh, Launch(0, 1, 0, 1)) as topology:
             yield topology
         return
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     cpu.limit_threads(parallel.num_threads, 1)
     if parallel.keep_freed_memory:
         cpu.keep_freed_memory()
-    with Topology.fake(parallel, tp, 0, device) as topology:
+    with Topology.fake(parallel.mesh, tp, 0, device) as topology:
         yield topology
 
 

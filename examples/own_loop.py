@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> None:
     config, _ = megalite.parse(arguments)
     megalite.check_config(config, launch.world_size)
     with (
-        megalite.Topology.start(config.parallel, launch) as topology,
+        megalite.Topology.start(config.parallel.mesh, launch) as topology,
         megalite.hold_folder(config.checkpoint.save, topology) as lease,  # no other run saves there
         megalite.start_trainer(config, topology, lease=lease) as trainer,
     ):

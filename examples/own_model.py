@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megalite
-from megalite import ColumnParallelLinear, ParameterSpec, RowParallelLinear, Shard, new_parameter
+from megalite import ColumnParallelLinear, Cut, ParameterSpec, RowParallelLinear, new_parameter
 
 WIDTH = 4  # tokens that a convolution sees
 
@@ -25,9 +25,10 @@ class ConvolutionLayer(nn.Module):
         h, ffn, std = config.hidden_size, config.ffn_size, config.init_method_std
         self.norm = nn.LayerNorm(h)  # torch's own modules are whole on every rank
         self.up = ColumnParallelLinear(h, (2, ffn), context, bias=False, std=std)
-        self.taps = new_parameter(ParameterSpec((ffn, WIDTH), Shard("tp", 0), std=0.5), context)
+        self.taps = new_parameter(ParameterSpec((ffn, WIDTH), Cut("tp", 0), std=0.5), context)
         self.down = RowParallelLinear(ffn, h, context, bias=False, std=std)
 
+    @megalite.wrap_point  # for --compile
     def forward(self, x: Tensor, microbatch: megalite.Microbatch) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``."""
         gate, y = self.up(self.norm(x)).chunk(2, dim=-1)  # [s, b, ffn/tp]

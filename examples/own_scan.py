@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megalite
-from megalite import ParameterSpec, Shard, new_parameter
+from megalite import Cut, ParameterSpec, new_parameter
 
 STATES, RANK = 8, 4  # numbers that a channel remembers; inner size of the step's projection
 
@@ -21,15 +21,16 @@ class ScanLayer(nn.Module):
 
     def __init__(self, config: megalite.ModelConfig, context: megalite.LayerContext) -> None:
         super().__init__()
-        h, d, self.tp, cut = config.hidden_size, config.ffn_size, context.tp, Shard("tp", 0)
+        h, d, self.tp, cut = config.hidden_size, config.ffn_size, context.tp, Cut("tp", 0)
         self.norm = nn.LayerNorm(h)
         self.up = megalite.ColumnParallelLinear(h, (2, d), context, bias=False)
         self.down = megalite.RowParallelLinear(d, h, context, bias=False)
-        self.select = new_parameter(ParameterSpec((RANK + 2 * STATES, d), Shard("tp", 1), std=0.1), context)
+        self.select = new_parameter(ParameterSpec((RANK + 2 * STATES, d), Cut("tp", 1), std=0.1), context)
         self.step = new_parameter(ParameterSpec((d, RANK), cut, std=0.5), context)
         self.step_bias = new_parameter(ParameterSpec((d,), cut, mean=-2.0, decay=False), context)
         self.log_decay = new_parameter(ParameterSpec((d, STATES), cut, std=0.5, decay=False), context)
 
+    @megalite.wrap_point  # for --compile
     def forward(self, x: Tensor, microbatch: megalite.Microbatch) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, h]``; n = STATES."""
         gate, u = (F.silu(y) for y in self.up(self.norm(x)).chunk(2, dim=-1))  # [s, b, d/tp]

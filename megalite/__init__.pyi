@@ -28,24 +28,27 @@ from megalite.distributed.collectives import (
 )
 from megalite.distributed.collectives import scatter_to_sequence_parallel as scatter_to_sequence_parallel
 from megalite.distributed.collectives import scatter_to_tensor_parallel as scatter_to_tensor_parallel
-from megalite.distributed.topology import Launch as Launch
+from megalite.distributed.rendezvous import Launch as Launch
 from megalite.distributed.topology import Topology as Topology
 from megalite.errors import UserError as UserError
+from megalite.loss_terms import LossTerm as LossTerm
+from megalite.loss_terms import WithTerms as WithTerms
 from megalite.microbatch import Microbatch as Microbatch
 from megalite.model.bert_stage import BERT as BERT
 from megalite.model.embedding import word_table as word_table
-from megalite.model.gpt_stage import GPT as GPT
 from megalite.model.norm import build_norm as build_norm
-from megalite.model.sequential_stage import SequentialStage as SequentialStage
+from megalite.model.stage import SequentialStage as SequentialStage
 from megalite.model.stage import Stage as Stage
+from megalite.model.transformer_stage import GPT as GPT
 from megalite.pretraining import pretrain as pretrain
 from megalite.tensor_parallel.counter_random import Dropout as Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megalite.tensor_parallel.linear import RowParallelLinear as RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext as LayerContext
 from megalite.tensor_parallel.parameter_spec import ParameterSpec as ParameterSpec
-from megalite.tensor_parallel.parameter_spec import Shard as Shard
+from megalite.tensor_parallel.parameter_spec import new_buffer as new_buffer
 from megalite.tensor_parallel.parameter_spec import new_parameter as new_parameter
+from megalite.tensor_parallel.placement import Cut as Cut
 from megalite.tensor_parallel.vocab_cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
@@ -60,5 +63,6 @@ from megalite.train.trainer import Trainer as Trainer
 from megalite.train.trainer import start_trainer as start_trainer
 from megalite.verify.compare_runs import verify_layouts as verify_layouts
 from megalite.verify.layouts import Layout as Layout
+from megalite.wrapping import wrap_point as wrap_point
 
 __version__: str

@@ -36,9 +36,11 @@ COMMANDS = {
     "report": Command("tools/report.py", "write an HTML page about runs"),
     "launch": Command("tools/make_sbatch.py", "write a Slurm script or a Kubernetes job for a planned run"),
     "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine"),
+    "scaling": Command("tools/measure_scaling.py", "measure how a run scales over nodes, beside its plan"),
     "train-tokenizer": Command("tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer"),
     "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets"),
     "merge-datasets": Command("tools/merge_datasets.py", "join datasets"),
+    "merge-checkpoints": Command("tools/merge_checkpoints.py", "average the weights of checkpoints"),
     "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule"),
     "where": Command("tools/where.py", "show the documents of the samples of an iteration"),
 }

@@ -1,6 +1,6 @@
 """A microbatch, as it goes from the data loader to the pipeline's stages.
 
-Shapes: b samples of the microbatch, s tokens of a sequence.
+Shapes: b samples of the microbatch, s tokens of a sequence that this rank holds, S all tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Microbatch:
         labels: int64 ``[b, s]``, the token to predict at each input; ``[b, k]`` if k positions are selected.
         sample_numbers: int64 ``[b]``, the samples' numbers in the whole run; they are keys of the dropout.
         position_ids: int64 ``[b, s]``, positions within documents; None for positions within the sample.
-        document_ids: int64 ``[b, s]``, equal within a document; None if attention crosses documents. Padding
-            is a document of its own.
+        document_ids: int64 ``[b, S]``, equal within a document; None if attention crosses documents. Padding
+            is a document of its own. They stay complete, because a query may see keys of other ranks.
         loss_mask: bool, shaped like `labels`, False for tokens without a loss; None if all tokens have one.
         label_positions: int64 ``[b, k]``, positions in the sample of the tokens to predict; None for all.
         token_types: int64 ``[b, s]``, 0 in the first segment of a sample and 1 in the second; None if the
@@ -45,6 +45,18 @@ class Microbatch:
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
         """Split int64 ``[b, s + 1]`` tokens into inputs and labels."""
         return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), sample_numbers)
+
+    def cut(self, index: int, num_slices: int) -> Microbatch:
+        """Return the microbatch with one of `num_slices` slices of each sample's tokens."""
+        if num_slices == 1:
+            return self
+        assert self.label_positions is None and self.order_labels is None, "they belong to whole samples"
+        length, rest = divmod(self.tokens.shape[1], num_slices)
+        assert rest == 0, (self.tokens.shape, num_slices)
+        own = slice(index * length, (index + 1) * length)
+        names = ("tokens", "labels", "position_ids", "loss_mask", "token_types")
+        full = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **{name: x[:, own].contiguous() for name, x in full.items()})
 
     def pin_memory(self) -> Microbatch:
         """Copy to pinned memory. A copy from pageable memory would wait for all work on the GPU."""

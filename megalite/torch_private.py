@@ -8,18 +8,17 @@ torch. ``tests/unit/test_torch_private.py`` checks that and runs each entry; it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._autograd import _get_sequence_nr
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd.graph import Node
-from torch.distributed.device_mesh import DeviceMesh
 
 # The public torch.overrides.TorchFunctionMode does not see the operators of backward passes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -28,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+    pass
 
 # Operators on lists of tensors. The public classes of torch.optim only use them within their own steps.
+foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
@@ -46,7 +46,9 @@ unsafe_view = torch.ops.aten._unsafe_view
 
 # Dispatch modes see these operators, not the public scaled_dot_product_attention and Tensor.item.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
+efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 unfused_attention = torch.ops.aten._scaled_dot_product_attention_math
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -95,6 +97,11 @@ def storage_number(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes with each write to the tensor's memory in place."""
+    return tensor._version
+
+
 def next_node_number() -> int:
     """Return a number above all autograd nodes created so far, and not above any created later.
 
@@ -132,7 +139,7 @@ def save_memory_history(path: str) -> None:
 
 
 COMPILER = "torch._dynamo"
-"""Module that FSDP imports when it first shards a module; the import takes about a second."""
+"""Module that torch imports for the first function that is not to be compiled; it takes about a second."""
 
 
 @contextmanager
@@ -152,6 +159,31 @@ def compilations_observed(begin: Callable[..., None], end: Callable[..., None]) 
         callback_handler.remove_end_callback(end)
 
 
+def fake_backend_devices() -> list[str]:
+    """Return the list of device types on which the backend "fake" runs; a caller may add to it.
+
+    torch registers the backend, with a new list, when the first group of it is created.
+    """
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers it now
+    return dist.Backend.backend_capability["fake"]
+
+
+def fake_group(name: str, size: int) -> dist.ProcessGroup:
+    """Return a group of `size` ranks whose collectives do nothing, without starting torch.distributed.
+
+    Public functions only make groups of a started process group, and there is one in a process at a time.
+    """
+    fake = import_module("torch.testing._internal.distributed.fake_pg")
+    backend_class = _distributed_c10d.FakeProcessGroup
+    make = getattr(backend_class, "_create_internal", backend_class)
+    group = dist.ProcessGroup(fake.FakeStore(), 0, size)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    backend = make(0, size, backend_class.Options())  # type: ignore[call-arg]
+    group._register_backend(torch.device("meta"), kind, backend)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    return group
+
+
 def num_collectives(group: dist.ProcessGroup) -> int:
     """Return the number of collectives and messages that this rank has started in the group."""
     return group._get_sequence_number_for_group()  # type: ignore[attr-defined]
@@ -166,66 +198,35 @@ def flight_recorder(device_type: str) -> Callable[..., bytes] | None:
     return getattr(_distributed_c10d, name, None)
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str, options: Any) -> DeviceMesh:
-    """Flatten a mesh's axes into one axis of this name. Public functions only slice meshes.
+# Symmetric memory. Its operators have kernels for CUDA and for the meta device. Groups need no registration:
+# torch 2.11 has deprecated `enable_symm_mem_for_group`.
+
+
+def all_gather_gemm(
+    x: Tensor, matrix: Tensor, group: dist.ProcessGroup, *, keeps_gathered: bool = False
+) -> tuple[Tensor | None, Tensor]:
+    """All-gather over the first dim while multiplying: ``[s/n, b, k]``, ``[k, m]`` -> ``[s, b, m]``.
 
     Args:
-        options: options of its process groups; None for torch's defaults.
+        x: contiguous.
+
+    Returns:
+        The gathered `x` if `keeps_gathered`, else None or `x`; and the product.
     """
-    return mesh._flatten(name, options)
+    import torch.distributed._symmetric_memory  # defines the operators; takes a second to import
+
+    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, [matrix], 0, group.group_name, return_A=keeps_gathered
+    )
+    return gathered, unsafe_view(y, y.shape)  # y may be a view
 
 
-# FSDP. Its public methods only reduce gradients during autograd's backward, but zero bubble computes weight
-# gradients later.
+def gemm_reduce_scatter(x: Tensor, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Multiply while summing over the ranks and scattering the first dim: ``[s, b, k]`` -> ``[s/n, b, m]``.
 
-
-def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, Callable[[], None]]]:
-    """Yield a module's full parameters, each with the function that reduces the gradients of its group.
-
-    A group is communicated together, and its parameters are yielded with equal functions. The full parameters
-    exist from the first forward on.
+    Args:
+        x: contiguous; its first dim is divisible by the size of the group.
     """
-    state = module._get_fsdp_state()
-    # torch 2.11 has one group for a module, and no list.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in filter(None, groups):
-        for each in group.fsdp_params:
-            yield each.unsharded_param, group.post_backward
+    import torch.distributed._symmetric_memory
 
-
-def wait_for_reductions(root: FSDPModule) -> None:
-    """Make the device wait for the reductions since the last backward pass, and end FSDP's iteration."""
-    state = root._get_fsdp_state()
-    # Since torch 2.15 only a part of the callback may be called outside of a backward pass.
-    getattr(state, "wait_for_gradient_reduction", state._root_post_backward_final_callback)()
-
-
-def all_gather_waits_for(module: FSDPModule, event: Any) -> None:
-    """Make the stream of FSDP's all-gathers wait for an event.
-
-    The public `set_post_optim_event` takes one event for all modules, for the start of the next forward.
-    """
-    module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream.wait_event(event)
-
-
-@contextmanager
-def fsdp_on_meta() -> Iterator[None]:
-    """Let `fully_shard` shard, all-gather and reduce-scatter meta tensors in this block.
-
-    FSDP takes its streams and events from the module of the device type, ``torch.cuda`` or ``torch.cpu``. In
-    ``torch.cpu`` they do nothing. Except on a CPU, FSDP requires that recording an event returns an event,
-    and since torch 2.15 that streams have numbers.
-    """
-    from torch.distributed.fsdp._fully_shard import _fully_shard as interface  # seconds to import
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(torch, "meta", torch.cpu, create=True))
-        stack.enter_context(patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()))
-        for number in ("stream_id", "device_index", "device_type"):
-            stack.enter_context(patch.object(torch.cpu.Stream, number, 0, create=True))
-        stack.enter_context(
-            patch.object(interface, "_get_device_from_mesh", lambda mesh: torch.device("meta"))
-        )
-        stack.enter_context(patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
-        yield
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", 0, group.group_name)

@@ -39,7 +39,7 @@ git ls-files -z --cached --others --exclude-standard | tar --create --null --fil
 cd "$work"
 export PYTHON=$python TORCH_VERSION=$version
 scripts/install.sh --replace-torch test
-scripts/test.sh -q tests/test_architecture.py tests/unit tests/ranks tests/end_to_end/test_runs.py "$@"
+scripts/test.sh -q tests/test_architecture.py tests/unit tests/ranks tests/fake_cuda tests/end_to_end/test_runs.py "$@"
 .venv/bin/python - "$version" <<'END'
 import sys, torch
 

@@ -35,13 +35,13 @@ def cut_pieces() -> list[dict[str, FilePiece]]:
         for start, end in ((0, 7), (7, 16)):
             pieces = {
                 "cut": FilePiece(
-                    elements[start:end], ParameterRange((4, 6), 1, 4 * rank, (4, 4), start, end)
+                    elements[start:end], ParameterRange((4, 6), (0, 4 * rank), (4, 4), start, end)
                 ),
                 "steps": FilePiece(STEPS),
             }
             if start == 0:
                 pieces["padded"] = FilePiece(
-                    long[4 * rank : 4 * rank + 4], ParameterRange((5,), 0, 4 * rank, (4,), 0, 4)
+                    long[4 * rank : 4 * rank + 4], ParameterRange((5,), (4 * rank,), (4,), 0, 4)
                 )
             files.append(pieces)
     return files

@@ -1,5 +1,6 @@
 """What tests of every kind share, and the sample of the layout table that a run adds to its core."""
 
+import gc
 import hashlib
 import logging
 import os
@@ -9,31 +10,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import pytest
-
-from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
-from megalite.log import log
-
-hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("megalite")
-
-
-# For the workers of pytest-xdist and the programs that tests start, which inherit them.
+# Before torch is imported: its OpenMP reads them once. Workers and programs that tests start inherit them.
+# Threads of torch that wait would use up the cores, which several processes share.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torch.compile would build and run a program for each kind of vector instructions that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # It would start a process to compile in, which imports torch again.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Threads of torch that wait would use up the cores, which several processes share.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import hypothesis
+import pytest
+
+from megalite.config import ParallelConfig
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
+from megalite.log import log
+
+hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("megalite")
 
 ROOT = Path(__file__).parents[1]
 SIGNAL_HANDLERS = {
     number: signal.getsignal(number)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 }
-FOLDERS_OF_RANKS = {"parity", "ranks", "slurm", "soak"}  # their tests run several processes at once
+FOLDERS_OF_RANKS = {"parity", "power", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,20 +45,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="also run N of the layout table's slow rows, drawn by --layout-seed",
     )
-    parser.addoption("--layout-seed", help="seed of --layout-sample (default: the commit's digest)")
+    parser.addoption(
+        "--layout-seed",
+        help="seed of --layout-sample, and of the sample of injected errors (default: the commit's digest)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.layout_sample and config.option.layout_seed is None:
+    if config.option.layout_seed is None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         config.option.layout_seed = commit.stdout.strip()[:12] or "no commit"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    if not config.option.layout_sample:
-        return []
     option = config.option
-    return [f"layout table: --layout-sample {option.layout_sample} --layout-seed {option.layout_seed}"]
+    return [f"samples: --layout-sample {option.layout_sample} --layout-seed {option.layout_seed}"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
@@ -74,6 +76,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let Python's collector pass over imported modules: each run in this process collects several times."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one worker run the tests of several ranks, and the other workers run the rest.
@@ -85,7 +94,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class RanksOnOneWorker(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if FOLDERS_OF_RANKS.intersection(nodeid.split("/")) else nodeid
+            folders = nodeid.split("/")
+            if "fake_cuda" in folders:
+                return "fake_cuda"  # its tests share a process
+            return "ranks" if FOLDERS_OF_RANKS.intersection(folders) else nodeid
 
     return RanksOnOneWorker(config, log)
 
@@ -112,5 +124,7 @@ def _reset_process() -> None:
 @pytest.fixture
 def one_rank() -> Iterator[Topology]:
     """A world of this process alone; its process group ends with the test."""
-    with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch.from_environment()) as topology:
+    with Topology.start(
+        ParallelConfig(distributed_backend="gloo").mesh, Launch.from_environment()
+    ) as topology:
         yield topology

@@ -1,44 +1,86 @@
-"""Programs of the repository, run in a forked process that has torch already: its import takes seconds."""
+"""Programs of the repository, run in forked processes that have torch already: its import takes seconds."""
 
 from __future__ import annotations
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megalite.config import entry_point
 from megalite.distributed.local_ranks import forked_with_torch
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_program(path: str, *arguments: object, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_program(
+    path: str | Path, *arguments: object, environment: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     """Run what ``python PATH ARGUMENTS`` runs in the repository's folder, on a CPU."""
+    return _run([[str(path), *map(str, arguments)]], [environment or {}], timeout)[0]
+
+
+def run_program_on_ranks(
+    path: str, *arguments_of_ranks: Sequence[object], timeout: float = 120.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run the program once per rank, with the variables that a scheduler sets.
+
+    Args:
+        arguments_of_ranks: the arguments of each rank; their number is the world size.
+    """
+    shared = {
+        "WORLD_SIZE": str(len(arguments_of_ranks)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    lines = [[path, *map(str, arguments)] for arguments in arguments_of_ranks]
+    environments = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(len(lines))]
+    return _run(lines, environments, timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(
+    lines: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
     context = forked_with_torch(__name__)
-    line = [path, *map(str, arguments)]
+    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="megalite-program-") as folder:
-        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = context.Process(target=_main, args=(line, [str(output) for output in outputs]))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(line, timeout)
-        texts = [output.read_text() for output in outputs]
-    assert process.exitcode is not None
-    return subprocess.CompletedProcess(line, process.exitcode, *texts)
+        outputs = [[f"{folder}/{name}_{rank}" for name in ("stdout", "stderr")] for rank in range(len(lines))]
+        starts = zip(lines, environments, outputs, strict=True)
+        processes = [context.Process(target=_main, args=each) for each in starts]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if late := [process for process in processes if process.is_alive()]:
+            for process in late:
+                process.kill()
+                process.join()
+            raise subprocess.TimeoutExpired(lines[0], timeout)
+        texts = [[Path(output).read_text() for output in pair] for pair in outputs]
+    return [
+        subprocess.CompletedProcess(line, process.exitcode or 0, *pair)
+        for line, process, pair in zip(lines, processes, texts, strict=True)
+    ]
 
 
-def _main(line: Sequence[str], outputs: Sequence[str]) -> None:
+def _main(line: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str]) -> None:
     for stream, output in zip((sys.stdout, sys.stderr), outputs, strict=True):
         stream.flush()
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), stream.fileno())
     os.chdir(ROOT)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    entry_point._SECONDS_FOR_THE_FIRST_RANK = 0.0  # no torchrun would end the first rank before it prints
     sys.argv = list(line)
     sys.path.insert(0, str((ROOT / line[0]).parent))
     runpy.run_path(line[0], run_name="__main__")

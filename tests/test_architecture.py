@@ -11,23 +11,48 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "files", "log", "microbatch", "commands", "torch_private", "torch_versions"),
-    ("config", "hardware", "kernels"),
+    ("errors", "files", "log", "loss_terms", "microbatch", "commands", "torch_private", "torch_versions"),
+    ("config", "hardware", "kernels", "wrapping"),
     ("distributed",),
     ("tensor_parallel",),
-    ("model", "pipeline", "optim", "data"),
-    ("checkpoint", "plan"),
-    ("train",),
+    ("model", "pipeline", "data"),
+    ("optim", "checkpoint"),
+    ("recording",),
+    ("train", "plan"),
     ("verify", "generate", "report", "dry_run"),
     ("pretraining",),
     ("cli",),
     ("__main__",),
 )
 """Packages from the lowest level to the highest; those of one level do not import each other"""
-SAME_LEVEL = {("files", "errors"), ("hardware.gpus", "errors")}
+SAME_LEVEL = {("files", "errors"), ("hardware.gpus", "errors"), ("distributed.axes", "errors")}
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
-LEVEL_OF_MODULE = {"hardware.gpus": 0, "pipeline.schedules": 0}
+LEVEL_OF_MODULE = {"hardware.gpus": 0, "pipeline.schedules": 0, "distributed.axes": 0}
 """Tables of facts that every level reads; they do not import the rest of their package"""
+FOLDERS_OF_NO_PACKAGE = {"benchmarks", "docs", "scripts"}
+"""Their tests are in folders of these names"""
+TESTS_OF_NO_MODULE = {
+    "the example configs": ("config/test_examples",),
+    "datasets against megatron-core's": ("data/test_data_against_megatron",),
+    "gelu.py and swiglu.py": ("kernels/test_activations",),
+    "levels of instructions of all CPU kernels": ("kernels/test_capability",),
+    "builds of all kernels: setup.py, sanitizers, machine code, Triton, g++ in place of nvcc": (
+        *("kernels/test_cuda_build", "kernels/test_cuda_on_cpu", "kernels/test_cuda_toolkit"),
+        *("kernels/test_machine_code", "kernels/test_run_time", "kernels/test_sanitizers"),
+        *("kernels/test_triton_compiles", "kernels/test_triton_interpreter"),
+    ),
+    "whole models": (
+        *("model/test_against_transformers", "model/test_documents", "model/test_half_precision"),
+        *("model/test_loss_chunks", "model/test_switches"),
+    ),
+    "job files of Slurm and Kubernetes": ("plan/test_hostile_values",),
+    "planned parameters and communication": ("plan/test_parameters", "plan/test_tp_overlap"),
+    "all parallel layers": ("tensor_parallel/test_layers",),
+    "an axis through the whole package": ("train/test_trial_axis",),
+    "Dockerfiles, scripts, workflows": ("test_containers", "test_parent_packages", "test_project_files"),
+    "tests/stream_checker.py": ("test_stream_checker", "test_stream_order"),
+}
+"""Test files that are not named after a module, below tests/unit or tests/ranks, by what they test"""
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
@@ -77,6 +102,19 @@ def test_imports_run_down(path: Path) -> None:
 
 def _module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_a_test_file_is_named_after_its_module() -> None:
+    """Check that megalite/data/blend.py has its tests in data/test_blend.py, or data/test_blend_WHAT.py."""
+    homes = {name.replace(".", "/") for name in MODULES}
+    homeless = set()
+    for path in (*ROOT.glob("tests/unit/**/test_*.py"), *ROOT.glob("tests/ranks/**/test_*.py")):
+        *folders, file = path.relative_to(ROOT / "tests").with_suffix("").parts[1:]
+        words = file.split("_")[1:]
+        names = ("/".join(("megalite", *folders, "_".join(words[:end]))) for end in range(1, len(words) + 1))
+        if homes.isdisjoint(names) and not FOLDERS_OF_NO_PACKAGE.intersection(folders):
+            homeless.add("/".join((*folders, file)))
+    assert homeless == {name for names in TESTS_OF_NO_MODULE.values() for name in names}
 
 
 LIBRARY = [path for path in SOURCES if _package(path) not in ("cli", "__main__")]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megalite.dry_run import traffic
-from megalite.dry_run.traffic import CollectiveCall, Traffic
+from megalite.recording import traffic
+from megalite.recording.traffic import Traffic
+from megalite.recording.unit_record import CollectiveCall
 
 __all__ = ["Traffic", "by_bytes", "ring_bytes"]
 

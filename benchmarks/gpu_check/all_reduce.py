@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 
 SIZES = (1, 16, 256, 1024)
 """Megabytes."""
@@ -24,7 +25,9 @@ def main(device: str, *options: str) -> None:
     """Print a line of JSON for each size: on rank 0, of the median of 20 calls."""
     sizes, num_calls = ((1,), 3) if options else (SIZES, 20)
     backend = "gloo" if device == "cpu" else "auto"
-    with Topology.start(ParallelConfig(distributed_backend=backend), Launch.from_environment()) as topology:
+    with Topology.start(
+        ParallelConfig(distributed_backend=backend).mesh, Launch.from_environment()
+    ) as topology:
         n = topology.world_size
         for megabytes in sizes:
             x = torch.zeros(megabytes * 500_000, dtype=torch.bfloat16, device=topology.device)

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,11 +23,13 @@ from benchmarks.roofline import COPY_SHARE, gemms, gpu_of_device, rows
 from megalite import kernels
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
 from megalite.kernels import Drop, add_weight_and_bias_gradient_, add_weight_gradient_
 from megalite.kernels.weight_gradient import has_bias_gradient_gemm, has_widening_gemm
 from megalite.model.attention_backends import BACKENDS, Case, kernel_of
+from megalite.plan.layer_time import fused_attention_seconds
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
 
@@ -57,7 +59,7 @@ def data_sheet(context: CheckContext) -> Gpu | None:
 def one_rank(context: CheckContext) -> Iterator[Topology]:
     """Start a process group of this process, on the check's device."""
     backend = "gloo" if context.device == "cpu" else "auto"
-    with Topology.start(ParallelConfig(distributed_backend=backend), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig(distributed_backend=backend).mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology
 
 
@@ -186,31 +188,56 @@ def heads_of(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def attention(context: CheckContext) -> Iterator[Result]:
-    """Measure each attention backend on a layer's strides, and name the kernel that runs."""
+def compile_attention(context: CheckContext) -> Iterator[Result]:
+    """Compile Triton's attention, which keeps its kernels on disk; `attention` reports what fails."""
     model, micro_batch_size = model_of(context)
-    s, n, d = model.seq_length, model.num_attention_heads, model.head_dim
     with one_rank(context) as topology:
-        case = Case(model, LayerContext(topology, torch.bfloat16))
-        kind = {"device": topology.device, "dtype": torch.bfloat16}
-        qkv = torch.randn(s, micro_batch_size, n, 3, d, **kind).requires_grad_()
-        drop = Drop(0.0, 1, torch.arange(micro_batch_size, device=topology.device))
-        formula = BACKENDS["unfused"].build(model, case.context)
-        with torch.no_grad():
-            reference = formula(*heads_of(qkv), None, drop)
-        for name in ("fused", "cudnn", "flash", "efficient", "triton", "unfused"):
-            if refusal := BACKENDS[name].refusal(case):
-                yield skipped(f"attention {name}", refusal)
-                continue
-            try:
-                yield from _attention_backend(context, name, case, qkv, drop, reference)
-            except Exception as error:  # the other backends are measured all the same
-                traceback.print_exc()
-                yield failed(f"attention {name}", f"{type(error).__name__}: {error}")
+        for dropout in (0.0, 0.1):
+            case = Case(replace(model, attention_dropout=dropout), LayerContext(topology, torch.bfloat16))
+            for result in _attention_backends(context, ("triton",), case, micro_batch_size):
+                print(result.to_json())
+    yield info("compile attention", "done")
+
+
+def attention(context: CheckContext) -> Iterator[Result]:
+    """Measure each attention backend on a layer's strides, and name the kernel that runs.
+
+    Dropout of the attention weights runs in Triton alone, so Triton is measured with and without.
+    """
+    model, micro_batch_size = model_of(context)
+    with one_rank(context) as topology:
+        for dropout, names in (
+            (0.0, ("fused", "cudnn", "flash", "efficient", "triton", "unfused")),
+            (0.1, ("triton",)),
+        ):
+            layer = replace(model, attention_dropout=dropout)
+            case = Case(layer, LayerContext(topology, torch.bfloat16))
+            yield from _attention_backends(context, names, case, micro_batch_size)
+
+
+def _attention_backends(
+    context: CheckContext, names: Sequence[str], case: Case, micro_batch_size: int
+) -> Iterator[Result]:
+    model, device = case.config, case.context.topology.device
+    s, n, d = model.seq_length, model.num_attention_heads, model.head_dim
+    qkv = torch.randn(s, micro_batch_size, n, 3, d, device=device, dtype=torch.bfloat16).requires_grad_()
+    drop = Drop(model.attention_dropout, 1, torch.arange(micro_batch_size, device=device))
+    with torch.no_grad():
+        reference = BACKENDS["unfused"].build(model, case.context)(*heads_of(qkv), None, drop)
+    for name in names:
+        title = f"attention {name}" + (f", dropout {drop.p}" if drop.p else "")
+        if refusal := BACKENDS[name].refusal(case):
+            yield skipped(title, refusal)
+            continue
+        try:
+            yield from _attention_backend(context, name, title, case, qkv, drop, reference)
+        except Exception as error:  # the other backends are measured all the same
+            traceback.print_exc()
+            yield failed(title, f"{type(error).__name__}: {error}")
 
 
 def _attention_backend(
-    context: CheckContext, name: str, case: Case, qkv: Tensor, drop: Drop, reference: Tensor
+    context: CheckContext, name: str, title: str, case: Case, qkv: Tensor, drop: Drop, reference: Tensor
 ) -> Iterator[Result]:
     """Compare one backend with the formula, and measure it.
 
@@ -227,7 +254,7 @@ def _attention_backend(
 
     out = forward()
     error = ((out - reference).float().norm() / reference.float().norm()).item()
-    yield at_most(f"attention {name}, against unfused", error, 0.02)
+    yield at_most(f"{title}, against unfused", error, 0.02)
     taken = {
         "forward": seconds_of(forward, context.device),
         "backward": seconds_of(
@@ -235,22 +262,34 @@ def _attention_backend(
         ),
     }
     gpu = data_sheet(context)
-    expected: dict[str, float] = {}
-    if gpu and name not in ("triton", "unfused"):
-        is_flash2 = name in ("flash", "efficient")
-        expected = {row.name: row.expected for row in rows(case.config, b, gpu, is_flash2)}
-        # Autograd writes the gradients of q, k and v into one tensor.
-        expected["attention backward"] += expected["gradients of q, k, v into one tensor"]
+    expected = expected_attention(name, case.config, b, gpu) if gpu else {}
     ran = kernels_run(forward, context.device)
     for form, seconds in taken.items():
-        limit = expected.get(f"attention {form}")
-        yield duration(f"attention {name} {form}", seconds * 1e3, limit and limit * 1e3, "ms", 0.85, ran)
+        limit = expected.get(form)
+        yield duration(f"{title} {form}", seconds * 1e3, limit and limit * 1e3, "ms", 0.85, ran)
     if name == "fused" and context.device == "cuda":
-        named, title = kernel_of(BACKENDS[name].kernels, case), "attention kernel in the start-up line"
+        named, line = kernel_of(BACKENDS[name].kernels, case), "attention kernel in the start-up line"
         if ran:
-            yield passed(title, _is_named(named, ran), named, named, ran)
+            yield passed(line, _is_named(named, ran), named, named, ran)
         else:
-            yield skipped(title, "the profiler saw no kernel")
+            yield skipped(line, "the profiler saw no kernel")
+
+
+def expected_attention(name: str, model: ModelConfig, micro_batch_size: int, gpu: Gpu) -> dict[str, float]:
+    """Return the expected seconds of a backend's forward and backward; empty where nothing is known."""
+    if name == "unfused":
+        return {}
+    table = {
+        row.name: row.expected for row in rows(model, micro_batch_size, gpu, name in ("flash", "efficient"))
+    }
+    forward, backward = (table[f"attention {form}"] for form in ("forward", "backward"))
+    if name == "triton":
+        scores = micro_batch_size * model.num_attention_heads * model.seq_length**2 / 2
+        forward, backward = fused_attention_seconds(
+            gpu, "triton", scores, model.seq_length, model.head_dim, dropout=model.attention_dropout > 0.0
+        )
+    # Autograd writes the gradients of q, k and v into one tensor.
+    return {"forward": forward, "backward": backward + table["gradients of q, k, v into one tensor"]}
 
 
 def kernels_run(function: Callable[[], object], device: str) -> str:

@@ -1,4 +1,4 @@
-"""Stage 4: memory errors in kernels, a killed run that resumes, and a run without enough memory."""
+"""Stages 4 and 9: a killed run that resumes, a run without enough memory, and memory errors in kernels."""
 
 from __future__ import annotations
 

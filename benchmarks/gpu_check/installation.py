@@ -12,6 +12,9 @@ from benchmarks.gpu_check.commands import first_line, run_python
 from benchmarks.gpu_check.results import Result, failed, info, passed, skipped
 from benchmarks.gpu_check.runner import CheckContext
 
+IDLE_GB = 2.0
+"""Memory that a GPU without other programs has in use at most: the driver's, and a context's."""
+
 
 def versions(context: CheckContext) -> Iterator[Result]:
     """Report the versions of all that a run depends on."""
@@ -28,6 +31,10 @@ def versions(context: CheckContext) -> Iterator[Result]:
     yield info("gcc", first_line("gcc", "--version"))
     if context.device == "cuda":
         yield info("GPUs", float(torch.cuda.device_count()))
+        free, total = torch.cuda.mem_get_info()
+        others = (total - free) / 1e9  # with this process' own context
+        detail = "" if others < IDLE_GB else "other programs use this GPU: speeds and memory are not reliable"
+        yield Result("memory in use", others, IDLE_GB, "GB", "low" if detail else "ok", detail)
         try:
             nvcc, release = find_nvcc()
             yield info("nvcc", ".".join(map(str, release)), detail=nvcc)

@@ -202,10 +202,13 @@ def _connect_and_log(device: str, log: tempfile._TemporaryFileWrapper[str]) -> s
     import torch.distributed as dist
 
     from megalite.config import ParallelConfig
-    from megalite.distributed.topology import Launch, Topology
+    from megalite.distributed.rendezvous import Launch
+    from megalite.distributed.topology import Topology
 
     backend = "gloo" if device == "cpu" else "auto"
-    with Topology.start(ParallelConfig(distributed_backend=backend), Launch.from_environment()) as topology:
+    with Topology.start(
+        ParallelConfig(distributed_backend=backend).mesh, Launch.from_environment()
+    ) as topology:
         rank, n = topology.rank, topology.world_size
         x = torch.ones(1 << 22, device=topology.device)
         dist.all_reduce(x)  # NCCL may sum in the switches, over no channel from GPU to GPU

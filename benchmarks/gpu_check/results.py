@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "low", "failed", "skipped", "info"]
-"""low: slower than expected; info: nothing is expected; skipped: cannot run here, detail says why."""
+Verdict = Literal["ok", "low", "failed", "skipped", "skipped (time)", "info"]
+"""low: slower than expected; info: nothing is expected; skipped: cannot run here, detail says why; skipped
+(time): not run or not finished, for time."""
 Value = float | str | None
 
 
@@ -45,6 +47,11 @@ def info(name: str, measured: Value, unit: str = "", detail: str = "") -> Result
 def skipped(name: str, reason: str) -> Result:
     """Return that something cannot run here."""
     return Result(name, None, None, "", "skipped", _line(reason))
+
+
+def cut(name: str, reason: str) -> Result:
+    """Return that the time was over before the end."""
+    return Result(name, None, None, "", "skipped (time)", _line(reason))
 
 
 def failed(name: str, reason: str) -> Result:
@@ -91,28 +98,44 @@ def _line(text: str) -> str:
 HEADS = ("check", "measured", "expected", "unit", "verdict")
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return the table, and a last line that counts the verdicts."""
+def table(results: Sequence[Result], most: int | None = None) -> str:
+    """Return the table, and a last line that counts the verdicts.
+
+    Args:
+        most: number of characters of a row's detail; None for all.
+    """
     rows = [HEADS, *((r.name, _shown(r.measured), _shown(r.expected), r.unit, r.verdict) for r in results)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEADS))]
     lines = []
-    for row, detail in zip(rows, ["", *(r.detail for r in results)], strict=True):
+    for row, detail in zip(rows, ["", *(r.detail[:most] for r in results)], strict=True):
         cells = [
             f"{cell:>{width}}" if i in (1, 2) else f"{cell:<{width}}"
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join([*cells, detail]).rstrip())
-    counts = (
-        (verdict, sum(r.verdict == verdict for r in results))
-        for verdict in ("ok", "low", "failed", "skipped")
+    return "\n".join([*lines, counted(results)])
+
+
+def counted(results: Sequence[Result]) -> str:
+    """Return how many results passed, failed and were skipped; slow ones pass."""
+    count = Counter(result.verdict for result in results)
+    slow = f" ({count['low']} slower than expected)" if count["low"] else ""
+    for_time = f" ({count['skipped (time)']} for time)" if count["skipped (time)"] else ""
+    return (
+        f"{count['ok'] + count['low']} passed{slow}, {count['failed']} failed, "
+        f"{count['skipped'] + count['skipped (time)']} skipped{for_time}"
     )
-    return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts)])
 
 
 def _shown(value: Value) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def needs_attention(result: Result) -> bool:
+    """Return whether a reader wants to see a result at once."""
+    return result.verdict in ("failed", "skipped (time)")
 
 
 def has_failed(results: Iterable[Result]) -> bool:

@@ -15,15 +15,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu_check.results import Result, failed, table
+from benchmarks.gpu_check.results import Result, counted, cut, failed, info, needs_attention, table
 
 ROOT = Path(__file__).parents[2]
-STAGE_SECONDS = 540.0
-"""Time limit of a stage in seconds."""
+STAGE_SECONDS = 420.0
+"""Limit of a stage's checks in seconds, without what is built and compiled before them."""
+COMMAND_SECONDS = 590.0
+"""Limit of a stage with what is built and compiled before it: machines are lent for 10 minutes a command."""
 SECONDS_TO_END = 8.0
 """Between the request to end and the kill: programs such as torchrun end their own processes first."""
 
@@ -60,11 +62,38 @@ class Check:
 
 @dataclass(frozen=True)
 class Stage:
-    """Describes checks that run one after the other."""
+    """Describes checks that run one after the other.
+
+    Attributes:
+        builds: what is built or compiled before the checks, once per command. Its time does not count as
+            theirs.
+        min_gpus: number of GPUs without which the stage has nothing to check.
+    """
 
     number: int
     title: str
     checks: Sequence[Check]
+    builds: Sequence[Check] = ()
+    min_gpus: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the longest time of the checks together."""
+        return sum(check.seconds for check in self.checks)
+
+
+@dataclass
+class Finished:
+    """Holds what a check has reported.
+
+    Attributes:
+        is_whole: whether the check came to its end, be it with failures; False if time cut it off.
+    """
+
+    name: str
+    seconds: float
+    is_whole: bool
+    results: list[Result] = field(default_factory=list)
 
 
 def worker_command(check: Check, context: CheckContext, results: Path) -> list[str]:
@@ -76,49 +105,114 @@ def worker_command(check: Check, context: CheckContext, results: Path) -> list[s
 Command = Callable[[Check, CheckContext, Path], Sequence[str]]
 
 
-def run_stage(
-    stage: Stage,
-    out: Path,
-    device: str,
-    is_small: bool,
-    *,
-    limit: float = STAGE_SECONDS,
-    command: Command = worker_command,
-) -> list[Result]:
-    """Run a stage; write ``stage_N.json`` after each check, and ``stage_N.log``.
+class StageRunner:
+    """Runs stages in one command.
 
     Args:
-        limit: seconds of the stage; checks that have no time left are reported as failed.
+        out: folder of ``stage_N.json``, written after each check, and ``stage_N.log``.
+        device: cuda, or cpu to rehearse.
+        machine: the machine in words; results of another one are not kept.
+        end: time of `time.monotonic` at which the command must have ended; None for no limit.
+        resumes: keep the results of checks that came to their end in an earlier command.
         command: starts a check's process.
     """
-    start, results = time.monotonic(), []
-    with (out / f"stage_{stage.number}.log").open("w", encoding="utf-8") as log:
-        for check in stage.checks:
-            left = limit - SECONDS_TO_END - (time.monotonic() - start)
-            seconds = min(check.seconds, left)
-            if seconds <= 0:
-                results.append(failed(check.name, f"not run: the stage's {limit:.0f} s are over"))
-                continue
-            print(f"stage {stage.number}: {check.name}", flush=True)
-            with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
-                context = CheckContext(device, is_small, Path(folder) / "scratch")
-                context.scratch.mkdir()
-                log.write(f"\n=== {check.name} (at most {seconds:.0f} s)\n")
-                log.flush()
-                began = time.monotonic()
-                found = run_check(check, context, command, seconds, log)
-                log.write(f"--- {time.monotonic() - began:.1f} s\n{table(found)}\n")
-            results += found
-            _write_json(stage, out, device, time.monotonic() - start, results)
-        log.write(f"\n=== stage {stage.number}: {stage.title}\n{table(results)}\n")
-    _write_json(stage, out, device, time.monotonic() - start, results)
-    return results
+
+    def __init__(
+        self,
+        out: Path,
+        device: str,
+        machine: str,
+        is_small: bool,
+        *,
+        end: float | None = None,
+        resumes: bool = False,
+        command: Command = worker_command,
+    ) -> None:
+        self._out = out
+        self._device = device
+        self._machine = machine
+        self._is_small = is_small
+        self._end = float("inf") if end is None else end
+        self._resumes = resumes
+        self._command = command
+        self._built: set[str] = set()
+
+    @property
+    def seconds_left(self) -> float:
+        """Return the seconds until the command must have ended."""
+        return self._end - time.monotonic()
+
+    def run(self, stage: Stage, limit: float = STAGE_SECONDS) -> list[Result]:
+        """Run a stage and return all its results.
+
+        Args:
+            limit: seconds of the checks; what they cut off is reported as skipped.
+        """
+        earlier = load_stage(self._out, stage, self._machine) if self._resumes else []
+        kept = {each.name: each for each in earlier if each.is_whole}
+        finished: list[Finished] = []
+        to_run = [check for check in stage.checks if check.name not in kept]
+        # Builds are fast if they were done before, and later checks need them.
+        to_build = [check for check in stage.builds if check.name not in self._built and to_run]
+        mode = "a" if kept else "w"
+        with (self._out / f"stage_{stage.number}.log").open(mode, encoding="utf-8") as log:
+            command_end = min(self._end, time.monotonic() + COMMAND_SECONDS)
+            for check in to_build:
+                done = self._run(stage, check, command_end, log)
+                done.results.append(
+                    info(f"{check.name}: time", done.seconds, "s", "not counted as the stage's")
+                )
+                finished.append(done)
+                self._built.add(check.name)
+            end = min(command_end, time.monotonic() + limit)
+            for check in stage.checks:
+                finished.append(kept.get(check.name) or self._run(stage, check, end, log))
+                self._write_json(stage, finished)
+            results = [result for each in finished for result in each.results]
+            log.write(f"\n=== stage {stage.number}: {stage.title}\n{table(results)}\n")
+        self._write_json(stage, finished)
+        return results
+
+    def _run(self, stage: Stage, check: Check, end: float, log: IO[str]) -> Finished:
+        left = end - SECONDS_TO_END - time.monotonic()
+        seconds = min(check.seconds, left)
+        title = f"stage {stage.number}: {check.name}"
+        if seconds <= 0:
+            print(f"{title}: no time left", flush=True)
+            return Finished(check.name, 0.0, False, [cut(check.name, "not run: the time was over")])
+        print(f"{title} …", flush=True)
+        with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
+            context = CheckContext(self._device, self._is_small, Path(folder) / "scratch")
+            context.scratch.mkdir()
+            log.write(f"\n=== {check.name} (at most {seconds:.0f} s)\n")
+            log.flush()
+            began = time.monotonic()
+            results, is_whole = run_check(check, context, self._command, seconds, log)
+            taken = time.monotonic() - began
+            log.write(f"--- {taken:.1f} s\n{table(results)}\n")
+        print(f"{title}: {counted(results)} in {taken:.0f} s", flush=True)
+        for result in filter(needs_attention, results):
+            print(f"  {result.verdict}: {result.name}: {result.detail}", flush=True)
+        return Finished(check.name, round(taken, 1), is_whole, results)
+
+    def _write_json(self, stage: Stage, finished: Sequence[Finished]) -> None:
+        content = {
+            "stage": stage.number,
+            "title": stage.title,
+            "machine": self._machine,
+            "checks": [asdict(each) for each in finished],
+        }
+        _json_file(self._out, stage).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def run_check(
     check: Check, context: CheckContext, command: Command, seconds: float, log: IO[str]
-) -> list[Result]:
-    """Run a check's process; what it writes to its outputs goes to the log."""
+) -> tuple[list[Result], bool]:
+    """Run a check's process; what it writes to its outputs goes to the log.
+
+    Returns:
+        Its results, and whether it came to its end in time.
+    """
     file = context.scratch.parent / "results.jsonl"
     file.touch()
     position = log.tell()
@@ -130,11 +224,12 @@ def run_check(
         stderr=subprocess.STDOUT,
         start_new_session=True,  # so that all that it starts can be ended with it
     )
-    problem = ""
+    problem, text = "", None
     try:
         if status := process.wait(seconds):
             problem = f"its process ended with status {status}: {_last_line(Path(log.name), position)}"
     except subprocess.TimeoutExpired:
+        text = file.read_text(encoding="utf-8")  # before the programs are ended, which makes them fail
         problem = f"not finished after {seconds:.0f} s: {_last_line(Path(log.name), position)}"
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -145,10 +240,14 @@ def run_check(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     log.seek(0, os.SEEK_END)
-    results = [Result.from_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    if not problem and not results:
-        problem = "it reported nothing"
-    return [*results, failed(check.name, problem)] if problem else results
+    is_whole = text is None
+    text = file.read_text(encoding="utf-8") if text is None else text
+    results = [Result.from_json(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    if not is_whole:
+        results.append(cut(check.name, problem))
+    elif problem or not results:
+        results.append(failed(check.name, problem or "it reported nothing"))
+    return results, is_whole
 
 
 def _last_line(log: Path, position: int) -> str:
@@ -158,12 +257,23 @@ def _last_line(log: Path, position: int) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
-def _write_json(stage: Stage, out: Path, device: str, seconds: float, results: Sequence[Result]) -> None:
-    content = {
-        "stage": stage.number,
-        "title": stage.title,
-        "device": device,
-        "seconds": round(seconds, 1),
-        "results": [asdict(result) for result in results],
-    }
-    (out / f"stage_{stage.number}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def _json_file(out: Path, stage: Stage) -> Path:
+    return out / f"stage_{stage.number}.json"
+
+
+def load_stage(out: Path, stage: Stage, machine: str) -> list[Finished]:
+    """Return the checks of a stage that were run on a machine, from the folder; empty if none was."""
+    file = _json_file(out, stage)
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if content.get("machine") != machine:
+        return []
+    return [
+        Finished(**{**each, "results": [Result(**result) for result in each["results"]]})
+        for each in content["checks"]
+    ]
+
+
+def is_complete(out: Path, stage: Stage, machine: str) -> bool:
+    """Return whether all checks of a stage came to their end."""
+    whole = {each.name for each in load_stage(out, stage, machine) if each.is_whole}
+    return all(check.name in whole for check in stage.checks)

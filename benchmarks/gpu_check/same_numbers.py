@@ -22,7 +22,9 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
-from megalite.distributed.topology import Axis, Launch, Topology
+from megalite.distributed.axis import Axis
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_core import UnfusedCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -161,9 +163,10 @@ def attention(context: CheckContext) -> Iterator[Result]:
                 core = UnfusedCore(config, LayerContext(topology, torch.float64))
                 numbers = torch.arange(b, device=topology.device)
                 drop = Drop(config.attention_dropout, KEY, numbers)
-                seen = core.mask(ids.to(topology.device)) if name.startswith("documents") else None
+                document_ids = ids.to(topology.device) if name.startswith("documents") else None
+                (visible,) = core.visible_keys((b, s), document_ids, [None]).values()
                 found.append(
-                    _computed(lambda q, k, v, c=core, m=seen, d=drop: c(q, k, v, m, d), inputs, device)
+                    _computed(lambda q, k, v, c=core, x=visible, d=drop: c(q, k, v, x, d), inputs, device)
                 )
         yield at_most(f"attention, {name}", difference(*found), LIMIT)
 
@@ -220,7 +223,7 @@ def train_steps(context: CheckContext) -> Iterator[Result]:
 def _recorded(config: Config, context: CheckContext, device: str) -> RunRecord:
     backend = "gloo" if device == "cpu" else "auto"
     config = replace(config, parallel=replace(config.parallel, distributed_backend=backend))
-    with Topology.start(config.parallel, Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(config.parallel.mesh, Launch(0, 1, 0, 1)) as topology:
         assert topology.device.type == device
         return record_rank(topology, config, NUM_ITERATIONS)
 

@@ -1,4 +1,4 @@
-"""Stage 3: the training step by the programs of benchmarks/, and its kernels by PyTorch's profiler."""
+"""Stages 3 and 8: the training step by the programs of benchmarks/, and its kernels by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 
 from benchmarks.gpu_check.ceilings import data_sheet, one_rank
 from benchmarks.gpu_check.commands import Finished, run_python
-from benchmarks.gpu_check.results import Result, duration, failed, info, rate, skipped
+from benchmarks.gpu_check.results import Result, duration, failed, info, passed, rate, skipped
 from benchmarks.gpu_check.runner import ROOT, CheckContext
 from benchmarks.gpu_check.watch import watched
 from benchmarks.roofline import predicted_mfu, rows, step_seconds
@@ -101,21 +101,45 @@ def step_bloom(context: CheckContext) -> Iterator[Result]:
     yield from _train_step(context, "bloom-20b-slice", *flags)
 
 
-PEERS = ("plain", "compiled", "transformers", "megatron")
+def peer_plain(context: CheckContext) -> Iterator[Result]:
+    """Compare GPT-1.3B's step with plain PyTorch."""
+    yield from _peer(context, "plain")
 
 
-def peers(context: CheckContext) -> Iterator[Result]:
-    """Compare GPT-1.3B's step with other implementations."""
-    flags, names = ("--model", "gpt-1.3b", "--micro-batch-size", "4", "--rounds", "5"), PEERS
-    if context.is_small:
-        flags, names = (*TINY, "--rounds", "2"), PEERS[:1]
-    for peer in names:  # one by one: peers.py prints its table last, which a time limit would lose
-        done = run_python("benchmarks/peers.py", *flags, "--peers", peer)
-        for ratio in re.findall(rf"^{peer} +\d+ +([\d.]+) ", done.text, flags=re.MULTILINE):
-            yield rate(f"times as fast as {peer}", float(ratio), 1.0, "", 1.0)
-        yield from _left_out("peers", done)
-        if done.status:
-            yield failed(f"peers, {peer}", done.reason)
+def peer_compiled(context: CheckContext) -> Iterator[Result]:
+    """Compare GPT-1.3B's step with plain PyTorch under torch.compile."""
+    yield from _peer(context, "compiled")
+
+
+def peer_transformers(context: CheckContext) -> Iterator[Result]:
+    """Compare GPT-1.3B's step with Hugging Face's model."""
+    yield from _peer(context, "transformers")
+
+
+def peer_megatron(context: CheckContext) -> Iterator[Result]:
+    """Compare GPT-1.3B's step with megatron-core."""
+    yield from _peer(context, "megatron")
+
+
+def compile_peers(context: CheckContext) -> Iterator[Result]:
+    """Compile what the peers compile: the caches of torch.compile and Triton are on disk."""
+    done = _run_peer(context, "compiled", "1")
+    detail = done.reason if done.status else ""
+    yield passed("compile peers", not done.status, f"status {done.status}", "status 0", detail)
+
+
+def _run_peer(context: CheckContext, peer: str, rounds: str) -> Finished:
+    model = TINY if context.is_small else ("--model", "gpt-1.3b", "--micro-batch-size", "4")
+    return run_python("benchmarks/peers.py", *model, "--rounds", rounds, "--peers", peer)
+
+
+def _peer(context: CheckContext, peer: str) -> Iterator[Result]:
+    done = _run_peer(context, peer, "2" if context.is_small else "5")
+    for ratio in re.findall(rf"^{peer} +\d+ +([\d.]+) ", done.text, flags=re.MULTILINE):
+        yield rate(f"times as fast as {peer}", float(ratio), 1.0, "", 1.0)
+    yield from _left_out("peers", done)
+    if done.status:
+        yield failed(f"peers, {peer}", done.reason)
 
 
 KINDS = {

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.stages import STAGES
 
 def main(name: str, device: str, scratch: str, file: str, *options: str) -> None:
     """Report each result when it is found, and an exception as a failure with the line that raised it."""
-    check = next(check for stage in STAGES for check in stage.checks if check.name == name)
+    check = next(check for stage in STAGES for check in (*stage.builds, *stage.checks) if check.name == name)
     context = CheckContext(device, "small" in options, Path(scratch))
     with open(file, "a", encoding="utf-8") as results:
         try:

@@ -14,6 +14,7 @@ from docs.make.deepspeed_table import BEGIN as DEEPSPEED
 from docs.make.deepspeed_table import deepspeed_table
 from docs.make.flag_table import BEGIN, END, flag_table
 from docs.make.pictures import PICTURES
+from docs.make.roofline_figures import with_figures
 
 DOCS = Path(__file__).parents[1]
 
@@ -23,7 +24,7 @@ def main(pages: Sequence[str]) -> None:
     for name, draw in PICTURES.items():
         _write(DOCS / "pictures" / name, draw())
     for page in [Path(page).resolve() for page in pages] or sorted(DOCS.glob("*.md")):
-        _write(page, with_tables(renewed(page)))
+        _write(page, with_figures(with_tables(renewed(page))))
 
 
 def with_tables(text: str) -> str:

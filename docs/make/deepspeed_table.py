@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.deepspeed_settings import HANDLERS, LATER, SOFT
-from megalite.config.deepspeed_tables import FIELDS, NOT_NEEDED, OF_FP16, REFUSED, SCHEDULES
+from megalite.config.compatibility.deepspeed_settings import HANDLERS, LATER, SOFT
+from megalite.config.compatibility.deepspeed_tables import FIELDS, NOT_NEEDED, OF_FP16, REFUSED, SCHEDULES
 from megalite.config.flags import flag_of
 
 BEGIN = "<!-- settings of DeepSpeed's file, made by python -m docs.make -->"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.config.command_line import known_flags
+from megalite.config.compatibility.megatron import megatron_rules, missing_feature, rule_of
+from megalite.config.compatibility.megatron_features import UNSUPPORTED
+from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
+from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, config_fields, field_docs, normalised
-from megalite.config.megatron_compatibility import megatron_rules, missing_feature, rule_of
-from megalite.config.megatron_features import UNSUPPORTED
-from megalite.config.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
-from megalite.config.token_counts import TOKEN_FLAGS
 
 BEGIN, END = "<!-- made by python -m docs.make -->", "<!-- end -->"
 CHECKED = {

@@ -8,6 +8,9 @@ from functools import partial
 from benchmarks.chart import TITLES, speed_of
 from megalite.pipeline.schedule_plot import Colour
 from megalite.pipeline.schedule_svg import INK, PAPER, WAITING, Drawing, schedule_svg
+from megalite.plan.plan_request import read_request
+from megalite.plan.scaling.scaling_plan import plan_scaling
+from megalite.plan.scaling.scaling_table import scaling_svg, scaling_title
 
 BLUE, GREEN, TEAL, ORANGE = (66, 119, 214), (46, 158, 107), (29, 158, 150), (232, 156, 48)
 RED, VIOLET = (205, 92, 92), (140, 108, 200)
@@ -226,6 +229,20 @@ def layout() -> str:
     return drawing.content()
 
 
+SCALING = (
+    *("--preset", "bert-large", "--gpu", "v100-32", "--network-gbps", "1.56", "--ethernet-gbps", "0.375"),
+    *("--global-batch-size", "4096", "--micro-batch-size", "16", "--zero-stage", "1", "--fp16"),
+    *("--scaling", "1,2,4,8,16"),
+)
+"""The scaling table of docs/plan.md."""
+
+
+def scaling() -> str:
+    """Draw the efficiency of `SCALING`."""
+    request = read_request(SCALING)
+    return scaling_svg(list(plan_scaling(request)), scaling_title(request))
+
+
 PICTURES: Mapping[str, Callable[[], str]] = {
     "overview.svg": overview,
     "tensor_parallel.svg": tensor_parallel,
@@ -233,6 +250,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "data_parallel.svg": data_parallel,
     "zero.svg": zero_stages,
     "layout.svg": layout,
+    "scaling.svg": scaling,
     "gpipe.svg": partial(schedule_svg, "gpipe", 4, 8),
     "1f1b.svg": partial(schedule_svg, "1f1b", 4, 8),
     "interleaved.svg": partial(schedule_svg, "interleaved", 4, 8, 2),

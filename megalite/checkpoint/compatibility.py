@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.resume_rules import RESUME_RULES, OnResume, fields_with
+from megalite.config.model import MODEL_OPTIONS, resolved_fields
+from megalite.config.option import OnResume, Option
+from megalite.config.parameter_schedules import OptimizerSchedules
+from megalite.config.resume_rules import RESUME_RULES, fields_with
 from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import DataRecord, data_differences
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.optim.parameter_schedules import OptimizerSchedules
 
-SAME_SHAPE_FIELDS = ("seq_length", "norm_epsilon", "rotary_base")
-"""Model fields that do not change the shapes of the weights: they can change with --finetune."""
 UNTIED = "untie_embeddings_and_output_weights"
-SAME_SHAPE_VALUES = {
-    "activation": ("gelu", "gelu_exact", "relu"),
-    "position_embedding_type": ("rope", "alibi", "none"),
-}
-"""Values of a field that keep the shapes of the weights: they can also change with --finetune."""
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
@@ -54,11 +49,11 @@ def compatibility_record(
         # They determine sample order and dropout, which a resumed run continues.
         "run": {
             "seed": config.training.seed,
-            "global_batch_size": config.global_batch(topology.dp.size),
+            "global_batch_size": config.global_batch(topology.sample_ranks.size),
             "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
             "step_batch_size_schedule": list(config.training.step_batch_size_schedule or []) or None,
         },
-        "schedule": OptimizerSchedules.of(config, topology.dp.size).fields(),
+        "schedule": OptimizerSchedules.of(config, topology.sample_ranks.size).fields(),
         "settings": _settings(config),
         "data": _data_options(config),
         "corpora": None if data is None else data.for_json(),
@@ -79,12 +74,13 @@ def _data_options(config: Config) -> dict[str, Any]:
 
 
 def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """Return the values of these fields as they come back from JSON, with lists for tuples."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in config.values().items()
-        if name in names
-    }
+    """Return the values of these fields as they come back from JSON."""
+    return {name: _from_json(value) for name, value in config.values().items() if name in names}
+
+
+def _from_json(value: Any) -> Any:
+    """Return a field's value as it comes back from JSON: a list for a tuple."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 class _Findings(NamedTuple):
@@ -154,6 +150,11 @@ def is_newly_untied(description: Mapping[str, Any], config: Config) -> bool:
     return config.model.untie_embeddings_and_output_weights and not description["model"].get(UNTIED)
 
 
+def model_differences(saved: ModelConfig, here: ModelConfig) -> list[Difference]:
+    """Return the fields in which two models differ, except precision and fields without effect."""
+    return list(_differences(_resolved(saved), _resolved(here)))
+
+
 def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> _Findings:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
@@ -169,26 +170,20 @@ def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) 
 
 def _keeps_shapes(difference: Difference) -> bool:
     """Return whether the weights of one model fit into the other, so that --finetune can load them."""
-    values = SAME_SHAPE_VALUES.get(difference.name, ())
-    return difference.name in (*SAME_SHAPE_FIELDS, UNTIED) or (
-        difference.saved in values and difference.here in values
-    )
+    if difference.name == UNTIED:
+        return True
+    declared = MODEL_OPTIONS.get(difference.name, Option()).same_shapes
+    if isinstance(declared, bool):
+        return declared
+    return difference.saved in declared and difference.here in declared
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields with resolved defaults, except fields without effect."""
-    fields = {name: getattr(model, name) for name in fields_with(OnResume.MODEL)}
+    """Return the fields as they come back from JSON, with resolved defaults, except fields without effect."""
     try:
-        fields["ffn_hidden_size"] = model.ffn_size
-        fields["num_query_groups"] = model.num_kv_heads
-        fields["kv_channels"] = model.head_dim
+        return {name: _from_json(value) for name, value in resolved_fields(model).items()}
     except (TypeError, ZeroDivisionError) as error:
         raise ValueError("run.json is damaged: its model has impossible values") from error
-    has_table = model.position_embedding_type == "learned_absolute"
-    fields["max_position_embeddings"] = model.num_positions if has_table else None
-    if model.position_embedding_type != "rope":
-        fields["rotary_base"] = None
-    return fields
 
 
 def _model_advice(refused: list[Difference]) -> str:
@@ -258,7 +253,11 @@ def _compare_settings(
     notices = _changed(checkpoint, harmless)
     if not refused:
         return _Findings([], notices)
-    if not loads_optimizer(config.checkpoint) or config.checkpoint.allow_settings_change:
+    loads = loads_optimizer(config.checkpoint)
+    if loads and any(difference.name == "optimizer" for difference in refused):
+        advice = f"its optimizer state is of another kind: pass --no-load-optim; {_FINETUNE_ADVICE}"
+        return _Findings([_mistake(checkpoint, "has other settings", refused, advice)], notices)
+    if not loads or config.checkpoint.allow_settings_change:
         return _Findings([], [*notices, f"the settings differ from the checkpoint's: {_listed(refused)}"])
     advice = (
         "use the checkpoint's values, or pass --allow-settings-change to continue with the new ones; "

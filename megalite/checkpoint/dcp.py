@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,47 +42,11 @@ class TensorBox(NamedTuple):
 
 
 def boxes_of(piece: ParameterRange) -> Iterator[TensorBox]:
-    """Yield the boxes of a piece in order of their elements, except padding.
-
-    A tensor of n dims needs at most 2n - 1 boxes.
-    """
-    for offsets, shape, at in _boxes(piece.shape, piece.start, piece.end):
-        cut = (*offsets[: piece.dim], offsets[piece.dim] + piece.offset, *offsets[piece.dim + 1 :])
-        sizes = tuple(
-            min(size, full - offset) for size, full, offset in zip(shape, piece.full_shape, cut, strict=True)
-        )
-        if min(sizes) > 0:
-            yield TensorBox(cut, sizes, at - piece.start, shape)
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Yield offsets, shape and first element of the boxes of elements ``[start, end)`` of a tensor."""
-    if start >= end:
-        return
-    if len(shape) == 1:
-        yield (start,), (end - start,), start
-        return
-    inner = math.prod(shape[1:])
-    first_whole, last_whole = -(-start // inner), end // inner
-    if first_whole > last_whole:  # within one row
-        yield from _row(shape, last_whole, start, end)
-        return
-    yield from _row(shape, first_whole - 1, start, first_whole * inner)
-    if first_whole < last_whole:
-        zeros = (0,) * (len(shape) - 1)
-        yield (first_whole, *zeros), (last_whole - first_whole, *shape[1:]), first_whole * inner
-    yield from _row(shape, last_whole, last_whole * inner, end)
-
-
-def _row(
-    shape: tuple[int, ...], row: int, start: int, end: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Yield the boxes of elements ``[start, end)`` with the same index of dim 0."""
-    base = row * math.prod(shape[1:])
-    for offsets, sizes, at in _boxes(shape[1:], start - base, end - base):
-        yield (row, *offsets), (1, *sizes), at + base
+    """Yield the boxes of a piece in order of their elements, except padding."""
+    for box, at in piece.boxes():
+        used = box.common(piece.full)
+        if used.numel:
+            yield TensorBox(used.starts, used.shape, at, box.shape)
 
 
 Stored = tuple[str, TensorBox]

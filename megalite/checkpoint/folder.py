@@ -6,6 +6,7 @@ SAVE/.iter_0000020.5f3a….partial a checkpoint that is being written, or was wh
 SAVE/.latest.5f3a….partial  a text that will replace `latest`
 SAVE/.iter_0000010.replaced the previous iter_0000010, which counts until the new one is renamed
 SAVE/.iter_0000010.deleted  a checkpoint that is being deleted
+SAVE/unaudited_iter_0000010 a checkpoint that a later audit has made doubtful; it is never loaded
 """
 
 from __future__ import annotations
@@ -127,6 +128,25 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def withdraw(folder: Path, after: int, until: int) -> list[str]:
+    """Rename the checkpoints of the iterations (after, until], so that they are not loaded; call on one rank.
+
+    Returns:
+        The new names.
+
+    Raises:
+        OSError: a checkpoint cannot be renamed.
+    """
+    withdrawn = []
+    for iteration, name in iterations_in(folder).items():
+        if after < iteration <= until:
+            aside = folder / f"unaudited_{name_of(iteration)}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (folder / name).rename(aside)
+            withdrawn.append(aside.name)
+    return withdrawn
 
 
 def put_in_place(aside: Path, final: Path) -> None:

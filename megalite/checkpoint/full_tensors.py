@@ -25,7 +25,10 @@ def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: i
     """
     weights = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
     if others := sorted(name for name in weights if name not in parameters):
-        problem = f"the model of {CONFIG}, num_layers {num_layers}, has no {few(others)}"
+        problem = (
+            f"the model of {CONFIG}, num_layers {num_layers}, has no {few(others)}; only the program of a "
+            "model of its own can load it"
+        )
         raise DamagedCheckpoint(manifest.folder, [problem])
 
 
@@ -96,9 +99,7 @@ class FullReader:
         return self.manifest.tensors[name][0]
 
     def _full_range(self, name: str) -> ParameterRange:
-        """Return the range of the whole tensor, cut along the same dim as its pieces."""
-        first, shape = self._first(name).range, self.shape(name)
-        return ParameterRange(shape, first.dim if first else 0, 0, shape, 0, math.prod(shape))
+        return ParameterRange.whole(self.shape(name))
 
     def _shape_in_file(self, name: str, record: TensorRecord) -> tuple[int, ...]:
         try:

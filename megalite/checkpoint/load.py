@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.checkpoint.callback_states import CallbackStates, states_of
 from megalite.checkpoint.compatibility import (
     check_compatibility,
     is_newly_untied,
@@ -19,7 +20,7 @@ from megalite.checkpoint.compatibility import (
 )
 from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.local_saves import LocalSaves
-from megalite.checkpoint.manifest import RUN, DamagedCheckpoint, Manifest
+from megalite.checkpoint.manifest import FIRST_WITH_BUFFERS, RUN, DamagedCheckpoint, Manifest
 from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.selection import choose_checkpoint
@@ -29,6 +30,7 @@ from megalite.data.corpus_record import DataRecord
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few
 from megalite.log import log
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 _MODEL, _STATE, _MAIN = "model.", "optimizer.", ".main"
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -47,12 +49,14 @@ class LoadPlan:
         sources: names of the run's tensors to load, each with the name of the checkpoint's tensor.
         config: config of the run, with the checkpoint's learning-rate schedule if the run keeps it.
         notices: messages for the log.
+        callbacks: states of the callbacks of the checkpoint's run; None if the run loads only the weights.
     """
 
     progress: TrainingProgress
     sources: Mapping[str, str]
     config: Config
     notices: tuple[str, ...] = ()
+    callbacks: CallbackStates | None = None
 
 
 def plan_load(
@@ -83,13 +87,18 @@ def plan_load(
     )
     _check_layers(manifest, config.model.num_layers)
     _check_state(manifest, checkpoint)
-    sources = dict(rules.sources(wanted))
+    missing = _missing_buffers(manifest, wanted, checkpoint)
+    sources = dict(rules.sources({name: each for name, each in wanted.items() if name not in missing}))
     _check_plain_tensors(manifest, wanted)
+    if missing:
+        notices.append(
+            f"{few(missing)} start at their initial values: checkpoint {manifest.folder} has no such buffers"
+        )
     if checkpoint.finetune:
         notices.append(f"only the weights are loaded from {manifest.folder}: the run starts at iteration 0")
     elif not checkpoint.load_optim:
         notices.append(
-            f"the optimizer state of {manifest.folder} is not loaded: Adam's moments start at zero"
+            f"the optimizer state of {manifest.folder} is not loaded: the optimizer's moments start at zero"
         )
     else:
         notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
@@ -100,6 +109,7 @@ def plan_load(
         sources,
         resumed_config(description, config),
         tuple(notices),
+        None if checkpoint.finetune else states_of(description),
     )
 
 
@@ -157,9 +167,32 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
     if _NUM_STEPS not in manifest.tensors and loads_optimizer(checkpoint):
         raise UserError(
             f"checkpoint {manifest.folder} has no optimizer state (it was saved with --no-save-optim, or "
-            "converted): pass --no-load-optim to continue with Adam's moments at zero, or --finetune to "
-            "start a new run from its weights"
+            "converted): pass --no-load-optim to continue with the optimizer's moments at zero, or "
+            "--finetune to start a new run from its weights"
         )
+
+
+def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: CheckpointConfig) -> list[str]:
+    """Return the names of buffers that the checkpoint lacks, and that keep their initial values.
+
+    A new run begins with them, and so did a run that resumed from a checkpoint of an earlier format.
+
+    Raises:
+        UserError: the run resumes from a checkpoint that would have them: its model had no such buffers.
+    """
+    missing = sorted(
+        name
+        for name, each in wanted.items()
+        if isinstance(each, ParameterShard) and each.is_buffer and each.tensor.numel()
+        if name not in manifest.tensors
+    )
+    can_begin = checkpoint.finetune or manifest.description["format"] < FIRST_WITH_BUFFERS
+    if missing and not can_begin:
+        raise UserError(
+            f"checkpoint {manifest.folder} lacks {few(missing)}, which this model has: register constants "
+            "with persistent=False, or pass --finetune to start a new run from its weights"
+        )
+    return missing
 
 
 def _check_plain_tensors(manifest: Manifest, wanted: Tensors) -> None:

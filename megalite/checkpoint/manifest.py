@@ -29,12 +29,15 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.errors import UserError
 from megalite.files import new_file, open_regular, parse_json, read_regular
 
-FORMAT = 3
+FORMAT, OLDEST_FORMAT = 5, 3
+"""The format that is written, and the oldest that can be read: its pieces are cut along one dim."""
+FIRST_WITH_BUFFERS = 5
+"""The first format that holds the model's buffers."""
 RUN, CONFIG, INDEX, SUMS = "run.json", "config.yaml", "index.json", "SHA256SUMS"
 TEXTS = (RUN, CONFIG, INDEX)
+"""The text files that have a digest."""
 WRITTEN = "written"
 """Part of run.json with the times at which the checkpoint was begun and complete."""
-"""The text files that have a digest."""
 
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
@@ -289,13 +292,14 @@ class _Reader:
         number = description.get("format")
         if type(number) is not int:
             raise self.damaged(f"{RUN} is not megalite's")
-        if number != FORMAT:
+        if not OLDEST_FORMAT <= number <= FORMAT:
             advice = (
                 "upgrade megalite to read it"
                 if number > FORMAT
                 else "only the version of megalite that wrote it can read it"
             )
-            problem = f"it has format {number}, this version reads {FORMAT}: {advice}"
+            readable = f"{OLDEST_FORMAT} to {FORMAT}"
+            problem = f"it has format {number}, this version reads {readable}: {advice}"
             raise OtherFormat(self.folder, (problem,))
 
     def _json(self, name: str) -> dict[str, Any]:

@@ -4,102 +4,56 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from megalite.distributed.topology import Topology
-from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_spec import axis_of
+from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.tensor_parallel.placement import Box
 
 Tensors = Mapping[str, Tensor | ParameterShard]
 """The tensors of a rank by global name: shards of parameter-shaped tensors, and plain tensors."""
 
 
-class Patch(NamedTuple):
-    """Holds a rectangle of a matrix.
-
-    Attributes:
-        top, left: position of its first element in the matrix.
-        values: ``[rows, columns]``.
-    """
-
-    top: int
-    left: int
-    values: Tensor
-
-    def overlap(self, other: Patch) -> Patch:
-        """Return the elements of this patch that the other patch also has; the result can be empty."""
-        top, left = max(self.top, other.top), max(self.left, other.left)
-        bottom = min(self.top + self.values.shape[0], other.top + other.values.shape[0])
-        right = min(self.left + self.values.shape[1], other.left + other.values.shape[1])
-        rows = slice(top - self.top, max(top, bottom) - self.top)
-        columns = slice(left - self.left, max(left, right) - self.left)
-        return Patch(top, left, self.values[rows, columns])
-
-
-class Rectangle(NamedTuple):
-    """Locates consecutive elements of a flattened slice that fill a rectangle of a matrix, row by row.
-
-    Attributes:
-        top, left: position of the first element in the matrix.
-        at: number of this element in the `ParameterRange`.
-    """
-
-    top: int
-    left: int
-    height: int
-    width: int
-    at: int
-
-    def num_common(self, other: Rectangle, num_columns: int | None = None) -> int:
-        """Return the number of common elements, within the first `num_columns` columns if set."""
-        height = min(self.top + self.height, other.top + other.height) - max(self.top, other.top)
-        right = min(self.left + self.width, other.left + other.width)
-        if num_columns is not None:
-            right = min(right, num_columns)
-        return max(0, height) * max(0, right - max(self.left, other.left))
-
-
 @dataclass(frozen=True)
 class ParameterRange:
-    """Locates elements ``[start, end)`` of a flattened slice, and the slice in the full tensor.
-
-    If the tensor is seen as a matrix, with the dims before `dim` as rows and the others as columns, the slice
-    is a range of columns, and a range of its elements consists of at most three rectangles.
+    """Locates elements ``[start, end)`` of a flattened box, and the box in the full tensor.
 
     Attributes:
-        full_shape: shape of the full tensor without padding. Padding depends on the layout, so a slice can
-            extend beyond the end of `dim`.
-        dim: dim along which the slice is cut.
-        offset: index of the first element of the slice along `dim`.
-        shape: shape of the slice.
+        full_shape: shape of the full tensor without padding. Padding depends on the layout, so a box can
+            extend beyond the end of a dim.
+        offsets: index of the first element of the box along each dim.
+        shape: shape of the box.
     """
 
     full_shape: tuple[int, ...]
-    dim: int
-    offset: int
+    offsets: tuple[int, ...]
     shape: tuple[int, ...]
     start: int
     end: int
 
     @staticmethod
+    def whole(shape: tuple[int, ...]) -> ParameterRange:
+        """Return the range of a whole tensor."""
+        return ParameterRange(shape, (0,) * len(shape), shape, 0, math.prod(shape))
+
+    @staticmethod
     def of(tensor: Tensor | ParameterShard, topology: Topology) -> ParameterRange:
         """Return the range that this rank holds; a plain tensor is replicated on every rank."""
         if isinstance(tensor, Tensor):
-            shape = tuple(tensor.shape)
-            return ParameterRange(shape, 0, 0, shape, 0, tensor.numel())
-        spec, axis = tensor.spec, axis_of(tensor.spec, topology)
-        dim = spec.shard.dim if spec.shard else 0
-        offset = axis.rank * tensor.shape[dim] if axis else 0
-        end = tensor.start + tensor.tensor.numel()
-        return ParameterRange(spec.used_shape, dim, offset, tensor.shape, tensor.start, end)
+            return ParameterRange.whole(tuple(tensor.shape))
+        spec, end = tensor.spec, tensor.start + tensor.tensor.numel()
+        offsets = spec.box(topology).starts
+        return ParameterRange(spec.used_shape, offsets, tensor.shape, tensor.start, end)
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> ParameterRange:
         """Return the range of a record from JSON; the inverse of `record`.
+
+        Records of format 3 have `dim` and `offset` of the only dim that is cut, instead of `offsets`.
 
         Raises:
             ValueError: the record is malformed.
@@ -108,14 +62,20 @@ class ParameterRange:
             fields: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
             }
+            if "dim" in fields:
+                offsets = [0] * len(fields["full_shape"])
+                dim = fields.pop("dim")
+                if type(dim) is not int or dim < 0:
+                    raise TypeError
+                offsets[dim] = fields.pop("offset")
+                fields["offsets"] = tuple(offsets)
             found = ParameterRange(**fields)
-            numbers = (*found.full_shape, *found.shape, found.dim, found.offset, found.start, found.end)
+            numbers = (*found.full_shape, *found.offsets, *found.shape, found.start, found.end)
             is_sound = all(type(number) is int and number >= 0 for number in numbers) and (
-                found._other_dims(found.shape) == found._other_dims(found.full_shape)
-                and found.dim < len(found.shape)
+                len(found.full_shape) == len(found.offsets) == len(found.shape)
                 and found.start <= found.end <= math.prod(found.shape)
             )
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, LookupError) as error:
             raise ValueError("its position in the full tensor is damaged") from error
         if not is_sound:
             raise ValueError("its position in the full tensor is damaged")
@@ -126,52 +86,98 @@ class ParameterRange:
         return dict(vars(self))
 
     @property
-    def num_columns(self) -> int:
-        """Return the number of columns of the full tensor without padding."""
-        return math.prod(self.full_shape[self.dim :])
+    def full(self) -> Box:
+        """Return the full tensor without padding, as a box."""
+        return Box((0,) * len(self.full_shape), self.full_shape)
 
-    def rectangles(self) -> Iterator[Rectangle]:
-        """Yield the rectangles of its elements in the full tensor's matrix, in order."""
-        width = math.prod(self.shape[self.dim :])
-        left = self.offset * math.prod(self.shape[self.dim + 1 :])
-        at = self.start
-        while at < self.end:
-            row, column = divmod(at, width)
-            height = max(1, (self.end - at) // width) if column == 0 else 1
-            size = min(height * width - column, self.end - at)
-            yield Rectangle(row, left + column, height, size // height, at - self.start)
-            at += size
+    def boxes(self) -> Iterator[tuple[Box, int]]:
+        """Yield boxes of the full tensor that consist of consecutive elements of the range, in order.
 
-    def patches(self, elements: Tensor) -> Iterator[Patch]:
-        """Yield views of the elements, ``[end - start]``, as rectangles of the full tensor's matrix."""
-        for top, left, height, width, at in self.rectangles():
-            yield Patch(top, left, elements[at : at + height * width].view(height, width))
+        Each comes with the number of its first element in the range. A tensor of n dims needs at most 2n - 1.
+        """
+        for (starts, shape), at in _boxes(self.shape, self.start, self.end):
+            yield Box(tuple(map(int.__add__, starts, self.offsets)), shape), at - self.start
+
+    def views(self, elements: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes with views of their values in `elements`, ``[end - start]``."""
+        for box, at in self.boxes():
+            yield box, elements[at : at + box.numel].view(box.shape)
 
     @property
     def num_used(self) -> int:
         """Return the number of its elements that are not padding."""
-        return self.num_common(self)
+        return sum(box.common(self.full).numel for box, _ in self.boxes())
 
     def num_common(self, other: ParameterRange, *, with_padding: bool = False) -> int:
         """Return the number of elements in common with another range of the same tensor."""
-        columns = None if with_padding else self.num_columns
-        return sum(mine.num_common(its, columns) for mine in self.rectangles() for its in other.rectangles())
+        if not self._bounds.common(other._bounds).numel:
+            return 0
+        theirs = [box for box, _ in other.boxes()]
+        common = (mine.common(its) for mine, _ in self.boxes() for its in theirs)
+        return sum((each if with_padding else each.common(self.full)).numel for each in common)
 
-    def _other_dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes of all dims along which the slice is not cut."""
-        return (*shape[: self.dim], *shape[self.dim + 1 :])
+    @property
+    def _bounds(self) -> Box:
+        """Return a box with all elements: the box of the slice, from its first row to its last row."""
+        if not self.shape:
+            return self.full
+        row_size = max(1, math.prod(self.shape[1:]))
+        first, end = self.start // row_size, -(-self.end // row_size)
+        return Box((self.offsets[0] + first, *self.offsets[1:]), (end - first, *self.shape[1:]))
+
+
+def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Yield boxes of elements ``[start, end)`` of a tensor, each with the number of its first element."""
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), ()), 0
+        return
+    row_size = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row_size), end // row_size
+    if first_whole > end_whole:  # within one row
+        yield from _boxes_of_row(shape, end_whole, start, end)
+        return
+    yield from _boxes_of_row(shape, first_whole - 1, start, first_whole * row_size)
+    if first_whole < end_whole:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first_whole, *rest), (end_whole - first_whole, *shape[1:])), first_whole * row_size
+    yield from _boxes_of_row(shape, end_whole, end_whole * row_size, end)
+
+
+def _boxes_of_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes of elements ``[start, end)`` with the same index of dim 0."""
+    base = row * math.prod(shape[1:])
+    for (starts, sizes), at in _boxes(shape[1:], start - base, end - base):
+        yield Box((row, *starts), (1, *sizes)), at + base
 
 
 def are_disjoint(ranges: Iterable[ParameterRange]) -> bool:
     """Return whether distinct ranges of one tensor share no element.
 
-    Ranges of overlapping slices count as not disjoint, because no layout has such slices.
+    Ranges of overlapping boxes count as not disjoint, because no layout has such boxes.
     """
-    ordered = sorted(ranges, key=lambda each: (each.offset, each.shape, each.start, each.end))
-    for one, next_one in itertools.pairwise(ordered):
-        if (one.offset, one.shape) == (next_one.offset, next_one.shape):
-            if next_one.start < one.end:
-                return False
-        elif next_one.offset < one.offset + one.shape[one.dim]:
+    by_box: dict[Box, list[ParameterRange]] = {}
+    for each in ranges:
+        by_box.setdefault(Box(each.offsets, each.shape), []).append(each)
+    for same in by_box.values():
+        ordered = sorted(same, key=lambda each: (each.start, each.end))
+        if any(following.start < one.end for one, following in itertools.pairwise(ordered)):
             return False
-    return True
+    return _are_apart(list(by_box))
+
+
+def _are_apart(boxes: Sequence[Box], dim: int = 0) -> bool:
+    """Return whether no boxes overlap, if they form a grid from this dim on."""
+    if len(boxes) < 2:
+        return True
+    if dim == len(boxes[0].shape):
+        return False
+    overlapping: list[list[Box]] = []  # along this dim
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.starts[dim]):
+        if box.starts[dim] >= end:
+            overlapping.append([])
+        overlapping[-1].append(box)
+        end = max(end, box.ends[dim])
+    return all(_are_apart(each, dim + 1) for each in overlapping)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint.callback_states import STATES
 from megalite.checkpoint.compatibility import compatibility_record
 from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
@@ -26,12 +27,12 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveEr
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
-from megalite.distributed.mesh import AXES
+from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
 from megalite.files import partial_name, replace_file
 from megalite.hardware.device_name import device_name
 from megalite.log import log
-from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 _CUT_BYTES = 16 << 20
 """Larger tensors are cut among replicas. The cut depends only on the tensor and the number of replicas, so
@@ -48,25 +49,27 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
     Returns:
         Pieces by tensor name.
     """
-    mine = {name: tensor for name, tensor in tensors.items() if _is_for_tp_rank(tensor, topology)}
+    mine = {name: tensor for name, tensor in tensors.items() if _acts_for(tensor, topology)}
     parts = {
         name: part for name, part in mine.items() if isinstance(part, ParameterShard) and part.tensor.numel()
     }
-    copied = {name: part for name, part in parts.items() if part.is_replicated}
-    shards = {name: part for name, part in parts.items() if not part.is_replicated}
     pieces = {
         name: FilePiece(tensor)
         for name, tensor in mine.items()
-        if isinstance(tensor, Tensor) and topology.dp.is_first and tensor.numel()
+        if isinstance(tensor, Tensor) and tensor.numel()
     }
-    shares = _divide(copied, topology.dp.size, cut_bytes)[topology.dp.rank]
-    if topology.dp.replicate is None:
-        pieces |= {name: whole_piece(part, topology) for name, part in shards.items()}
-    else:
-        replicas = topology.dp.replicate
-        shares = shares + _divide(shards, replicas.size, cut_bytes)[replicas.rank]
-    for name, start, end in shares:
-        pieces[name] = _cut(parts[name], start, end, topology)
+    # The ranks that have the same elements: the replicas, or those of them that have the same shards.
+    holders: dict[str, tuple[Axis | None, dict[str, ParameterShard]]] = {}
+    for name, part in parts.items():
+        replicas = part.spec.spread.replicas(topology)
+        same = replicas if part.is_replicated else replicas.replicate
+        holders.setdefault("" if same is None else same.name, (same, {}))[1][name] = part
+    for same, held in holders.values():
+        if same is None:
+            pieces |= {name: whole_piece(part, topology) for name, part in held.items()}
+            continue
+        for name, start, end in _divide(held, same.size, cut_bytes)[same.rank]:
+            pieces[name] = _cut(parts[name], start, end, topology)
     return pieces
 
 
@@ -78,9 +81,11 @@ def whole_piece(tensor: Tensor | ParameterShard, topology: Topology) -> FilePiec
     return FilePiece(elements, ParameterRange.of(tensor, topology))
 
 
-def _is_for_tp_rank(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
-    """Return whether this rank is the only or the first rank of tp that holds the tensor."""
-    return topology.tp.is_first or (isinstance(tensor, ParameterShard) and tensor.spec.shard is not None)
+def _acts_for(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
+    """Return whether this rank is the only or the first one that holds the tensor, or replicas share it."""
+    if isinstance(tensor, Tensor):
+        return topology.is_first_outside(topology.pp)
+    return tensor.spec.spread.acts(topology)
 
 
 def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:
@@ -130,14 +135,23 @@ class Contents:
 
     @staticmethod
     def of(
-        progress: TrainingProgress, config: Config, topology: Topology, data: DataRecord | None = None
+        progress: TrainingProgress,
+        config: Config,
+        topology: Topology,
+        data: DataRecord | None = None,
+        callbacks: Mapping[str, str] | None = None,
     ) -> Contents:
-        """Return the contents for a run with this progress and data."""
+        """Return the contents for a run with this progress and data.
+
+        Args:
+            callbacks: states of its callbacks, from `recorded_state`, by name.
+        """
         description = {
             "progress": dataclasses.asdict(progress),
-            "layout": {axis: getattr(topology, axis).size for axis in AXES},
+            "layout": {name: axis.size for name, axis in topology.axes.items()},
             "device": device_name(topology.device),
             **compatibility_record(config, topology, data),
+            **({STATES: callbacks} if callbacks else {}),
         }
         return Contents(progress.iteration, description, to_yaml(config))
 

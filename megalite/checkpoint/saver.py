@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,19 +17,21 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megalite.checkpoint.folder import LATEST, iterations_in, name_of, withdraw
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import FolderLease, LeaseLost
 from megalite.checkpoint.local_saves import LocalSave, LocalSaves
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.save import Contents, Save, plan_save, whole_piece
+from megalite.checkpoint.save import Contents, Save, plan_save, replace_text, whole_piece
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import CheckpointConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import CHECKPOINT
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, first_line
+from megalite.errors import UserError, few, first_line
 from megalite.log import log
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 
 class SaveJob(Protocol):
@@ -157,7 +161,8 @@ class Saver:
         """Save, or start to save in the background.
 
         Args:
-            tensors: tensors of this rank, by name. Call `before_update` before writing to them.
+            tensors: tensors of this rank, by name. Call `before_update` before writing to them, except to
+                buffers.
             is_last: whether training ends after this save; the checkpoint is then complete on return.
 
         Raises:
@@ -176,7 +181,7 @@ class Saver:
             return Save(Path(folder), contents, pieces, _file_name(self._topology), *keep, self._lease)
 
         with self._topology.events.during(CHECKPOINT):
-            self._begin(job, plan_save(tensors, self._topology), is_last)
+            self._begin(job, plan_save(self._unchanging(tensors), self._topology), is_last)
 
     def save_local(self, contents: Contents, tensors: Tensors) -> None:
         """Make or start a non-persistent save; it is skipped while another save is running.
@@ -187,9 +192,21 @@ class Saver:
         flag = "--non-persistent-save-interval"
         if self.local is None or self._must_skip(contents.iteration, flag, waits=False):
             return
-        pieces = {name: whole_piece(tensor, self._topology) for name, tensor in tensors.items()}
+        kept = self._unchanging(tensors)
+        pieces = {name: whole_piece(tensor, self._topology) for name, tensor in kept.items()}
         with self._topology.events.during(CHECKPOINT):
             self._begin(partial(LocalSave, self.local, contents, lease=self._lease), pieces)
+
+    def _unchanging(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of a save; in the background, with copies of buffers, which forward changes."""
+        if not self._config.async_save:
+            return tensors
+        return {
+            name: dataclasses.replace(each, tensor=each.tensor.clone())
+            if isinstance(each, ParameterShard) and each.is_buffer
+            else each
+            for name, each in tensors.items()
+        }
 
     def before_update(self) -> None:
         """Wait until training can write to tensors that a save must copy; call it before each update."""
@@ -216,6 +233,33 @@ class Saver:
         if self._running is not None:
             with self._topology.events.during(CHECKPOINT):
                 self._end()
+
+    def withdraw(self, after: int, until: int) -> str:
+        """Make the checkpoints of the iterations (after, until] unavailable for a resume; a collective.
+
+        They are renamed, and `latest` then names the newest one before them. Non-persistent saves are
+        deleted.
+
+        Returns:
+            The newest checkpoint that remains, and what has become of the others, as clauses for a message.
+        """
+        with suppress(SaveError):
+            self.finish()
+        if self.local is not None:
+            self.local.keep_only(after)
+        text = [""]
+        if self._topology.rank == 0 and self._config.save is not None:
+            folder = Path(self._config.save)
+            try:
+                if self._lease is not None:
+                    self._lease.check()
+                text = [_withdraw(folder, after, until)]
+            except (OSError, LeaseLost) as error:
+                text = [f"do not load checkpoints of {folder} after iteration {after}: {first_line(error)}"]
+        if self._topology.world_size > 1:
+            with self._topology.world.wait("broadcast", "checkpoints"):
+                dist.broadcast_object_list(text)
+        return text[0] or "there is no --save folder"
 
     def _must_skip(self, iteration: int, interval_flag: str, *, waits: bool) -> bool:
         """Return whether a save must be skipped because another one is still running."""
@@ -320,6 +364,21 @@ class Saver:
         return int(number.item())
 
 
+def _withdraw(folder: Path, after: int, until: int) -> str:
+    withdrawn = withdraw(folder, after, until)
+    good = max((number for number in iterations_in(folder) if number <= after), default=None)
+    if withdrawn and good is not None:
+        replace_text(folder / LATEST, name_of(good))
+    elif withdrawn:
+        (folder / LATEST).unlink(missing_ok=True)
+    best = (
+        f"the last good checkpoint is {folder / name_of(good)}"
+        if good is not None
+        else "no checkpoint is good"
+    )
+    return f"{best} (renamed: {few(withdrawn)})" if withdrawn else best
+
+
 def _outside_host(pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
     """Return the pieces that are not in host memory or mapped into it (as offloaded optimizer state is)."""
     return {name: piece for name, piece in pieces.items() if piece.tensor.device.type != "cpu"}
@@ -327,5 +386,9 @@ def _outside_host(pieces: Mapping[str, FilePiece]) -> dict[str, FilePiece]:
 
 def _file_name(topology: Topology) -> str:
     """Return a unique name for this rank's file; readers do not interpret it."""
-    name = f"pp_{topology.pp.rank:02d}_tp_{topology.tp.rank:02d}"
-    return f"{name}_dp_{topology.dp.rank:03d}.safetensors" if topology.dp.size > 1 else f"{name}.safetensors"
+    parts = [
+        f"{entry.name}_{topology.axes[entry.name].rank:0{entry.file_digits}d}"
+        for entry in topology.model.factoring.weights_first
+        if entry.always_in_file_names or topology.axes[entry.name].size > 1
+    ]
+    return f"{'_'.join(parts)}.safetensors"

@@ -24,7 +24,7 @@ from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dty
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint
 from megalite.distributed.topology import Topology
 from megalite.files import file_system_of
-from megalite.optim.flat_buffers import ParameterShard
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 _BUFFER_BYTES = 16 << 20
 _LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
@@ -312,8 +312,7 @@ class ReadTarget:
         Raises:
             ValueError: the piece differs from its record, or belongs to another tensor.
         """
-        shape = tuple(saved.shape)
-        saved_range = record.range or ParameterRange(shape, 0, 0, shape, 0, saved.numel())
+        saved_range = record.range or ParameterRange.whole(tuple(saved.shape))
         if dtype_name(saved.dtype) != record.dtype:
             raise ValueError(f"{self.name} is {dtype_name(saved.dtype)}, the index says {record.dtype}")
         self._check(record.dtype, saved_range)
@@ -321,12 +320,13 @@ class ReadTarget:
         if num_elements != saved.numel():
             raise ValueError(f"{self.name} has {saved.numel()} elements, the index says {num_elements}")
         is_rounded = self.elements.dtype in (torch.bfloat16, torch.float16)
-        for source in saved_range.patches(saved.reshape(-1)):
-            for target in self.range.patches(self.elements):
-                common, values = target.overlap(source), source.overlap(target).values
+        for source, saved_values in saved_range.views(saved.reshape(-1)):
+            for target, own_values in self.range.views(self.elements):
+                common = source.common(target)
+                values = common.within(source).of(saved_values)
                 if is_rounded and saved.dtype == torch.float64:
                     values = values.float()
-                common.values.copy_(values)
+                common.within(target).of(own_values).copy_(values)
 
     def _checked_range(self, record: TensorRecord) -> ParameterRange:
         if record.range is None:
@@ -340,10 +340,9 @@ class ReadTarget:
     def _check(self, dtype: str, saved: ParameterRange) -> None:
         here, mine = self.range, self.elements.dtype
         is_alike = dtype == dtype_name(mine) or (mine.is_floating_point and dtype_of(dtype).is_floating_point)
-        if not is_alike or (saved.full_shape, saved.dim) != (here.full_shape, here.dim):
+        if not is_alike or saved.full_shape != here.full_shape:
             raise ValueError(
-                f"{self.name} is {dtype} {saved.full_shape} cut along dim {saved.dim}, "
-                f"here {dtype_name(mine)} {here.full_shape} along {here.dim}"
+                f"{self.name} is {dtype} {saved.full_shape}, here {dtype_name(mine)} {here.full_shape}"
             )
 
 

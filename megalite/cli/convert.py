@@ -4,10 +4,12 @@ megalite convert --load CHECKPOINTS --save HF_FOLDER
 megalite convert --load HF_FOLDER --save CHECKPOINTS
 megalite convert --load MEGATRON_FOLDER --save HF_FOLDER --to hf
 
-The format of --load is detected. A megalite checkpoint is converted to a Hugging Face folder (GPT-2, BLOOM
-or Llama). Any other format is converted to a megalite checkpoint with weights only, for
+The format of --load is detected. A megalite checkpoint is converted to a Hugging Face folder (GPT-2, BLOOM,
+Llama or Mistral). Any other format is converted to a megalite checkpoint with weights only, for
 `megalite train --load … --finetune`. Flags of megalite train for the model, its precision (--params-dtype)
 and its tokenizer override the source's own description; a source without a description needs them.
+If one of the formats is Hugging Face's, both models then run on the same tokens (this needs transformers). If
+their outputs differ, the tool names the first layer that differs, and writes nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +43,17 @@ def main(arguments: Sequence[str]) -> None:
     )
     add("--load-iteration", type=int, metavar="N", help="iteration of the checkpoint; by default the latest")
     add("--max-shard-size", type=_size, default="5GB", metavar="5GB", help="largest Hugging Face file")
+    add(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="do not run both models on the same tokens and compare them before the folder gets its name",
+    )
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
     Conversion(
-        own.load, own.save, own.source, own.target, own.load_iteration, own.max_shard_size, Settings(rest)
+        *(own.load, own.save, own.source, own.target, own.load_iteration, own.max_shard_size),
+        *(Settings(rest), own.check),
     ).run()
 
 

@@ -1,15 +1,18 @@
-"""Compute the loss and perplexity of text under a trained model.
+"""Compute the loss and perplexity of text under a trained model, or its scores in benchmark tasks.
 
 megalite evaluate --load runs/quickstart/checkpoints --split valid
+megalite evaluate --load runs/llama/checkpoints --tasks hellaswag,arc_easy
 
 The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. Under
-torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas.
+torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas. --tasks needs
+lm-evaluation-harness (pip install "megalite[eval]"), which loads the data of its tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -37,6 +40,9 @@ def main(arguments: Sequence[str]) -> None:
     model_flags = ModelFlags.of(flags)
     with start_ranks(model_flags, vars(flags)) as topology:
         trained = open_trained(model_flags, topology)
+        if flags.tasks:
+            _print_tasks(flags, model_flags, trained, topology)
+            return
         for result in _results(flags, model_flags, trained, topology):
             if topology.rank == 0:
                 print(_json(result, trained) if flags.json else _line(result), flush=True)
@@ -52,6 +58,17 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     source.add_argument(
         "--split", choices=("valid", "test"), help="a split of the run's own data, evaluated as in training"
     )
+    source.add_argument(
+        "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, such as arc_easy,mmlu*"
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--task-folder", type=local_path, metavar="FOLDER", help="folder of more tasks, as YAML files"
+    )
+    tasks.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before a question (default the task's number)"
+    )
+    tasks.add_argument("--limit", type=positive_int, metavar="N", help="questions per task (default all)")
     windows = parser.add_argument_group("windows")
     windows.add_argument("--seq-length", type=positive_int, help="tokens per window (default the run's)")
     windows.add_argument(
@@ -61,11 +78,18 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
         "(default --seq-length)",
     )
     windows.add_argument(
-        "--micro-batch-size", type=positive_int, help="windows or samples per batch (default the run's)"
+        "--micro-batch-size",
+        type=positive_int,
+        help="windows, samples or questions per batch (default the run's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     ModelFlags.add_to(parser)
     flags = parser.parse_args(arguments)
+    others = ("task_folder", "num_fewshot", "limit")
+    if not flags.tasks and (given := [name for name in others if getattr(flags, name) is not None]):
+        raise UserError(f"--{given[0].replace('_', '-')} is for --tasks: remove it, or pass --tasks")
+    if flags.tasks and (flags.seq_length or flags.stride):
+        raise UserError("--tasks uses the model's own sequence length: remove --seq-length and --stride")
     if flags.split and (flags.seq_length or flags.stride):
         raise UserError("--split uses the run's own samples: remove --seq-length and --stride")
     return flags
@@ -94,6 +118,33 @@ def _results(
     yield evaluate_corpus(trained, flags.data_path, options, topology)
 
 
+def _print_tasks(
+    flags: argparse.Namespace, model_flags: ModelFlags, trained: TrainedModel, topology: Topology
+) -> None:
+    """Print the table of the tasks' scores, or the harness's results as JSON.
+
+    Raises:
+        UserError: lm_eval is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError('--tasks needs lm-evaluation-harness: pip install "megalite[eval]"')
+    from megalite.generate.benchmark_tasks import TaskOptions, evaluate_tasks, table_of
+
+    options = TaskOptions(
+        flags.tasks.split(","),
+        flags.task_folder,
+        flags.num_fewshot,
+        flags.limit,
+        flags.micro_batch_size or trained.config.training.micro_batch_size,
+    )
+    tokenizer = tokenizer_of(trained, model_flags, topology)
+    results = evaluate_tasks(trained, tokenizer, options, topology)
+    if topology.rank == 0 and results is not None:
+        scores = {name: results[name] for name in ("results", "n-shot", "n-samples")}
+        record = {"iteration": trained.iteration, **scores}
+        print(json.dumps(record, default=str) if flags.json else table_of(results), flush=True)
+
+
 def _texts(paths: Sequence[str], topology: Topology) -> dict[str, str]:
     """Read the texts on the first rank; all ranks return them, by file name."""
     read: list[dict[str, str]] = [{}]
@@ -116,17 +167,15 @@ def _read(path: str) -> str:
 def _line(result: EvaluationResult) -> str:
     tokens = "" if result.num_tokens is None else f" | tokens: {result.num_tokens:,}"
     bits = "" if result.bits_per_byte is None else f" | bits per byte: {result.bits_per_byte:.4f}"
-    order = "" if result.sop_loss is None else f" | sop loss: {result.sop_loss:.6E}"
+    others = "".join(f" | {name.replace('_', ' ')}: {loss:.6E}" for name, loss in result.other_losses.items())
     perplexity = f"perplexity: {result.perplexity:.6E}"
-    return f"{result.name} | lm loss: {result.loss:.6E} | {perplexity}{order}{tokens}{bits}"
+    return f"{result.name} | lm loss: {result.loss:.6E} | {perplexity}{others}{tokens}{bits}"
 
 
 def _json(result: EvaluationResult, trained: TrainedModel) -> str:
+    fields = dataclasses.asdict(result)
+    losses = fields.pop("other_losses")
     return json.dumps(
-        {
-            "iteration": trained.iteration,
-            "perplexity": result.perplexity,
-            **dataclasses.asdict(result),
-        },
+        {"iteration": trained.iteration, "perplexity": result.perplexity, **fields, **losses},
         ensure_ascii=False,
     )

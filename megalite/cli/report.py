@@ -2,6 +2,7 @@
 
 megalite report runs/quickstart
 megalite report runs/a runs/b --x tokens -o compare.html
+megalite report runs/a --against-plan plan.json
 
 RUN is a run's folder or its metrics file (--metrics-file). Besides the metrics, the page shows the
 checkpoints, config, pipeline trace and logs in that folder. Without a metrics file, TensorBoard's files are
@@ -17,6 +18,7 @@ from megalite.config.tool_parser import ToolParser, local_path
 from megalite.errors import UserError
 from megalite.report.page import MAX_RUNS, page
 from megalite.report.panels import X_NAMES
+from megalite.report.plan_comparison import time_comparison
 from megalite.report.run_folder import open_run
 
 
@@ -47,6 +49,13 @@ def main(arguments: Sequence[str]) -> None:
         metavar="FILE",
         help="further logs of the first run",
     )
+    add(
+        "--against-plan",
+        type=local_path,
+        metavar="FILE",
+        help="compare the time of an iteration with the output of megalite plan --json, and print why it is "
+        "longer; the run needs --log-time-breakdown",
+    )
     flags = parser.parse_args(arguments)
     if len(flags.runs) > MAX_RUNS:
         raise UserError(
@@ -57,13 +66,18 @@ def main(arguments: Sequence[str]) -> None:
     output = flags.output or _output(flags.runs)
     if output.exists() and any(output.samefile(run.source) for run in runs):
         raise UserError(f"--output {output} is the metrics file of a run: pass another file")
-    text = page(runs, flags.x)
+    if flags.against_plan and len(runs) > 1:
+        raise UserError(f"--against-plan {flags.against_plan} is the plan of one run: pass one RUN")
+    comparisons = [time_comparison(run, flags.against_plan) for run in runs]
+    text = page(runs, flags.x, comparisons)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"--output {output} cannot be written ({error.strerror}): pass another file"
         ) from None
+    for comparison in comparisons if flags.against_plan else ():
+        print("\n".join(comparison.lines() if comparison else ()))
     print(output)
 
 

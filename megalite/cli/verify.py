@@ -6,6 +6,9 @@ It runs the config for a few iterations in each layout and on one rank, and prin
 loss and gradients. It uses this machine's CPU, or its GPUs with --distributed-backend nccl. It takes all
 flags of megalite train; with --params-dtype fp64, differences are around 1e-13. Without --data-path, the
 tokens are random. The exit status is 1 if a layout trains differently.
+
+If a layout trains differently, it is traced, and the first tensor that differs is named. --bisect traces the
+layouts at once, without the table.
 """
 
 from __future__ import annotations
@@ -16,21 +19,24 @@ from dataclasses import replace
 
 from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, positive_int
+from megalite.errors import UserError
 from megalite.log import configure_logging, log
-from megalite.verify.compare_runs import verify_layouts
+from megalite.verify.compare_runs import bisect_layouts, verify_layouts
 from megalite.verify.layouts import layouts_named
 
 _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
-pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'all' tests every technique"""
+pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
+technique once, and 'all' also combinations"""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Compare the layouts, and exit with status 1 if they differ. Other flags set the config."""
     parser = ToolParser(description=__doc__)
-    parser.add_argument("--layouts", default="tp2,pp2,dp2", help=_LAYOUTS)
+    parser.add_argument("--layouts", default="default", help=_LAYOUTS)
     parser.add_argument("--iterations", type=positive_int, default=5, help="iterations per run (default 5)")
+    parser.add_argument("--worst", type=positive_int, help="parameters to show per layout (default 1)")
     parser.add_argument(
-        "--worst", type=positive_int, default=1, help="parameters to show per layout (default 1)"
+        "--bisect", action="store_true", help="only name the first tensor in which each layout differs"
     )
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
@@ -42,5 +48,11 @@ def main(arguments: Sequence[str]) -> None:
         config = replace(config, training=replace(config.training, train_iters=num_iterations))
     if not config.data.data_path:
         config = replace(config, data=replace(config.data, mock_data=True))
-    is_same = verify_layouts(config, layouts_named(own.layouts), own.iterations, own.worst)
+    layouts = layouts_named(own.layouts, config)
+    if own.bisect:
+        if own.worst is not None:
+            raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")
+        is_same = bisect_layouts(config, layouts, own.iterations)
+    else:
+        is_same = verify_layouts(config, layouts, own.iterations, own.worst or 1)
     sys.exit(0 if is_same else 1)

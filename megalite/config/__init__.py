@@ -1,5 +1,8 @@
 """Configuration of a run: frozen dataclasses, their validation, and the command line.
 
+Values that follow from a config alone are computed here too: batch sizes, schedules of the learning rate, the
+layers of each stage, and model FLOPs.
+
 The docstring under a field is its `--help`.
 """
 
@@ -7,7 +10,7 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
-from megalite.config.model import ModelConfig
+from megalite.config.model import LayerKind, ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
@@ -20,6 +23,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DryRunConfig",
+    "LayerKind",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from megalite.errors import shortened
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
+_MAX_TIMES = 4096  # repetitions in a list, so that a typo does not fill the memory
 _KIND_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
 
 
@@ -125,13 +127,37 @@ def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
     if kind.is_many:
         if not tokens:
             raise ValueError(f"needs at least one value, {_KIND_NAMES[kind.item]}")
-        return tuple(_parse_item(field, token) for token in tokens)
+        return tuple(_parse_item(field, item) for token in tokens for item in _listed(token, kind.item))
     if kind.item is bool and not tokens:
         return True
     if len(tokens) != 1:
         found = f"{len(tokens)}: {' '.join(tokens)}" if tokens else "none"
         raise ValueError(f"takes one value, {_KIND_NAMES[kind.item]}, but got {found}")
     return _parse_item(field, tokens[0])
+
+
+def _listed(token: str, item: type) -> Sequence[str]:
+    """Return the items of a token, which may be a list of numbers in Python: `(3,5)`, `[1]*3+[0]`."""
+    if item is not int or not any(character in token for character in ",[("):
+        return (token,)
+    try:
+        value = _list_value(ast.parse(token, mode="eval").body)
+    except (SyntaxError, ValueError):
+        return (token,)  # the error message contains the whole token
+    return [str(number) for number in value]
+
+
+def _list_value(node: ast.expr) -> list[int]:
+    match node:
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return [ast.literal_eval(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list_value(left) + _list_value(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))) if times <= _MAX_TIMES:
+            return _list_value(left) * times
+        case ast.Constant(value=int(number)):  # in parentheses
+            return [number]
+    raise ValueError
 
 
 def _parse_item(field: ConfigField, token: str) -> Any:

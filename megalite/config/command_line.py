@@ -8,25 +8,27 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import batch_size_steps
-from megalite.config.config import Config
-from megalite.config.deepspeed import DeepSpeedFile
-from megalite.config.entry_point import is_first_rank
-from megalite.config.fields import fields_by_flag, nearest, nearest_hint
-from megalite.config.help import full_help, short_help
-from megalite.config.megatron_compatibility import (
+from megalite.config.compatibility.deepspeed import DeepSpeedFile
+from megalite.config.compatibility.megatron import (
     REMARKS,
     CommandLine,
     accepted_flags,
     megatron_rules,
     rule_of,
 )
+from megalite.config.compatibility.token_counts import TOKEN_FLAGS, with_token_counts
+from megalite.config.config import Config
+from megalite.config.entry_point import is_first_rank
+from megalite.config.fields import fields_by_flag, nearest, nearest_hint
+from megalite.config.help import full_help, short_help
+from megalite.config.layout_options import unset_options
 from megalite.config.model import Architecture, ModelConfig
 from megalite.config.presets import PRESETS
-from megalite.config.token_counts import TOKEN_FLAGS, with_token_counts
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.config.yaml_reader import read_checkpoint_model, read_yaml
@@ -53,9 +55,35 @@ NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 """Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
 
 
+class ParsedRun(NamedTuple):
+    """A parsed command line.
+
+    Attributes:
+        notices: messages to log once, without those of `unused_options`.
+        set_fields: fields that a flag or a file sets.
+    """
+
+    config: Config
+    notices: list[str]
+    set_fields: frozenset[str]
+
+
 def parse(
     argv: Sequence[str], unneeded: Collection[str] = (), architecture: Architecture | None = None
 ) -> tuple[Config, list[str]]:
+    """Parse a command line as `parse_run` does.
+
+    Returns:
+        The config, and notices to log once: options that have no effect, and why.
+    """
+    config, notices, _ = parse_run(argv, unneeded, architecture)
+    unused = unused_options(config, config.dry_run.world_size or _world_size())
+    return config, [*notices, *map(one_line, unused)]
+
+
+def parse_run(
+    argv: Sequence[str], unneeded: Collection[str] = (), architecture: Architecture | None = None
+) -> ParsedRun:
     """Parse a command line: flags override the YAML file of --config, which overrides the model of --preset.
 
     The config is not validated yet, since validation needs the number of ranks: call `check_config`.
@@ -64,9 +92,6 @@ def parse(
         argv: the arguments, without the program's name.
         unneeded: fields that the caller does not need: an error elsewhere does not report them as missing.
         architecture: the only architecture that the caller accepts; None for any.
-
-    Returns:
-        The config, and notices to log once: options that have no effect, and why.
 
     Raises:
         ConfigError: with all errors in the command line, and in the config as far as it could be read.
@@ -81,7 +106,7 @@ def parse(
         _print_and_exit(short_help(Path(sys.argv[0]).name, architecture or "gpt"))
     for token in [*stray, *after_override]:
         diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
-    config = _config(flags, architecture or "gpt", diagnostics)
+    config, set_fields = _config(flags, architecture or "gpt", diagnostics)
     if config.model.architecture != (architecture or config.model.architecture):
         program = command_name(TRAINED_BY[config.model.architecture])
         diagnostics.add_problem(
@@ -93,9 +118,10 @@ def parse(
         of_config = problems_of(config, _world_size(), diagnostics.invalid_fields.union(unneeded))
         raise ConfigError([one_line(problem) for problem in (*diagnostics.problems, *of_config)])
     if any(flag.flag == "--print-config" for flag in flags):
-        _print_and_exit(to_yaml(config))
-    unused = unused_options(config, config.dry_run.world_size or _world_size())
-    return config, [one_line(notice) for notice in (*diagnostics.notices, *unused)]
+        unset = unset_options(config, set_fields)
+        remark = "# The other options of the layout are chosen when the run starts.\n" if unset else ""
+        _print_and_exit(remark + to_yaml(config, unset))
+    return ParsedRun(config, [one_line(notice) for notice in diagnostics.notices], set_fields)
 
 
 def known_flags() -> list[str]:
@@ -127,8 +153,10 @@ def _option_of(flag: FlagTokens) -> str:
     return flag.flag if field is None else field.name
 
 
-def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics: Diagnostics) -> Config:
-    """Apply preset or checkpoint, YAML file and flags, in this order."""
+def _config(
+    flags: Sequence[FlagTokens], architecture: Architecture, diagnostics: Diagnostics
+) -> tuple[Config, frozenset[str]]:
+    """Apply preset or checkpoint, YAML file and flags, in this order; return the fields that are set too."""
     base = _preset(_program_value("--preset", flags, diagnostics), architecture, diagnostics)
     path = _program_value("--config", flags, diagnostics)
     from_file = {} if path is None else read_yaml(path, diagnostics)
@@ -149,7 +177,11 @@ def _config(flags: Sequence[FlagTokens], architecture: Architecture, diagnostics
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
     if deepspeed is not None:
         config = deepspeed.completed(config, _world_size(), diagnostics)
-    return with_token_counts(config, flags, diagnostics)
+    # A DeepSpeed file sets some fields by their differences. None is the default of its field.
+    defaults = Config().values()
+    changed = {name for name, value in config.values().items() if value != defaults[name]}
+    given = {name for name, setting in settings.items() if setting.value is not None}
+    return with_token_counts(config, flags, diagnostics), frozenset(changed | given)
 
 
 def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megalite.config.batch_size import BatchSize, batch_size_steps
@@ -14,6 +14,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.training import DryRunConfig, TrainingConfig
+from megalite.distributed.axes import MeshOptions
 
 _MAX_DEFAULT_EVAL_ITERS = 100
 """Megatron-LM's default of --eval-iters."""
@@ -37,6 +38,25 @@ class Config:
         """Return the value of every field of every group, by field name; names are unique over groups."""
         groups = [getattr(self, group.name) for group in fields(self)]
         return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
+
+    @property
+    def mesh(self) -> MeshOptions:
+        """Return `ParallelConfig.mesh` with the groups of ranks that the optimizer needs.
+
+        Muon exchanges matrices over the axes that cut them and the axes of their replicas together.
+        """
+        mesh = self.parallel.mesh
+        if self.optimizer.optimizer != "muon":
+            return mesh
+        table = tuple(replace(each, groups=(*each.groups, each.holders)) for each in mesh.table)
+        return replace(mesh, table=table)
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Return the number of tokens of a microbatch that each rank holds."""
+        return (
+            self.training.micro_batch_size * self.model.seq_length // self.parallel.mesh.num_position_slices
+        )
 
     def global_batch(self, dp: int) -> int:
         """Return the samples per optimizer step over `dp` replicas, after any ramp-up."""

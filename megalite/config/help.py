@@ -6,19 +6,21 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
+from megalite.config.compatibility.megatron import accepted_flags, refused_flags
+from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
 from megalite.config.flags import flag_of, format_value
-from megalite.config.megatron_compatibility import accepted_flags, refused_flags
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
-from megalite.config.token_counts import TOKEN_FLAGS
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 _EVERYDAY = {
     "model": "num_layers hidden_size num_attention_heads seq_length params_dtype",
-    "layout": "tensor_model_parallel_size pipeline_model_parallel_size zero_stage recompute_granularity",
+    "layout": (
+        "layout tensor_model_parallel_size pipeline_model_parallel_size zero_stage recompute_granularity"
+    ),
     "data": "data_path tokenizer_model mock_data",
     "training": "train_iters micro_batch_size global_batch_size lr lr_warmup_iters lr_decay_style",
     "checkpoints and logs": "save load save_interval tensorboard_dir",

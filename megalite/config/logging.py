@@ -42,6 +42,9 @@ class LoggingConfig:
     """Log the number of zeros in the gradient, in the log line, TensorBoard and the metrics file."""
     log_straggler_interval: int | None = field(default=None, metadata=flags(sets={"--log-straggler": 100}))
     """Iterations between log lines that name the slowest rank; --log-straggler sets 100."""
+    log_time_breakdown: bool = False
+    """Record where the time of each log interval's last iteration went in the metrics file, for the report,
+    and log what made the run slow at its end."""
     tensorboard_dir: str | None = None
     """Folder to write TensorBoard files to."""
     tensorboard_log_interval: int | None = None

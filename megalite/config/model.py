@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from megalite.config.flags import flags
+from megalite.config.flags import flag_of
+from megalite.config.option import (
+    FRACTION,
+    NONZERO_SHARE,
+    NOT_NEGATIVE,
+    OPEN_SHARE,
+    POSITIVE,
+    SIZE,
+    OnResume,
+    Option,
+    option,
+    option_of,
+)
 from megalite.errors import UserError
 
 Architecture = Literal["gpt", "bert"]
@@ -14,7 +27,9 @@ NUM_BERT_SPECIAL = 3
 """Tokens of a BERT's sample besides its segments: one before the first, one after each."""
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-NormPosition = Literal["pre", "post"]
+NormPosition = Literal["pre", "post", "output"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+QKNormWidth = Literal["head", "all_heads"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
@@ -24,79 +39,201 @@ AttentionBackend = Literal[
 GATED_ACTIVATIONS = frozenset({"swiglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
+_ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
+_SCALED: dict[str, Any] = {
+    "same_shapes": True,
+    "only_with": ("rope_scaling", ("linear", "llama3", "yarn")),
+}
+_LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
+_YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Describes in what a layer differs from other layers of its model.
+
+    Attributes:
+        window: largest number of keys before its own that a query attends to; None without this limit.
+        rotary: whether queries and keys are rotated by their position, in a model with rope.
+    """
+
+    window: int | None = None
+    rotary: bool = True
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Describe a transformer; all options can be combined."""
 
-    architecture: Architecture = "gpt"
+    architecture: Architecture = field(default="gpt", metadata=option(in_megatron=False))
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
     sides (pretrain_bert.py, which sets it)."""
-    bert_binary_head: bool = field(default=True, metadata=flags(sets={"--bert-no-binary-head": False}))
+    bert_binary_head: bool = field(
+        default=True, metadata=option(sets={"--bert-no-binary-head": False}, in_megatron=False)
+    )
     """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
     they are in order."""
-    mask_prob: float = 0.15
+    mask_prob: float = field(
+        default=0.15, metadata=option(allowed=OPEN_SHARE, on_resume=OnResume.DATA, in_megatron=False)
+    )
     """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
-    num_layers: int = 12
+    num_layers: int = field(default=12, metadata=option(allowed=SIZE))
     """Number of transformer layers in the whole model."""
-    hidden_size: int = 768
+    hidden_size: int = field(default=768, metadata=option(allowed=SIZE))
     """Width of the hidden states (the residual stream)."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE))
     """Width of the MLP. By default 4 x hidden size; with SwiGLU 8/3 x hidden size, rounded up to a multiple
     of 64."""
-    num_attention_heads: int = 12
+    num_attention_heads: int = field(default=12, metadata=option(allowed=SIZE))
     """Number of attention (query) heads."""
-    num_query_groups: int | None = field(default=None, metadata=flags("--num-key-value-heads"))
+    num_query_groups: int | None = field(default=None, metadata=option("--num-key-value-heads", allowed=SIZE))
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
-    kv_channels: int | None = None
+    kv_channels: int | None = field(default=None, metadata=option(allowed=SIZE))
     """Size of one attention head. By default hidden size / attention heads."""
-    seq_length: int = field(default=1024, metadata=flags("--encoder-seq-length"))
+    seq_length: int = field(
+        default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
+    )
     """Sequence length: tokens per sample."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int | None = field(
+        default=None,
+        metadata=option(allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute",))),
+    )
     """Rows of the learned position table. By default the sequence length."""
-    vocab_size: int | None = None
+    vocab_size: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Vocabulary size before padding. By default the tokenizer's."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = field(
+        default=128, metadata=option(allowed=SIZE, on_resume=OnResume.FREE)
+    )
     """Pad the vocabulary to a multiple of this and of the tensor-parallel size."""
-    pad_vocab_size_to: int | None = field(default=None, metadata=flags("--padded-vocab-size"))
+    pad_vocab_size_to: int | None = field(
+        default=None,
+        metadata=option("--padded-vocab-size", allowed=SIZE, on_resume=OnResume.FREE, in_megatron=False),
+    )
     """Pad the vocabulary to exactly this size, instead of to a multiple."""
     position_embedding_type: PositionEmbedding = field(
         default="learned_absolute",
-        metadata=flags(
+        metadata=option(
             sets={"--use-rotary-position-embeddings": "rope"},
             choices={"rotary": "rope", "absolute": "learned_absolute"},
+            same_shapes=("rope", "alibi", "none"),
         ),
     )
     """Position embedding: a learned table, rotary (rope), ALiBi's attention bias, or none."""
-    rotary_base: float = field(default=10000.0, metadata=flags("--rotary-position-embeddings-theta"))
+    rotary_base: float = field(
+        default=10000.0,
+        metadata=option("--rotary-position-embeddings-theta", allowed=POSITIVE, **_ROPE),
+    )
     """Base of the rotary position embedding; only with rope."""
+    rotary_percent: float = field(default=1.0, metadata=option(allowed=NONZERO_SHARE, **_ROPE))
+    """Share of each head's elements that rotary positions rotate, from the first on."""
+    rotary_interleaved: bool = field(default=False, metadata=option(**_ROPE))
+    """Rotary positions rotate pairs of neighboring elements (GPT-J), instead of an element of the first and
+    one of the second half (Llama)."""
+    rope_scaling: RopeScaling = field(
+        default="none", metadata=option(sets={"--use-rope-scaling": "llama3"}, in_megatron=False, **_ROPE)
+    )
+    """Change of the rotary frequencies for samples longer than --original-max-position-embeddings."""
+    rope_scaling_factor: float = field(default=8.0, metadata=option(allowed=POSITIVE, **_SCALED))
+    """How many times longer the samples may be."""
+    original_max_position_embeddings: int = field(
+        default=8192,
+        metadata=option(
+            "--yarn-original-max-position-embeddings",
+            allowed=SIZE,
+            same_shapes=True,
+            only_with=("rope_scaling", ("llama3", "yarn")),
+            in_megatron=False,
+        ),
+    )
+    """Sequence length before the change of the rotary frequencies."""
+    rope_low_freq_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_LLAMA3))
+    """Frequencies with fewer turns within the original length are divided by the factor."""
+    rope_high_freq_factor: float = field(default=4.0, metadata=option(allowed=POSITIVE, **_LLAMA3))
+    """Frequencies with more turns within the original length are kept."""
+    yarn_beta_fast: float = field(default=32.0, metadata=option(allowed=POSITIVE, **_YARN))
+    """Frequencies with more turns within the original length are kept."""
+    yarn_beta_slow: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_YARN))
+    """Frequencies with fewer turns within the original length are divided by the factor."""
+    yarn_truncate: bool = field(
+        default=True, metadata=option("--yarn-correction-range-round-to-int", **_YARN)
+    )
+    """Round the two frequencies of --yarn-beta-fast and --yarn-beta-slow outward."""
+    yarn_attention_factor: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
+    """Factor of cosines and sines. By default 0.1 ln(factor) + 1, as in the paper."""
+    yarn_mscale: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
+    """With --yarn-mscale-all-dim A and factor f, cosines and sines are multiplied by (0.1 M ln f + 1) /
+    (0.1 A ln f + 1)."""
+    yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
+    """The A of --yarn-mscale."""
+    no_rope_freq: tuple[int, ...] | None = field(default=None, metadata=option(allowed=NOT_NEGATIVE, **_ROPE))
+    """Layers without rotary positions: every Nth. Or a list with 1 for each layer without them and 0 for each
+    other layer."""
     normalization: Normalization = "LayerNorm"
     """Normalization layer."""
-    norm_position: NormPosition = "pre"
-    """Normalize the input of each block (pre: GPT-2, Megatron's BERT), or the sum of its input and output
-    (post: the published BERT)."""
-    norm_epsilon: float = field(default=1e-5, metadata=flags("--layernorm-epsilon"))
+    norm_position: NormPosition = field(default="pre", metadata=option(in_megatron=False))
+    """Normalize the input of each block (pre: GPT-2, Megatron's BERT), its output before the sum (output:
+    OLMo 2), or the sum (post: the published BERT)."""
+    parallel_residual: bool = field(
+        default=False, metadata=option(only_with=("norm_position", ("pre",)), in_megatron=False)
+    )
+    """Compute attention and MLP of a layer from the same hidden states, each with its norm, and add both
+    (GPT-NeoX), instead of one after the other."""
+    norm_epsilon: float = field(
+        default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
+    )
     """Epsilon of the normalization layers."""
-    activation: Activation = field(default="gelu", metadata=flags(sets={"--swiglu": "swiglu"}))
+    activation: Activation = field(
+        default="gelu",
+        metadata=option(
+            sets={"--swiglu": "swiglu"}, same_shapes=("gelu", "gelu_exact", "relu"), in_megatron=False
+        ),
+    )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form."""
-    add_bias_linear: bool = field(default=True, metadata=flags(sets={"--disable-bias-linear": False}))
+    add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
+    add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
+    """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys before attention, with the norm of --normalization."""
+    qk_layernorm_width: QKNormWidth = field(
+        default="head", metadata=option(only_with=("qk_layernorm", (True,)), in_megatron=False)
+    )
+    """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
+    (all_heads: OLMo 2)."""
     embed_layernorm: bool = False
     """Normalize the embeddings before the first layer, as BLOOM does."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weight instead of the token embedding's."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = field(default=0.1, metadata=option(allowed=FRACTION, on_resume=OnResume.SETTING))
     """Dropout probability of the embeddings and of each block's output."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = field(
+        default=0.1, metadata=option(allowed=FRACTION, on_resume=OnResume.SETTING)
+    )
     """Dropout probability of the attention weights."""
-    attention_backend: AttentionBackend = "auto"
+    window_size: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, same_shapes=True)
+    )
+    """Sliding-window attention, W,0: a token attends to itself and at most W tokens before it, and to none
+    after it. By default to all tokens before it."""
+    window_attn_skip_freq: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, same_shapes=True)
+    )
+    """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
+    other layer, such as [1]*3+[0]. By default all layers have it."""
+    attention_backend: AttentionBackend = field(
+        default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
+    )
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
     triton (CUDA GPUs), unfused or local (docs/attention.md)."""
-    init_method_std: float = 0.02
+    init_method_std: float = field(
+        default=0.02, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
+    )
     """Standard deviation of the initial weights, divided by sqrt(2 x layers) for output projections."""
     params_dtype: ParamsDtype = field(
-        default="fp32", metadata=flags(sets={"--bf16": "bf16", "--fp16": "fp16"})
+        default="fp32",
+        metadata=option(
+            sets={"--bf16": "bf16", "--fp16": "fp16"}, on_resume=OnResume.SETTING, in_megatron=False
+        ),
     )
     """Precision of weights and activations. With bf16 and fp16, main weights, Adam's moments and gradient
     sums are in fp32."""
@@ -106,11 +243,31 @@ class ModelConfig:
         """Return whether a token attends only to itself and earlier tokens."""
         return self.architecture == "gpt"
 
+    def layer_kind(self, number: int) -> LayerKind:
+        """Return the kind of a layer by its number in the whole model."""
+        window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
+        if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
+            window = None
+        has_rope = self.position_embedding_type != "rope" or unrotated is None
+        return LayerKind(
+            window=None if window is None else window[0],
+            rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
+        )
+
     @property
-    def loss_names(self) -> tuple[str, ...]:
-        """Return the names of the losses whose sum is minimized."""
-        has_order = self.architecture == "bert" and self.bert_binary_head
-        return ("lm_loss", "sop_loss") if has_order else ("lm_loss",)
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of all layers."""
+        return tuple(map(self.layer_kind, range(self.num_layers)))
+
+    def mean_visible_keys(self, kind: LayerKind) -> float:
+        """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
+
+        Documents are not considered.
+        """
+        if not self.is_causal:
+            return self.seq_length
+        most = self.seq_length if kind.window is None else min(kind.window + 1, self.seq_length)
+        return most - most**2 / (2 * self.seq_length)
 
     @property
     def predicted_share(self) -> float:
@@ -128,6 +285,11 @@ class ModelConfig:
         return self.activation in GATED_ACTIVATIONS
 
     @property
+    def has_qkv_bias(self) -> bool:
+        """Return whether queries, keys and values have a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
     def ffn_size(self) -> int:
         """Return the width of the MLP, resolved."""
         if self.ffn_hidden_size is not None:
@@ -138,9 +300,22 @@ class ModelConfig:
         return 4 * self.hidden_size
 
     @property
+    def layer_weights(self) -> int:
+        """Return the number of elements of a layer's matrices."""
+        # The planner counts the parameters of the real layer. A formula suffices for what is needed before
+        # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
+        attention = 2 * self.hidden_size * (self.num_attention_heads + self.num_kv_heads) * self.head_dim
+        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
     def head_dim(self) -> int:
         """Return the size of one attention head, resolved."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many elements of a head rotary positions rotate."""
+        return int(self.head_dim * self.rotary_percent)
 
     @property
     def num_kv_heads(self) -> int:
@@ -177,6 +352,38 @@ class ModelConfig:
         return padded - self.vocab_size
 
 
+MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
+"""What each field of `ModelConfig` declares besides its flags."""
+
+
+def inactive_options(model: ModelConfig) -> dict[str, str]:
+    """Return the fields without effect, each with the value of another field that causes it, as text."""
+    reasons = {}
+    for name, declared in MODEL_OPTIONS.items():
+        if declared.only_with is not None:
+            other, needed = declared.only_with
+            if (value := getattr(model, other)) not in needed:
+                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
+    return reasons
+
+
+def resolved_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that determine the model, with resolved defaults, and None if without effect."""
+    fields = {
+        name: getattr(model, name)
+        for name, declared in MODEL_OPTIONS.items()
+        if declared.on_resume is OnResume.MODEL
+    }
+    return {
+        **fields,
+        "ffn_hidden_size": model.ffn_size,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.num_positions,
+        **dict.fromkeys(inactive_options(model)),
+    }
+
+
 def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
     """Return the errors in --pad-vocab-size-to."""
     target, problems = model.pad_vocab_size_to, list[str]()
@@ -193,6 +400,19 @@ def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
             f"pass --pad-vocab-size-to {_round_up(target, tp)}"
         )
     return problems
+
+
+def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
+    """Return whether a pattern of layers marks a layer with 1.
+
+    Args:
+        pattern: a number for each layer, or a single number N.
+        every_nth: mark of every Nth layer of a single number; the other layers have the other mark.
+    """
+    if len(pattern) > 1:
+        return pattern[number] == 1
+    is_nth = pattern[0] > 0 and (number + 1) % pattern[0] == 0
+    return is_nth == (every_nth == 1)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,7 +7,9 @@ from typing import Literal
 
 from megalite.config.flags import flags
 
-OptimizerName = Literal["adam"]
+OptimizerName = Literal["adam", "muon"]
+MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+MuonCoefficients = Literal["simple", "quintic", "polar_express", "aol"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"]
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
@@ -23,10 +25,10 @@ below 2**-48."""
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Describe AdamW, its schedules and the loss scale. Biases and norms are not decayed."""
+    """Describe the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
 
-    optimizer: OptimizerName = "adam"
-    """Optimizer. adam is AdamW."""
+    optimizer: OptimizerName = field(default="adam", metadata=flags(choices={"dist_muon": "muon"}))
+    """Optimizer. adam is AdamW. muon is Muon for the matrices of layers, and AdamW for all other weights."""
     lr: float = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: float = 0.0
@@ -91,6 +93,21 @@ class OptimizerConfig:
     hysteresis: int = 2
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
+    muon_momentum: float = 0.95
+    """With --optimizer muon: decay rate of the momentum."""
+    muon_nesterov: bool = field(default=False, metadata=flags("--muon-use-nesterov"))
+    """With --optimizer muon: use Nesterov's momentum."""
+    muon_scale_mode: MuonScaleMode = "spectral"
+    """Factor of Muon's update of an m x n matrix, the root of: spectral max(m, n), unit_rms_norm m / n,
+    shape_scaling max(1, m / n)."""
+    muon_extra_scale_factor: float = 1.0
+    """Further factor of Muon's updates. 0.2 with the spectral mode gives them the size of AdamW's."""
+    muon_coefficient_type: MuonCoefficients = "quintic"
+    """Coefficients of the Newton-Schulz iteration, by Megatron-LM's names."""
+    muon_num_ns_steps: int = 5
+    """Steps of the Newton-Schulz iteration."""
+    muon_split_qkv: bool = field(default=True, metadata=flags(sets={"--muon-no-split-qkv": False}))
+    """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
     optimizer_cpu_offload: bool = field(default=False, metadata=flags("--cpu-optimizer"))
@@ -100,8 +117,7 @@ class OptimizerConfig:
     """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
     update."""
     optimizer_offload_fraction: float = 1.0
-    """Share of the optimizer state that the flags above offload. It is rounded to whole gradient buckets, or
-    with --zero-stage 3 to whole parameters."""
+    """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
 
     @property
     def offloads_optimizer(self) -> bool:

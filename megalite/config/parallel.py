@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from megalite.config.flags import flags
+from megalite.distributed.axes import AXES, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
+LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
+TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
+
+OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
+"""Number of parts in which tensor-parallel collectives overlap with GEMMs by default, from a number of tokens
+in a microbatch on. The planner expects no gain from more parts: smaller GEMMs fill fewer multiprocessors
+(tests/unit/plan/test_tp_overlap.py)."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """Describe the layout of the ranks (world size = tp x pp x dp) and their communication."""
+
+    table: ClassVar[tuple[Factoring, ...]] = AXES
+    """The axes whose sizes are fields."""
 
     tensor_model_parallel_size: int = field(default=1, metadata=flags("--tp"))
     """Tensor-parallel size: number of ranks that the matrices of each layer are split over."""
@@ -25,9 +37,24 @@ class ParallelConfig:
     data_parallel_size: int | None = field(default=None, metadata=flags("--dp"))
     """Data-parallel size: number of replicas of the model. It must equal the default,
     world size / (tp x pp)."""
+    layout: LayoutSource | None = None
+    """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
+    (manual). By default auto if none is set (docs/layout.md)."""
+    calibration: str | None = None
+    """File with measured rates of this machine, for --layout auto and plans. With --calibrate, a plan writes
+    it."""
     sequence_parallel: bool = False
     """Shard norms, dropout and the residual stream along the sequence over the tensor-parallel ranks. This
     saves memory for the same communication."""
+    tp_comm_overlap: bool | None = None
+    """Overlap tensor-parallel collectives with the GEMMs next to them. On by default on GPUs only, for
+    microbatches of 8192 tokens or more."""
+    tp_comm_overlap_method: TpCommOverlapMethod = "chunks"
+    """How to overlap: by parts of the positions (chunks), or in torch's symmetric memory, which needs
+    --sequence-parallel and a GPU's access to the others."""
+    tp_comm_overlap_chunks: int | None = None
+    """Number of parts with --tp-comm-overlap-method chunks. By default 2, or 4 from 32768 tokens
+    on. A number turns --tp-comm-overlap on."""
     pipeline_schedule: ScheduleName = field(
         default="1f1b", metadata=flags(sets={"--enable-zbh1-pipeline": "zb-h1"})
     )
@@ -78,14 +105,15 @@ class ParallelConfig:
     """Precision of gradients in the data-parallel reduction. By default, and always for the exchange of tied
     embedding gradients between stages, the precision of the sums."""
     gradient_accumulation_fusion: bool = True
-    """Accumulate weight gradients inside the GEMM that computes them; not with --zero-stage 3."""
+    """Accumulate weight gradients inside the GEMM that computes them."""
     distributed_backend: Backend = "auto"
     """Communication backend. auto is nccl on GPUs and gloo on CPUs."""
     distributed_timeout_minutes: int = 10
     """Minutes before a collective fails because a rank has not joined it."""
     num_threads: int | None = None
     """CPU threads per rank. By default 1 if several ranks share the machine, otherwise torch's default."""
-
+    numa_binding: bool = True
+    """Bind a GPU rank to the CPU cores of its GPU's NUMA node, unless the launcher has already bound it."""
     keep_freed_memory: bool = True
     """Reuse freed memory on a CPU rank, instead of returning it to the operating system. Steps are faster,
     but need about a third more memory."""
@@ -110,33 +138,80 @@ class ParallelConfig:
             return "interleaved"
         return self.pipeline_schedule
 
+    @property
+    def num_hidden_slices(self) -> int:
+        """Return the number of slices into which hidden states are cut along the sequence."""
+        return self.mesh.num_position_slices * (self.tp if self.sequence_parallel else 1)
+
     def zero_stage_among(self, num_shards: int) -> int:
         """Return the ZeRO stage of a group of `num_shards` ranks; a single rank has nothing to shard."""
         return self.zero_stage if num_shards > 1 else 0
 
+    @cached_property
+    def mesh(self) -> MeshOptions:
+        """Return the sizes of the axes and how the ranks communicate, as a `Topology` takes them."""
+        return MeshOptions(
+            sizes={axis.name: getattr(self, axis.field) for each in self.table for axis in each.axes},
+            table=self.table,
+            shard_degree=self.data_parallel_shard_degree,
+            num_shard_groups=self.num_distributed_optimizer_instances,
+            zero_stage=self.zero_stage,
+            backend=self.distributed_backend,
+            timeout_minutes=self.distributed_timeout_minutes,
+            num_threads=self.num_threads,
+            keep_freed_memory=self.keep_freed_memory,
+            requests_symmetric_memory=self.requests_symmetric_memory,
+        )
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:
+        """Return the config with these sizes of the axes; a missing axis has one rank."""
+        fields: dict[str, Any] = {axis.field: sizes.get(axis.name, 1) for axis in self.mesh.model.axes}
+        return replace(self, **fields)
+
     @property
     def shards_within_node(self) -> bool:
         """Return whether ZeRO shards over the replicas of a node, whatever their number."""
-        return self.data_parallel_shard_degree == 0 and self.num_distributed_optimizer_instances is None
+        return self.mesh.shards_within_node
 
     def shard_degree_among(self, num_replicas: int, ranks_per_node: int) -> int:
-        """Return the number of neighbouring replicas that ZeRO shards over.
-
-        Args:
-            num_replicas: data-parallel size.
-            ranks_per_node: with `shards_within_node`, the result is the largest divisor of `num_replicas`
-                whose tensor-parallel groups divide a node evenly; 1 if there is none.
-        """
-        if self.num_distributed_optimizer_instances is not None:
-            return num_replicas // self.num_distributed_optimizer_instances
-        if self.shards_within_node:
-            whole = ranks_per_node // self.tp if ranks_per_node % self.tp == 0 else 1
-            return math.gcd(num_replicas, whole)
-        return self.data_parallel_shard_degree or num_replicas
+        """Return the number of neighbouring replicas that ZeRO shards over; see `MeshOptions`."""
+        return self.mesh.shard_degree_among(num_replicas, self.tp, ranks_per_node)
 
     def gathers_under_forward(self, device_type: str) -> bool:
         """Return whether the all-gather of updated weights, if there is one, overlaps the next forward."""
         return device_type == "cuda" if self.overlap_param_gather is None else self.overlap_param_gather
+
+    @property
+    def requests_symmetric_memory(self) -> bool:
+        """Return whether tensor-parallel collectives use symmetric memory, where the GPUs can."""
+        is_on = self.tp_comm_overlap is not False and self.sequence_parallel
+        return is_on and self.tp_comm_overlap_method == "symmetric_memory"
+
+    def tp_comm_chunks(self, num_tokens: int, device_type: str) -> int:
+        """Return the number of parts in which tensor-parallel collectives overlap with GEMMs; 1: none do.
+
+        Args:
+            num_tokens: tokens of a microbatch.
+        """
+        if self.tp == 1 or self.why_tp_comm_is_not_split(num_tokens, device_type):
+            return 1
+        return self.tp_comm_overlap_chunks or next(
+            (num_chunks for tokens, num_chunks in OVERLAP_CHUNKS if num_tokens >= tokens), 2
+        )
+
+    def why_tp_comm_is_not_split(self, num_tokens: int, device_type: str) -> str:
+        """Return why tensor-parallel collectives do not overlap with GEMMs, or an empty string if they do."""
+        if self.tp_comm_overlap is False:
+            return "--no-tp-comm-overlap"
+        is_requested = self.tp_comm_overlap or self.tp_comm_overlap_chunks is not None
+        if is_requested or self.tp_comm_overlap_method == "symmetric_memory":
+            return ""
+        if device_type != "cuda":
+            return "on CPUs only with --tp-comm-overlap"
+        fewest, _ = OVERLAP_CHUNKS[-1]
+        if num_tokens < fewest:
+            return f"{num_tokens} tokens in a microbatch, fewer than {fewest}"
+        return ""
 
     @property
     def has_given_ends(self) -> bool:

@@ -2,7 +2,8 @@
 
 Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
-al. 2024).
+al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 (Walsh et al. 2025), SmolLM 3 (Bakouch et al. 2025)
+and Pythia (Biderman et al. 2023).
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ _LLAMA = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+_PYTHIA = ModelConfig(
+    position_embedding_type="rope",
+    rotary_percent=0.25,
+    parallel_residual=True,
+    activation="gelu_exact",
+    untie_embeddings_and_output_weights=True,
+    vocab_size=50432,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
 _BERT = ModelConfig(
     architecture="bert",
     vocab_size=30522,
@@ -54,6 +65,37 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelConfig:
     return replace(model, ffn_hidden_size=ffn, num_query_groups=8, vocab_size=128256, rotary_base=500000.0)
 
 
+_LLAMA31 = replace(_llama3(32, 4096, 32, 14336), seq_length=131072, rope_scaling="llama3")
+_QWEN25 = replace(_LLAMA, add_qkv_bias=True, rotary_base=1e6, norm_epsilon=1e-6, vocab_size=152064)
+_QWEN3 = replace(
+    _LLAMA,
+    qk_layernorm=True,
+    num_query_groups=8,
+    kv_channels=128,
+    rotary_base=1e6,
+    norm_epsilon=1e-6,
+    vocab_size=151936,
+)
+_OLMO2 = replace(
+    _LLAMA,
+    norm_position="output",
+    qk_layernorm=True,
+    qk_layernorm_width="all_heads",
+    rotary_base=500000.0,
+    norm_epsilon=1e-6,
+    vocab_size=100352,
+)
+_SMOLLM3 = replace(
+    _LLAMA,
+    no_rope_freq=(4,),
+    num_query_groups=4,
+    rotary_base=5e6,
+    norm_epsilon=1e-6,
+    vocab_size=128256,
+    untie_embeddings_and_output_weights=False,
+)
+
+
 def _tiny(family: ModelConfig) -> ModelConfig:
     """Return a model of four layers; its vocabulary is the one of the corpus's tokenizer."""
     return replace(_sized(family, 4, 64, 4, 64), vocab_size=None, pad_vocab_size_to=None)
@@ -69,6 +111,16 @@ PRESETS: Mapping[str, ModelConfig] = {
     "llama2-7b": replace(_sized(_LLAMA, 32, 4096, 32, 4096), ffn_hidden_size=11008, vocab_size=32000),
     "llama3-8b": _llama3(32, 4096, 32, 14336),
     "llama3-70b": _llama3(80, 8192, 64, 28672),
+    "llama3.1-8b": _LLAMA31,
+    "qwen2.5-7b": replace(_sized(_QWEN25, 28, 3584, 28, 32768), ffn_hidden_size=18944, num_query_groups=4),
+    "qwen3-0.6b": replace(
+        _sized(_QWEN3, 28, 1024, 16, 32768), ffn_hidden_size=3072, untie_embeddings_and_output_weights=False
+    ),
+    # 32 heads of 128 elements are the hidden size.
+    "qwen3-8b": replace(_sized(_QWEN3, 36, 4096, 32, 32768), ffn_hidden_size=12288, kv_channels=None),
+    "olmo2-7b": replace(_sized(_OLMO2, 32, 4096, 32, 4096), ffn_hidden_size=11008),
+    "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
+    "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),
     "bert-large": _sized(_BERT, 24, 1024, 16, 512),
     "gpt-tiny": _tiny(_GPT),

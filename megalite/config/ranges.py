@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megalite.config.config import Config
 from megalite.config.fields import MAX_INT, ConfigField, config_fields
 from megalite.config.flags import flag_of
+from megalite.config.model import MODEL_OPTIONS
+from megalite.config.option import (
+    ABOVE_ONE,
+    AT_LEAST_TWO,
+    FRACTION,
+    NONZERO_SHARE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SHARE,
+    SIZE,
+    TIMERS,
+    ZERO_STAGE,
+)
+from megalite.distributed.axes import AXES
 from megalite.errors import Problem, shortened
 
-
-class Range(NamedTuple):
-    """The values that a field may have, and their description."""
-
-    holds: Callable[[float], bool]
-    text: str
-
-
-POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
-NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
-SIZE = Range(lambda value: 0 < value < 2**31, "greater than 0 and below 2**31")
-NONZERO_SHARE = Range(lambda value: 0 < value <= 1, "greater than 0 and at most 1")
-FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
-OPEN_SHARE = Range(lambda value: 0 < value < 1, "greater than 0 and below 1")
-SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
-ABOVE_ONE = Range(lambda value: 1 < value < math.inf, "greater than 1")
-TIMERS = Range(lambda value: value in (0, 1, 2), "0, 1 or 2")
-ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
-SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
-
 _FIELDS_OF_RANGE = {
-    SIZE: """
-        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
-        max_position_embeddings vocab_size make_vocab_size_divisible_by pad_vocab_size_to
-        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size world_size
-        num_distributed_optimizer_instances
+    SIZE: f"""
+        {" ".join(axis.field for factoring in AXES for axis in factoring.axes)}
+        world_size num_distributed_optimizer_instances muon_num_ns_steps
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         distributed_timeout_minutes num_threads micro_batch_size global_batch_size
         recompute_num_layers cross_entropy_chunks keep_last profile_modules_top tensorboard_queue_size""",
     POSITIVE: """
-        rotary_base ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
+        ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
         train_iters train_samples rampup_batch_size
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
-        eval_interval exit_interval exit_duration_in_mins
+        eval_interval exit_interval exit_duration_in_mins audit_interval
         save_interval save_interval_minutes non_persistent_save_interval keep_every profile_modules
         log_interval log_straggler_interval log_layer_grad_norms_interval
         tensorboard_log_interval profile_step_end profile_repeat adam_eps
-        loss_scale initial_loss_scale min_loss_scale
+        loss_scale initial_loss_scale min_loss_scale muon_extra_scale_factor
         loss_scale_window hysteresis""",
     NOT_NEGATIVE: """
         data_parallel_shard_degree
-        norm_epsilon init_method_std lr min_lr decoupled_lr decoupled_min_lr
+        lr min_lr decoupled_lr decoupled_min_lr
         lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
+        manual_gc_interval
         profile_step_start profile_ranks profile_modules_depth rank cpu_offload_activations""",
-    FRACTION: "hidden_dropout attention_dropout lr_warmup_fraction adam_beta1 adam_beta2",
+    FRACTION: "lr_warmup_fraction adam_beta1 adam_beta2 muon_momentum",
+    AT_LEAST_TWO: "tp_comm_overlap_chunks",
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",
     TIMERS: "timing_log_level",
-    OPEN_SHARE: "mask_prob",
     NONZERO_SHARE: "optimizer_offload_fraction",
     SHARE: "fim_rate fim_spm_rate short_seq_prob",
     SEED: "seed",
 }
-RANGES = {name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()}
+RANGES = {name: declared.allowed for name, declared in MODEL_OPTIONS.items() if declared.allowed} | {
+    name: allowed for allowed, names in _FIELDS_OF_RANGE.items() for name in names.split()
+}
 """The range of every numeric field. For a tuple, it applies to each element."""
 
 

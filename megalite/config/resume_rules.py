@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 
 from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
-
-
-class OnResume(Enum):
-    """What happens when a run resumes with a value that differs from the checkpoint's."""
-
-    MODEL = "refused: the weights differ; some fields may change with --finetune"
-    RUN = "refused: samples and dropout masks differ; --finetune allows it"
-    SCHEDULE = "refused: --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler allow it"
-    SETTING = "refused: the updates differ; --allow-settings-change allows it"
-    DATA = "refused: the samples differ; --allow-data-change allows it"
-    CORPUS = "compared by the content of the corpora and the parts that are read, not by the flag's text"
-    TOKENIZER = "logged if the resulting tokenizer differs"
-    LOGGED = "logged: it changes neither updates nor samples, or the log says where it does"
-    FREE = "ignored: layout, folders, logging, and the end of the run"
-
+from megalite.config.model import MODEL_OPTIONS
+from megalite.config.option import OnResume
+from megalite.distributed.axes import AXES
 
 _NAMES: Mapping[OnResume, str] = {
-    OnResume.MODEL: """
-        architecture bert_binary_head norm_position
-        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length
-        max_position_embeddings vocab_size position_embedding_type rotary_base normalization norm_epsilon
-        activation add_bias_linear embed_layernorm untie_embeddings_and_output_weights""",
     OnResume.RUN: "seed global_batch_size rampup_batch_size step_batch_size_schedule",
     OnResume.SCHEDULE: """
         lr min_lr decoupled_lr decoupled_min_lr
@@ -37,32 +19,36 @@ _NAMES: Mapping[OnResume, str] = {
         weight_decay weight_decay_incr_style start_weight_decay end_weight_decay weight_decay_incr_iters
         weight_decay_incr_samples""",
     OnResume.SETTING: """
-        hidden_dropout attention_dropout params_dtype fp8_format grad_communication_dtype
+        fp8_format grad_communication_dtype
         optimizer adam_beta1 adam_beta2 adam_eps clip_grad
+        muon_momentum muon_nesterov muon_scale_mode muon_extra_scale_factor muon_coefficient_type
+        muon_num_ns_steps muon_split_qkv
         loss_scale min_loss_scale loss_scale_window hysteresis""",
     OnResume.DATA: """
         mock_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
-        reset_position_ids reset_attention_mask eod_mask_loss mask_prob short_seq_prob""",
+        reset_position_ids reset_attention_mask eod_mask_loss short_seq_prob""",
     OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} aml_data_download_path split blend_by",
     OnResume.TOKENIZER: " ".join(TOKENIZER_FIELDS),
     OnResume.LOGGED: """
-        init_method_std initial_loss_scale train_iters train_samples eval_interval eval_iters
+        initial_loss_scale train_iters train_samples eval_interval eval_iters
         check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
-        compile deterministic""",
-    OnResume.FREE: """
-        make_vocab_size_divisible_by pad_vocab_size_to attention_backend
-        tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size sequence_parallel
+        compile deterministic gemm_epilogues""",
+    OnResume.FREE: f"""
+        {" ".join(axis.field for factoring in AXES for axis in factoring.axes)}
+        layout calibration
+        sequence_parallel tp_comm_overlap tp_comm_overlap_method tp_comm_overlap_chunks
         pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
         pipeline_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
         ddp_bucket_size zero_stage data_parallel_shard_degree num_distributed_optimizer_instances
         fsdp_reshard_after_forward overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
-        distributed_backend distributed_timeout_minutes num_threads keep_freed_memory
-        optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction
+        distributed_backend distributed_timeout_minutes num_threads numa_binding keep_freed_memory
+        optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction fp8_weight_cache
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
-        exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout
+        exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout audit_interval
+        manual_gc manual_gc_interval manual_gc_eval
         save load load_iteration save_interval save_interval_minutes async_save
         non_persistent_save_interval non_persistent_ckpt_type non_persistent_local_ckpt_dir
         exit_on_save_failure keep_last keep_every
@@ -70,7 +56,8 @@ _NAMES: Mapping[OnResume, str] = {
         use_checkpoint_opt_param_scheduler allow_data_change allow_settings_change
         log_interval log_line profile_modules profile_modules_depth profile_modules_top
         profile_modules_file log_throughput log_params_norm log_num_zeros_in_grad
-        log_straggler_interval tensorboard_dir tensorboard_log_interval tensorboard_queue_size
+        log_straggler_interval log_time_breakdown
+        tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_optimizer_states_to_tensorboard log_layer_grad_norms_interval
         wandb_project wandb_exp_name wandb_save_dir
@@ -82,9 +69,9 @@ _NAMES: Mapping[OnResume, str] = {
         dry_run world_size rank dry_run_json verify_layouts""",
 }
 RESUME_RULES: Mapping[str, OnResume] = {
-    name: rule for rule, names in _NAMES.items() for name in names.split()
-}
-"""The rule of every config field."""
+    name: declared.on_resume for name, declared in MODEL_OPTIONS.items()
+} | {name: rule for rule, names in _NAMES.items() for name in names.split()}
+"""The rule of every config field; fields of the model declare theirs."""
 
 MAY_DIFFER_BETWEEN_RANKS = frozenset(
     (
@@ -93,6 +80,7 @@ MAY_DIFFER_BETWEEN_RANKS = frozenset(
         "non_persistent_local_ckpt_dir",
         "optimizer_nvme_offload",
         "num_threads",  # nodes may have different CPUs
+        "numa_binding",
         "keep_freed_memory",
         # These have no effect in a run of several ranks.
         *("dry_run", "world_size", "rank", "dry_run_json", "verify_layouts"),
@@ -103,4 +91,4 @@ MAY_DIFFER_BETWEEN_RANKS = frozenset(
 
 def fields_with(rule: OnResume) -> tuple[str, ...]:
     """Return the names of the fields that have this rule."""
-    return tuple(_NAMES[rule].split())
+    return tuple(name for name, its_rule in RESUME_RULES.items() if its_rule is rule)

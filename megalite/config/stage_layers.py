@@ -148,7 +148,7 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
         return even_partition(model.num_layers, stages)
     if method == "parameters":
         table = model.padded_vocab_size(tp) * model.hidden_size
-        return balanced_partition([layer_parameters(model)] * model.num_layers, stages, table, table)
+        return balanced_partition([model.layer_weights] * model.num_layers, stages, table, table)
     before, each, after = weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)
 
@@ -166,10 +166,3 @@ def weights_by_name(model: ModelConfig, method: str) -> tuple[int, int, int]:
     head = HEAD_CLASS if model.untie_embeddings_and_output_weights else EMBEDDING_CLASS
     before, each, after = (int(bool(pattern.search(name))) for name in (EMBEDDING_CLASS, LAYER_CLASS, head))
     return before, each, after
-
-
-def layer_parameters(model: ModelConfig) -> int:
-    """Return the number of elements of one layer's matrices."""
-    queries = model.num_attention_heads * model.head_dim
-    attention = model.hidden_size * 2 * (queries + model.num_kv_heads * model.head_dim)
-    return attention + (3 if model.is_gated else 2) * model.hidden_size * model.ffn_size

@@ -184,3 +184,16 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+_DURATION_SECONDS = {"h": 3600.0, "d": 86400.0, "y": 365 * 86400.0}
+
+
+def duration(text: str) -> float:
+    """Parse a length of time above 0 in hours, days or years, as seconds; an argparse `type`."""
+    seconds = _DURATION_SECONDS.get(text[-1:])
+    if seconds is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no unit: pass hours, days or years, such as 26000h, 1000d or 3y"
+        )
+    return positive_number(str(positive_number(text[:-1]) * seconds))

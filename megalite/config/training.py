@@ -11,6 +11,7 @@ from megalite.config.flags import flags
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 Fp8Format = Literal["hybrid", "e4m3"]
+GemmEpilogues = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,34 @@ class TrainingConfig:
     """Skip updates whose loss is far above the previous losses, and log the samples that caused it."""
     spiky_loss_factor: float = 10.0
     """With --check-for-spiky-loss: largest accepted loss, as a multiple of the median of the last 100."""
+    audit_interval: int | None = field(
+        default=None, metadata=flags("--check-weight-hash-across-dp-replicas-interval")
+    )
+    """Iterations between audits, which compare replicas bit by bit and run a microbatch again on another one.
+    A difference ends the run. By default none."""
     iterations_to_skip: tuple[str, ...] = field(default=(), metadata=flags("--skip-train-iteration-range"))
     """Iterations whose samples are skipped without training, such as 120:125 (both included) or 130."""
     hang_timeout: float | None = None
     """Seconds without progress before the watchdog writes a report and ends the run; 0 turns it off. By
     default half of --distributed-timeout-minutes."""
+    manual_gc: bool = True
+    """Run Python's garbage collection between iterations only, on all ranks at the same ones, so that no rank
+    pauses within a step."""
+    manual_gc_interval: int = 50
+    """Iterations between garbage collections with --manual-gc; 0 for none between iterations."""
+    manual_gc_eval: bool = field(default=True, metadata=flags(sets={"--disable-manual-gc-eval": False}))
+    """With --manual-gc: also collect garbage before and after each evaluation."""
     fp8_format: Fp8Format | None = field(
         default=None, metadata=flags(sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"})
     )
     """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
+    fp8_weight_cache: bool = True
+    """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
     compile: bool = False
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
+    gemm_epilogues: GemmEpilogues = "auto"
+    """Compute GELU and bias gradients in the neighbouring GEMMs on a GPU. auto times both forms when the run
+    starts; with --deterministic it is on."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
     """Use only deterministic operations: results are bitwise equal from run to run, on GPUs too."""
 
@@ -120,5 +138,5 @@ class DryRunConfig:
     dry_run_json: str | None = None
     """With --dry-run: also write the report to this file, as a JSON object."""
     verify_layouts: str | None = None
-    """Compare short runs in these layouts (tp2,pp2dp2+sp or all) with a run on one rank, and exit. Use it in
-    programs with their own model; otherwise use megalite verify."""
+    """Compare short runs in these layouts (tp2,pp2dp2+sp, default or all) with one rank, and exit.
+    Use it in programs with their own model; otherwise use megalite verify."""

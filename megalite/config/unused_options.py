@@ -9,9 +9,11 @@ from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, DataConfig
 from megalite.config.flags import flag_with_value
 from megalite.config.logging import LoggingConfig
+from megalite.config.model import inactive_options
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.parallel_rules import replicas
 from megalite.config.stage_layers import SPLITS
+from megalite.pipeline.schedules import SCHEDULES
 
 _FOR_WANDB_TOO = (
     "tensorboard_log_interval",
@@ -51,13 +53,10 @@ def unused_options(config: Config, world_size: int | None = None) -> list[str]:
 def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield each option that has no effect in this config, set or not, with the reason."""
     model, optimizer, logging = config.model, config.optimizer, config.logging
-    if model.position_embedding_type != "learned_absolute":
-        yield "max_position_embeddings", f"{model.position_embedding_type} positions have no table"
+    yield from inactive_options(model).items()
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"
-    if model.position_embedding_type != "rope":
-        yield "rotary_base", f"positions are {model.position_embedding_type}, not rope"
     if model.pad_vocab_size_to is not None:
         yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
     if not optimizer.offloads_optimizer:
@@ -65,12 +64,19 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
             "optimizer_offload_fraction",
             "neither --optimizer-cpu-offload nor --optimizer-nvme-offload is set",
         )
+    if optimizer.optimizer != "muon":
+        for field in fields(optimizer):
+            if field.name.startswith("muon_"):
+                yield field.name, f"--optimizer is {optimizer.optimizer}, not muon"
+    yield from _fp8_reasons(config, world_size)
     yield from _schedule_reasons(optimizer)
     yield from loss_reasons(config)
     if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
         yield "iterations_to_skip", f"the run ends at --train-iters {last}"
     if last is not None and (logging.profile_modules or 0) > last:
         yield "profile_modules", f"the run ends at --train-iters {last}"
+    if last is not None and (config.training.audit_interval or 0) > last:
+        yield "audit_interval", f"the run ends at --train-iters {last}"
     yield from _data_reasons(config)
     yield from _checkpoint_reasons(config)
     if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:
@@ -85,9 +91,15 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
             yield name, "--dry-run is not set"
     else:
         yield "compile", "a dry run computes nothing"
+        yield "gemm_epilogues", "a dry run computes nothing"
+    if model.params_dtype not in ("bf16", "fp16"):
+        yield "gemm_epilogues", f"only GEMMs in bf16 and fp16 have epilogues, not in {model.params_dtype}"
+    if model.activation != "gelu" and not model.add_bias_linear:
+        yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"
     yield from _recompute_reasons(config)
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
+    yield from _tp_overlap_reasons(config)
     if config.parallel.distributed_backend == "nccl":
         yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
     yield from _replica_reasons(config, world_size)
@@ -95,6 +107,34 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
         for name in SPLITS:
             yield name, "there is one pipeline stage (--pp 1)"
+
+
+def _fp8_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
+    if config.training.fp8_format is None:
+        yield "fp8_weight_cache", "GEMMs are not in FP8 (--fp8)"
+    elif config.parallel.zero_stage == 3 and replicas(config, world_size) != 1:
+        yield "fp8_weight_cache", "with --zero-stage 3 full weights are not kept"
+    elif (
+        config.training.compile
+        and config.parallel.tp == 1
+        and not SCHEDULES[config.parallel.schedule].splits_backward
+    ):
+        yield "fp8_weight_cache", "compiled layers round weights for each microbatch (--compile)"
+
+
+def _tp_overlap_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    parallel, names = config.parallel, ("tp_comm_overlap", "tp_comm_overlap_method", "tp_comm_overlap_chunks")
+    if parallel.tp == 1:
+        for name in names:
+            yield name, "there is one tensor-parallel rank (--tp 1)"
+    if config.training.fp8_format is not None:
+        for name in names:
+            yield name, "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
+    if parallel.tp_comm_overlap is False:
+        for name in names[1:]:
+            yield name, "--no-tp-comm-overlap is set"
+    if not parallel.sequence_parallel:
+        yield "tp_comm_overlap_method", "torch's operators need --sequence-parallel"
 
 
 def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
@@ -131,6 +171,9 @@ def _replica_reasons(config: Config, world_size: int | None) -> Iterator[tuple[s
 def loss_reasons(config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings of the loss scale and the spiky-loss check that have no effect, with reasons."""
     dtype, loss_scale = config.model.params_dtype, config.optimizer.loss_scale
+    if not config.training.manual_gc:
+        for name in ("manual_gc_interval", "manual_gc_eval"):
+            yield name, "Python collects garbage by itself (--no-manual-gc)"
     if not config.training.check_for_spiky_loss:
         yield "spiky_loss_factor", "--check-for-spiky-loss is off"
     if dtype != "fp16":
@@ -158,6 +201,11 @@ def _timer_reasons(config: Config) -> Iterator[tuple[str, str]]:
     last, traced = config.training.train_iters, logging.traced_iterations
     if last is not None and traced and last < traced[0]:
         yield "trace_pipeline", f"the run ends at --train-iters {last}"
+    if last is not None and last < logging.log_interval:
+        yield (
+            "log_time_breakdown",
+            f"the run ends at --train-iters {last}, before the first --log-interval {logging.log_interval}",
+        )
     yield from _profiler_reasons(logging)
     if logging.wandb_project is None:
         for name in ("wandb_exp_name", "wandb_save_dir"):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 
 from megalite.config.config import Config
+from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
 from megalite.config.rules import data_rules, logging_rules, model_rules, parallel_rules, training_rules
 from megalite.errors import ConfigError, Problem, one_line
@@ -15,14 +16,19 @@ Rule = Callable[[Config, int | None], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     model_rules.head_size,
+    model_rules.rope_scaling,
+    model_rules.no_rope,
     model_rules.query_groups,
     model_rules.bert,
     model_rules.norm_position,
+    model_rules.qk_norm,
+    model_rules.window,
     model_rules.attention_backend,
     model_rules.position_table,
+    parallel_rules.layout,
     parallel_rules.tensor_parallel,
     parallel_rules.grouped_heads,
-    parallel_rules.sequence_parallel,
+    parallel_rules.sequence,
     parallel_rules.chunks,
     parallel_rules.split,
     parallel_rules.layers,
@@ -99,6 +105,13 @@ def problems_of(config: Config, world_size: int | None, invalid_fields: Collecti
     for rule in RULES:
         problems += [problem for problem in rule(valid, world_size) if not invalid & {*problem.fields}]
     return [one_line(problem.text) for problem in problems]
+
+
+def problems_in_any_layout(config: Config) -> list[str]:
+    """Return the problems that do not depend on options of the layout, and values that no layout can have."""
+    ranges = [one_line(problem.text) for problem in range_problems(config)]
+    others = problems_of(config, None, LAYOUT_OPTIONS)
+    return list(dict.fromkeys([*ranges, *others]))
 
 
 def _with_defaults(config: Config, names: Collection[str]) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +14,10 @@ from megalite.config.config import Config
 _UNPRINTABLE = re.compile("[^\x20-\x7e]")
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config, unset: Collection[str] = ()) -> str:
     """Return the config as YAML, grouped by sub-config; `--config` reads it back to an equal config.
+
+    Fields in `unset` are omitted, since a field in the file counts as set; they must have their defaults.
 
     Writing a checkpoint must not need a YAML library, so scalars and lists are written as JSON, a subset of
     YAML. Floats are the exception: YAML 1.1 needs a point before the exponent.
@@ -23,7 +26,11 @@ def to_yaml(config: Config) -> str:
     for group in fields(config):
         part = getattr(config, group.name)
         lines.append(f"{group.name}:")
-        lines += [f"  {field.name}: {yaml_value(getattr(part, field.name))}" for field in fields(part)]
+        lines += [
+            f"  {field.name}: {yaml_value(getattr(part, field.name))}"
+            for field in fields(part)
+            if field.name not in unset
+        ]
     return "\n".join(lines) + "\n"
 
 

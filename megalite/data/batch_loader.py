@@ -6,6 +6,7 @@ Shapes: b samples of a microbatch, s tokens of a sequence.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -51,8 +52,12 @@ def reads_data(topology: Topology, samples: Samples) -> bool:
 class BatchLoader:
     """Loads microbatch `index` of the global batch that starts at sample `consumed`.
 
-    Only the first stage uses tokens and only the last uses labels. A stage between them gets empty tokens and
-    the sample numbers, which key its dropout. It opens no file, unless its layers must know the documents.
+    Only the first stage uses tokens and only the last uses labels. A stage between them gets zeros of the
+    same shape, and the sample numbers, which key its dropout. It opens no file, unless its layers must know
+    the documents.
+
+    Ranks that hold different positions of the same samples read whole samples, mark their documents and cut
+    them then: document ends before a slice determine its documents.
 
     The loader reads ahead in a thread: close it, or use it in a ``with`` block.
 
@@ -71,11 +76,12 @@ class BatchLoader:
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
-        self.dp = topology.dp
+        self.sample_ranks = topology.sample_ranks
+        self.positions = topology.positions
         self.device = topology.device
         self.events = topology.events
         self.samples = samples
-        stride = micro_batch_size * topology.dp.size
+        stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
             self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead)
@@ -86,17 +92,42 @@ class BatchLoader:
         Raises:
             UserError: a sample is damaged. `on_one_rank` is set, because other ranks may not have read it.
         """
-        numbers = microbatch_samples(consumed, index, self.micro_batch_size, self.dp.rank, self.dp.size)
-        if self._prefetcher is None:
-            nothing = torch.empty((0, 1), dtype=torch.int64)
-            return _on_host(Microbatch.of(nothing, torch.from_numpy(numbers)), self.device).to(self.device)
+        read_ahead = None if self._prefetcher is None else self._prefetcher.take
+        return self._load(self._numbers(consumed, index, self.sample_ranks.rank), read_ahead)
+
+    def of_replica(self, consumed: int, index: int, replica: int) -> Microbatch:
+        """Load a microbatch of the rank `replica` of those that read different samples; read nothing ahead.
+
+        Raises:
+            UserError: a sample is damaged; see `__call__`.
+        """
+
+        def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
+            return read_microbatch(self.dataset, numbers, self.device, self.samples)
+
+        return self._load(self._numbers(consumed, index, replica), None if self._prefetcher is None else read)
+
+    def _numbers(self, consumed: int, index: int, replica: int) -> npt.NDArray[np.int64]:
+        return microbatch_samples(consumed, index, self.micro_batch_size, replica, self.sample_ranks.size)
+
+    def _load(
+        self,
+        numbers: npt.NDArray[np.int64],
+        read: Callable[[npt.NDArray[np.int64]], Microbatch] | None,
+    ) -> Microbatch:
+        """Load samples by number to the device; `read` is None on a rank that reads no samples."""
+        if read is None:
+            shape = len(numbers), self.samples.seq_length // self.positions.count
+            zeros = torch.zeros((), dtype=torch.int64).expand(shape)
+            microbatch = Microbatch(zeros, zeros, torch.from_numpy(numbers))
+            return _on_host(microbatch, self.device).to(self.device)
         try:
             with self.events.during(f"reading data from sample {numbers[0]} on"):
-                microbatch = self._prefetcher.take(numbers).to(self.device)
+                microbatch = read(numbers).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
-        return self.samples.marked(microbatch)
+        return self.samples.marked(microbatch).cut(self.positions.index, self.positions.count)
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread that reads ahead, and free what it has read. A second call does nothing.

@@ -23,13 +23,15 @@ caller calls `wait` on the result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.distributed.topology import Axis, Topology
+from megalite.distributed.axis import Axis
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 
 # torch 2.13 renamed both; 2.11 has only the old names.
@@ -162,20 +164,22 @@ class Pending(NamedTuple):
         tensor: the result; do not read it before `wait`.
         axis: axis whose observers are notified of the wait.
         what: name of the collective.
+        of: name of the tensor for the report of a hang.
     """
 
     tensor: Tensor
     work: dist.Work | None
     axis: Axis | None = None
     what: str = ""
+    of: str = ""
 
     def wait(self) -> Tensor:
         """Wait for the collective and return its result."""
         if self.work is not None:
             assert self.axis is not None
-            self.axis.wait_begins(self.what)
+            self.axis.wait_begins(self.what, self.of)
             self.work.wait()
-            self.axis.wait_ends(self.what)
+            self.axis.wait_ends(self.what, self.of)
         return self.tensor
 
 
@@ -200,15 +204,39 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending(mine, work, axis, "reduce-scatter")
 
 
-def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis) -> Pending:
-    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`."""
-    return Pending(whole, all_gather_single(whole, mine, group=axis.group, async_op=True), axis, "all-gather")
+def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis, *, of: str = "") -> Pending:
+    """Start an all-gather of the ranks' flat `mine` into `whole`; `mine` can be a part of `whole`.
+
+    Args:
+        of: name of the tensor for the report of a hang.
+    """
+    work = all_gather_single(whole, mine, group=axis.group, async_op=True)
+    return Pending(whole, work, axis, "all-gather", of)
 
 
 def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
     """Start a reduce-scatter of the ranks' flat `whole` into `mine`, which can be a part of `whole`."""
     work = reduce_scatter_single(mine, whole, group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
+
+
+def all_to_all(
+    x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], axis: Axis, *, of: str = ""
+) -> Tensor:
+    """Send a range of a flat `x` to each rank, and return the ranges that the ranks sent, in their order.
+
+    Args:
+        send_sizes: number of elements for each rank of the axis.
+        receive_sizes: number of elements from each rank.
+        of: name of `x` for the report of a hang.
+    """
+    if axis.size == 1:
+        return x
+    received = x.new_empty(sum(receive_sizes))
+    axis.wait_begins("all-to-all", of)
+    dist.all_to_all_single(received, x, list(receive_sizes), list(send_sizes), group=axis.group)
+    axis.wait_ends("all-to-all", of)
+    return received
 
 
 def all_reduce(
@@ -228,7 +256,7 @@ def all_reduce(
 
 def largest_of_all(x: Tensor, topology: Topology) -> Tensor:
     """Reduce `x` in place to the elementwise maximum over all ranks, axis by axis, and return it."""
-    for axis in (topology.tp, topology.dp, topology.pp):
+    for axis in topology.axes.values():
         all_reduce(x, axis, dist.ReduceOp.MAX)
     return x
 

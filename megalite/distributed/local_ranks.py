@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.axes import MeshOptions
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.torch_private import COMPILER
 
@@ -28,7 +29,6 @@ _PRELOADED = ("megalite.distributed.topology", "megalite.train.trainer", "megali
 """Modules that ranks import. The fork server imports those that this process uses."""
 _FIRST_STEP = (
     "torch.fx.experimental.symbolic_shapes",  # by torch's first backward
-    "megalite.optim.fully_sharded",  # by ZeRO 3
     COMPILER,
 )
 """Modules that a rank imports only when it trains, in two seconds of CPU time."""
@@ -55,7 +55,7 @@ def forked_with_torch(*modules: str) -> ForkServerContext:
 
 def run_ranks(
     function: Callable[..., Any],
-    parallel: ParallelConfig,
+    options: MeshOptions,
     world_size: int,
     *args: Any,
     timeout: float = 300.0,
@@ -64,8 +64,8 @@ def run_ranks(
 
     Args:
         function: function that can be imported by name, because it, its arguments and results are pickled.
-        parallel: the layout. Its backend is replaced with gloo, unless it is nccl, which needs a GPU per
-            rank.
+        options: the layout: `ParallelConfig.mesh`. Its backend is replaced with gloo, unless it is nccl,
+            which needs a GPU per rank.
         timeout: seconds after which ranks without an answer are killed.
 
     Raises:
@@ -73,8 +73,8 @@ def run_ranks(
         RankError: a rank raised another exception, or did not answer in time.
     """
     context = forked_with_torch(function.__module__)
-    if parallel.distributed_backend != "nccl":
-        parallel = dataclasses.replace(parallel, distributed_backend="gloo")
+    if options.backend != "nccl":
+        options = dataclasses.replace(options, backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         for rank in range(world_size):
@@ -82,7 +82,7 @@ def run_ranks(
             launch = Launch(rank, world_size, rank, world_size)
             process = context.Process(
                 target=_rank_main,
-                args=(sender, function, parallel, launch, Path(folder) / "rendezvous", args),
+                args=(sender, function, options, launch, Path(folder) / "rendezvous", args),
             )
             process.start()
             sender.close()
@@ -96,15 +96,15 @@ def run_ranks(
 def _rank_main(
     sender: Connection,
     function: Callable[..., Any],
-    parallel: ParallelConfig,
+    options: MeshOptions,
     launch: Launch,
     init_file: Path,
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # the server's imports are never garbage; visiting them would copy their pages
-    torch.set_num_threads(parallel.num_threads or 1)
+    torch.set_num_threads(options.num_threads or 1)
     try:
-        with Topology.start(parallel, launch, init_file) as topology:
+        with Topology.start(options, launch, init_file) as topology:
             result = function(topology, *args)
             dist.barrier()
         answer = (True, result)

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megalite.torch_private import flatten_mesh
-
-AXES = ("pp", "dp", "tp")
-"""Mesh axes, outermost first. For a new axis, add an entry here and a size in `_axis_sizes` (topology.py)."""
-
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
-"""Parts of dp if ZeRO shards within groups, outermost first: the ranks of a group are neighbours."""
+from megalite.distributed.axes import REPLICATE, SHARD, Factoring, MeshOptions
+from megalite.distributed.axis import Axis, AxisSet
 
 
-def build_mesh(
-    sizes: tuple[int, int, int], shard_degree: int, device_type: str
-) -> tuple[DeviceMesh, dict[str, DeviceMesh]]:
-    """Return the mesh, and this rank's line of ranks along each axis; every rank must call it.
+def build_axes(
+    options: MeshOptions, sizes: Mapping[str, int], shard_degree: int, rank: int, device_type: str
+) -> tuple[DeviceMesh, dict[str, AxisSet]]:
+    """Return the mesh of the model's axes, and the axes of each factoring; every rank must call it.
 
     Args:
-        sizes: sizes in the order of `AXES`.
-        shard_degree: number of dp ranks that ZeRO shards over. If it is less than dp, the mesh has the axes
-            pp, `REPLICATE`, `SHARD` and tp; the product of `REPLICATE` and `SHARD`, dp, also has a line.
+        sizes: size of each axis of all factorings.
+        shard_degree: number of replicas of the model that ZeRO shards over.
     """
-    pp, dp, tp = sizes
-    if shard_degree == dp:
-        options = group_options(device_type, dp, "dp")
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES, backend_override=options)
-        return mesh, {name: mesh[name] for name in AXES}
-    names = ("pp", REPLICATE, SHARD, "tp")
-    mesh = init_device_mesh(
+    mesh = _build_mesh(options.model, sizes, device_type)
+    known = {name: _axis(mesh[name], name) for name in options.model.names}
+    for entry in options.model.axes:
+        if entry.sends_messages and sizes[entry.name] > 1:
+            lines = lines_along(options.model, sizes, (entry.name,))
+            group = new_groups(device_type, lines, f"{entry.name}_backward")
+            known[entry.name] = replace(known[entry.name], backward_group=group)
+    found: dict[str, AxisSet] = {}
+    for factoring in options.table:
+        axes = _axis_set(factoring, sizes, known, rank, device_type)
+        if factoring is options.model:
+            axes = _divided(axes, sizes, shard_degree, rank, device_type)
+        found[factoring.name] = axes
+        known |= axes.axes
+    return mesh, found
+
+
+def _build_mesh(factoring: Factoring, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    names = factoring.names
+    replicas = [name for name in factoring.with_role("replicas") if sizes[name] > 1]
+    options = group_options(device_type, len(replicas) + 1, *replicas)
+    return init_device_mesh(
         device_type,
-        (pp, dp // shard_degree, shard_degree, tp),
+        tuple(sizes[name] for name in names),
         mesh_dim_names=names,
-        backend_override=group_options(device_type, dp, REPLICATE, SHARD),
+        backend_override=options,
     )
-    options = group_options(device_type, dp, "dp")
-    whole = flatten_mesh(mesh[REPLICATE, SHARD], "dp", None if options is None else options["dp"])
-    return mesh, {"dp": whole, **{name: mesh[name] for name in names}}
 
 
 def group_options(device_type: str, dp: int, *names: str) -> dict[int | str, Any] | None:
@@ -54,14 +64,86 @@ def group_options(device_type: str, dp: int, *names: str) -> dict[int | str, Any
     return {name: dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) for name in names}
 
 
-def another_group(mesh: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """Return a second process group for this rank's line of ranks along an axis; every rank must call it."""
-    assert mesh.mesh_dim_names is not None
-    lines = mesh.mesh.movedim(mesh.mesh_dim_names.index(name), -1).flatten(0, -2).tolist()
-    description = f"mesh_{name}_backward"
-    if mesh.device_type == "cuda":  # one call splits NCCL's communicator for all lines
-        group = dist.split_group(split_ranks=lines, group_desc=description)
+def lines_along(factoring: Factoring, sizes: Mapping[str, int], names: Sequence[str]) -> list[list[int]]:
+    """Return all lines of ranks along these axes together, each in the order of its coordinates."""
+    shape = [sizes[name] for name in factoring.names]
+    dims = [factoring.names.index(name) for name in factoring.ordered(names)]
+    ranks = torch.arange(math.prod(shape)).view(shape).movedim(dims, list(range(-len(dims), 0)))
+    return ranks.reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
+
+
+def new_groups(
+    device_type: str, lines: Sequence[Sequence[int]], name: str, *, is_urgent: bool = False
+) -> dist.ProcessGroup:
+    """Create a process group for each line of ranks, and return this rank's; every rank must call it.
+
+    Args:
+        lines: lines that together have each rank once.
+        is_urgent: run the collectives on a high-priority stream of a GPU; see `group_options`.
+    """
+    description = f"mesh_{name}"
+    if device_type == "cuda":  # one call splits NCCL's communicator for all lines
+        options = group_options(device_type, 2, name) if is_urgent else None
+        more = {} if options is None else {"pg_options": options[name]}
+        group = dist.split_group(split_ranks=[list(line) for line in lines], group_desc=description, **more)
     else:
         group, _ = dist.new_subgroups_by_enumeration(lines, group_desc=description)
     assert group is not None
     return group
+
+
+def _axis(line: DeviceMesh, name: str) -> Axis:
+    ranks = tuple(line.mesh.tolist())
+    return Axis(name, len(ranks), line.get_local_rank(), ranks, line.get_group(), spans=(name,))
+
+
+def _axis_set(
+    factoring: Factoring, sizes: Mapping[str, int], known: Mapping[str, Axis], rank: int, device_type: str
+) -> AxisSet:
+    """Create the axes of a factoring that are not known yet, and its combinations of axes."""
+    replicas = set(factoring.with_role("replicas"))
+
+    def axis_over(*names: str) -> Axis:
+        lines = lines_along(factoring, sizes, names)
+        group = new_groups(device_type, lines, "_".join(names), is_urgent=replicas.issuperset(names))
+        return _axis_of(lines, rank, "_".join(names), names, group)
+
+    axes = {}
+    for name in factoring.names:
+        axes[name] = known[name] if name in known else axis_over(name)
+        line = next(line for line in lines_along(factoring, sizes, (name,)) if rank in line)
+        assert axes[name].ranks == tuple(line), f"{name} has other ranks in {factoring.name}"
+    large = [tuple(name for name in names if sizes[name] > 1) for names in factoring.combinations()]
+    combined = {names: axis_over(*names) for names in dict.fromkeys(large) if len(names) > 1}
+    return AxisSet(factoring, axes, combined)
+
+
+def _divided(
+    found: AxisSet, sizes: Mapping[str, int], shard_degree: int, rank: int, device_type: str
+) -> AxisSet:
+    """Divide the axis of replicas into groups of `shard_degree` neighbours that ZeRO shards over."""
+    whole = found.with_role("replicas")
+    if shard_degree == whole.size:
+        return found
+    parts = []
+    lines = lines_along(found.factoring, sizes, whole.spans)
+    groups = [line[i : i + shard_degree] for line in lines for i in range(0, whole.size, shard_degree)]
+    across = [line[i::shard_degree] for line in lines for i in range(shard_degree)]
+    for suffix, part in ((REPLICATE, across), (SHARD, groups)):
+        group = new_groups(device_type, part, whole.name + suffix, is_urgent=True)
+        axis = _axis_of(part, rank, whole.name + suffix, whole.spans, group)
+        parts.append(replace(axis, observers=whole.observers))
+    divided = replace(whole, replicate=parts[0], sharded=parts[1])
+    return replace(
+        found,
+        axes={name: divided if axis is whole else axis for name, axis in found.axes.items()},
+        combined={names: divided if axis is whole else axis for names, axis in found.combined.items()},
+    )
+
+
+def _axis_of(
+    lines: Sequence[Sequence[int]], rank: int, name: str, spans: tuple[str, ...], group: dist.ProcessGroup
+) -> Axis:
+    """Return this rank's line as an axis."""
+    line = next(line for line in lines if rank in line)
+    return Axis(name, len(line), line.index(rank), tuple(line), group, spans=spans)

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.data.build_datasets import DatasetSplits
-from megalite.dry_run.live_bytes import LiveBytes
 from megalite.dry_run.repetition import Repetition
-from megalite.dry_run.traffic import CollectiveCall, Traffic
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.log import log
-from megalite.optim.flat_buffers import ParameterShard
+from megalite.optim.flat_buffers import Bucket
 from megalite.optim.offload import OffloadBytes
-from megalite.optim.optimizer import BaseOptimizer, Optimizer
 from megalite.pipeline.schedules import Action
+from megalite.recording.live_bytes import LiveBytes
+from megalite.recording.traffic import Traffic
+from megalite.recording.unit_record import CollectiveCall
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.trainer import Trainer
@@ -32,46 +32,42 @@ class Buffers:
         weights: the model's weights.
         gradients: the gradient buffers.
         main_weights: fp32 copies of weights in lower precision that are not offloaded.
-        moments: Adam's moments that are not offloaded.
+        moments: the optimizer's moments that are not offloaded.
+        module_buffers: buffers of the model's modules, which your own model may have.
     """
 
     weights: int
     gradients: int
     main_weights: int
     moments: int
+    module_buffers: int
 
     @staticmethod
-    def of(optimizer: BaseOptimizer) -> Buffers:
-        """Return the sizes of an optimizer's buffers."""
-        if not isinstance(optimizer, Optimizer):
-            return Buffers._of_parameters(optimizer)
+    def of(trainer: Trainer) -> Buffers:
+        """Return the sizes of a trainer's buffers."""
+        optimizer = trainer.optimizer
         first = 0 if optimizer.offload is None else optimizer.offload.count
-        states = optimizer.states
+        states = optimizer.updated
+        on_device = [*states[first:], *(state for state in states[:first] if state.bucket.main is not None)]
         return Buffers(
-            weights=sum(state.bucket.weight.nbytes for state in states),
+            weights=sum(_weight_bytes(each.bucket) for each in optimizer.buffers),
             gradients=sum(each.owned_grad.untyped_storage().nbytes() for each in optimizer.buffers),
-            main_weights=sum(state.main.nbytes for state in states[first:] if state.has_own_main),
+            main_weights=sum(state.main.nbytes for state in on_device if state.has_own_main),
             moments=sum(moment.nbytes for state in states[first:] for moment in state.moments.values()),
-        )
-
-    @staticmethod
-    def _of_parameters(optimizer: BaseOptimizer) -> Buffers:
-        """Return the sizes for ZeRO stage 3, which has no buckets."""
-        sizes = optimizer.parameter_bytes().values()
-        state = {
-            name: each.tensor for name, each in optimizer.state().items() if isinstance(each, ParameterShard)
-        }
-        main_weights = sum(tensor.nbytes for name, tensor in state.items() if name.endswith(".main"))
-        return Buffers(
-            weights=sum(each.weights for each in sizes),
-            gradients=sum(each.gradients for each in sizes),
-            main_weights=main_weights,
-            moments=sum(tensor.nbytes for tensor in state.values()) - main_weights,
+            module_buffers=sum(buffer.nbytes for chunk in trainer.chunks for buffer in chunk.buffers()),
         )
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.main_weights + self.moments
+        """Return the sum of all kinds."""
+        return self.weights + self.gradients + self.main_weights + self.moments + self.module_buffers
+
+
+def _weight_bytes(bucket: Bucket) -> int:
+    """Return a bucket's bytes of weights; at ZeRO stage 3, weights that are not the main ones come and go."""
+    if bucket.main is None:
+        return bucket.weight.nbytes
+    return bucket.main.nbytes if bucket.main.dtype == bucket.weight.dtype else 0
 
 
 class CopiedBytes(NamedTuple):
@@ -196,13 +192,12 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
     if repetition is not None:
         marked = tuple(repetition.first + i * repetition.period for i in (-1, 0, 1))
         run = replace(
-            run, config=_with_microbatches(run.config, repetition.num_microbatches * topology.dp.size)
+            run,
+            config=_with_microbatches(run.config, repetition.num_microbatches * topology.sample_ranks.size),
         )
     traffic = Traffic(topology)
     with LiveBytes() as live, Trainer(run, datasets) as trainer:
         held = live.peak = live.now
-        if not isinstance(trainer.optimizer, Optimizer):
-            held += Buffers.of(trainer.optimizer).gradients  # FSDP allocates them in the first backward
         buffers = trainer.activation_offload.buffers if trainer.activation_offload else None
         observer = _ActionObserver(live, traffic, buffers, marked, _num_actions(trainer, repetition))
         trainer.pipeline.observers.append(observer)
@@ -218,7 +213,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
     offload = trainer.optimizer.offload
     return Counts(
         sum(parameter.numel() for _, parameter in named_parameters(trainer.chunks)),
-        Buffers.of(trainer.optimizer),
+        Buffers.of(trainer),
         last.calls,
         actions,
         last.peak - held,

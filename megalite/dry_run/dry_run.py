@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, LoggingConfig
 from megalite.config.data import TOKENIZER_FIELDS
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
-from megalite.dry_run.meta_tensors import meta_tensors
 from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.stage import StageProvider
-from megalite.plan.model_parameters import total_parameters
-from megalite.torch_private import fsdp_on_meta
+from megalite.plan.units import whole_model
+from megalite.plan.weight_gathering import choose_weight_gathering
+from megalite.recording.meta_tensors import meta_tensors
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import describe_gathering, prepare_process
-from megalite.train.weight_gathering import choose_weight_gathering
 
 
 def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None = None) -> None:
@@ -39,9 +38,7 @@ def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None 
     Raises:
         UserError: a file cannot be read or written.
     """
-    parallel = config.parallel
-    smallest_world = parallel.tp * parallel.pp * (parallel.data_parallel_size or 1)
-    world_size = config.dry_run.world_size or smallest_world
+    world_size = config.dry_run.world_size or config.parallel.mesh.smallest_world
     prepare_process(config, notices, Launch(0, world_size, 0, world_size))
     found = dry_run_of(config, world_size, config.dry_run.rank, model)
     for line in report_lines(found):
@@ -58,35 +55,36 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
         model: builds the stages of a custom model.
     """
     start = time.monotonic()
-    with Topology.fake(config.parallel, world_size, rank) as topology:
+    with Topology.fake(config.mesh, world_size, rank) as topology:
         if config.model.vocab_size is None or config.data.resolved_tokenizer_type == "NullTokenizer":
             config = resolve_run(config, topology).config
-        corpora = corpora_of(config, topology.dp.size)
+        corpora = corpora_of(config, topology.sample_ranks.size)
         config_to_run = _without_files(config)
-        is_sharded = config.parallel.zero_stage_among(topology.dp.shard.size) == 3
-        with meta_tensors(), fsdp_on_meta() if is_sharded else nullcontext():
+        is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
+        with meta_tensors():
             run = resolve_run(config_to_run, topology, providers=Providers(model))
             counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
         if is_sharded:
-            gathering = choose_weight_gathering(config, topology)
+            gathering = choose_weight_gathering(config, topology, model)
             log.info("gathered weights: %s", describe_gathering(gathering, topology.pp.size))
-        axes = (topology.pp, *topology.dp.parts, topology.tp)
+        axes = [axis for axis in topology.groups() if axis is not topology.world]
         return DryRun(
             config,
             world_size,
             rank,
             {axis.name: (axis.rank, axis.size) for axis in axes},
-            total_parameters(config.model, topology.tp.size),
+            topology.sample_ranks.size,
+            whole_model(config.model, topology.tp.size, model).num_parameters,
             counts,
             corpora,
-            _learning_rates(config, topology.dp.size),
+            _learning_rates(config, topology.sample_ranks.size),
             time.monotonic() - start,
         )
 
 
 def _repetition(config: Config, topology: Topology) -> Repetition | None:
     """Find microbatches of the first iteration that do not need to run."""
-    dp = topology.dp.size
+    dp = topology.sample_ranks.size
     number = config.batch_size(dp)(0) // (config.training.micro_batch_size * dp)
     found = repetition_of(config, topology.pp, number)
     if found is not None:

@@ -10,9 +10,9 @@ from typing import Any
 from megalite.config import Config
 from megalite.dry_run.corpus_estimate import Corpora
 from megalite.dry_run.counts import Counts
-from megalite.dry_run.traffic import ring_bytes
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
+from megalite.recording.traffic import ring_bytes
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class DryRun:
     Attributes:
         config: config with a vocabulary size.
         axes: rank and size of each mesh axis, by name.
+        num_sample_ranks: number of ranks that read different samples.
         model_parameters: number of parameters of the whole model, including vocabulary padding.
         learning_rates: learning rates of the first and the last iteration, by name.
         seconds: duration of the dry run.
@@ -31,15 +32,12 @@ class DryRun:
     world_size: int
     rank: int
     axes: dict[str, tuple[int, int]]
+    num_sample_ranks: int
     model_parameters: int
     counts: Counts
     corpora: Corpora
     learning_rates: dict[str, tuple[float, float]]
     seconds: float
-
-    @property
-    def dp(self) -> int:
-        return self.axes["dp"][1]
 
 
 def report_lines(found: DryRun) -> Iterator[str]:
@@ -160,9 +158,9 @@ def _data_lines(found: DryRun) -> Iterator[str]:
 
 
 def _run_lines(found: DryRun) -> Iterator[str]:
-    samples = found.config.num_samples(found.dp)
+    samples = found.config.num_samples(found.num_sample_ranks)
     yield (
-        f"the run: {found.config.num_iterations(found.dp):,} iterations, {samples:,} samples, "
+        f"the run: {found.config.num_iterations(found.num_sample_ranks):,} iterations, {samples:,} samples, "
         f"{samples * found.config.model.seq_length:,} tokens"
     )
     for name, (first, last) in found.learning_rates.items():
@@ -172,7 +170,7 @@ def _run_lines(found: DryRun) -> Iterator[str]:
 def as_object(found: DryRun) -> dict[str, Any]:
     """Return the report as one JSON object."""
     counts, corpora = found.counts, found.corpora
-    samples = found.config.num_samples(found.dp)
+    samples = found.config.num_samples(found.num_sample_ranks)
     return {
         "world_size": found.world_size,
         "rank": found.rank,
@@ -197,7 +195,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
             "index_bytes": corpora.index_bytes,
             "skipped": list(corpora.skipped),
         },
-        "iterations": found.config.num_iterations(found.dp),
+        "iterations": found.config.num_iterations(found.num_sample_ranks),
         "consumed_samples": samples,
         "consumed_tokens": samples * found.config.model.seq_length,
         **{name: {"first": first, "last": last} for name, (first, last) in found.learning_rates.items()},

@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.stage_layers import stage_map
-from megalite.distributed.topology import Axis
+from megalite.distributed.axis import Axis
 from megalite.pipeline.messages import Step, plan_rank
 from megalite.pipeline.schedules import SCHEDULES, Action, actions_by_rank
 

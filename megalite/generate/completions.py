@@ -59,10 +59,10 @@ class CompletionWriter:
         Raises:
             UserError: a logit is NaN or infinite. Every rank raises it.
         """
-        dp = self.topology.dp
+        ranks = self.topology.sample_ranks
         batches = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
-        for first in range(0, len(batches), dp.size):
-            mine = batches[first + dp.rank : first + dp.rank + 1]
+        for first in range(0, len(batches), ranks.size):
+            mine = batches[first + ranks.rank : first + ranks.rank + 1]
             yield from self._gathered(mine[0] if mine else [], num_samples)
 
     def _gathered(self, prompts: Sequence[Prompt], num_samples: int) -> list[Completion]:
@@ -71,9 +71,9 @@ class CompletionWriter:
             mine: list[Completion] | str = self._batch(prompts, num_samples) if prompts else []
         except UserError as error:
             mine = str(error)
-        results: list[list[Completion] | str] = [mine] * self.topology.dp.size
-        if self.topology.dp.size > 1:
-            dist.all_gather_object(results, mine, group=self.topology.dp.group)
+        results: list[list[Completion] | str] = [mine] * self.topology.sample_ranks.size
+        if self.topology.sample_ranks.size > 1:
+            dist.all_gather_object(results, mine, group=self.topology.sample_ranks.group)
         completions: list[Completion] = []
         for result in results:
             if isinstance(result, str):

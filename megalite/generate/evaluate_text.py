@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.generate.text_loss import LossMeter, TextLoss, windows
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
+from megalite.loss_terms import LM_LOSS
 from megalite.model.attention_core import SdpaCore
 from megalite.train.evaluator import Evaluator
 from megalite.train.run_context import document_ends, resolve_run
@@ -35,14 +36,14 @@ class EvaluationResult:
         loss: mean over the tokens.
         num_tokens: number of tokens in the mean; None if unknown.
         bits_per_byte: loss per byte of text; None if the size in bytes is unknown.
-        sop_loss: BERT's sentence-order loss; None for other models.
+        other_losses: means of further terms of the loss by name.
     """
 
     name: str
     loss: float
     num_tokens: int | None = None
     bits_per_byte: float | None = None
-    sop_loss: float | None = None
+    other_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -183,7 +184,7 @@ def evaluate_split(
     """
     config = _run_config(trained, parallel, micro_batch_size)
     check_config(config, topology.world_size)
-    if config.num_eval_iters(topology.dp.size) == 0:
+    if config.num_eval_iters(topology.sample_ranks.size) == 0:
         raise UserError("the run has no evaluations (--eval-iters 0): pass --data-path instead of --split")
     run = resolve_run(config, topology)
     datasets = build_data(run, [split])
@@ -194,7 +195,7 @@ def evaluate_split(
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):
         losses = evaluator(dataset, first)
-        yield EvaluationResult(name or split, losses["lm_loss"], sop_loss=losses.get("sop_loss"))
+        yield EvaluationResult(name or split, losses.pop(LM_LOSS), other_losses=losses)
 
 
 def _run_config(trained: TrainedModel, parallel: ParallelConfig, micro_batch_size: int | None) -> Config:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.errors import UserError
 from megalite.generate.sampling import Sampler
+from megalite.generate.stage_chain import broadcast_from_last, run_in_order
 from megalite.microbatch import Microbatch
-from megalite.model.gpt_stage import GPTStage
 from megalite.model.kv_cache import CachedCore
+from megalite.model.transformer_stage import TransformerStage
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8
@@ -79,15 +81,15 @@ class Generator:
     """Generates tokens after prompts until each sequence ends or has its maximum number of new tokens.
 
     Args:
-        stage: a whole model, built with `CachedCore`.
+        stage: this rank's stage of the model, built with `CachedCore`.
         eod: token that ends a sequence; None if there is none.
 
     Attributes:
         num_tokens: number of tokens generated so far.
     """
 
-    def __init__(self, stage: GPTStage, sampler: Sampler, eod: int | None) -> None:
-        assert stage.is_first and stage.is_last and isinstance(stage.core, CachedCore)
+    def __init__(self, stage: TransformerStage, sampler: Sampler, eod: int | None) -> None:
+        assert isinstance(stage.core, CachedCore)
         self.stage = stage.eval()
         self.cache = stage.core
         self.sampler = sampler
@@ -95,34 +97,42 @@ class Generator:
         self.num_tokens = 0
 
     @torch.inference_mode()
-    def __call__(self, prompts: Sequence[Prompt], num_samples: int = 1) -> Iterator[dict[int, int]]:
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int = 1,
+        is_complete: Callable[[int], bool] = lambda sequence: False,
+    ) -> Iterator[dict[int, int]]:
         """Yield the new token of each sequence at each step; ``i * num_samples + j`` is sample j of prompt i.
 
-        The last token of a sequence can be `eod`. All ranks of tp yield the same tokens.
+        The last token of a sequence can be `eod`. All ranks of tp and pp yield the same tokens.
+
+        Args:
+            is_complete: returns whether a sequence ends with the token that was just yielded.
+
+        Raises:
+            UserError: a logit is NaN or infinite.
         """
         device = self.cache.context.device
-        longest = max(len(prompt.ids) for prompt in prompts)
-        padding = torch.tensor([longest - len(prompt.ids) for prompt in prompts], device=device)
-        capacity = longest + max(prompt.max_new_tokens for prompt in prompts)
-        self.cache.begin(capacity, padding if bool(padding.any()) else None)
-        tokens = [[0] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts]
-        logits = self._logits(torch.tensor(tokens, device=device))
-
+        hidden = self.read([prompt.ids for prompt in prompts], max(each.max_new_tokens for each in prompts))
+        hidden = hidden[-1:]
         limits = [prompt.max_new_tokens for prompt in prompts for _ in range(num_samples)]
         numbers = [prompt.number << 24 | sample for prompt in prompts for sample in range(num_samples)]
         sequences = torch.tensor(numbers, device=device)
         if num_samples > 1:  # the prompt runs only once
             copies = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
             self.cache.select(copies)
-            logits = logits[copies]
+            hidden = hidden[:, copies]
         active = list(range(len(limits)))
         for position in range(max(limits)):
-            ids = self.sampler(logits, sequences[active], position)
+            ids = self._next(hidden, sequences[active], position)
             found = dict(zip(active, ids.tolist(), strict=True))
             self.num_tokens += len(found)
             yield found
             kept = [
-                i for i, row in enumerate(active) if found[row] != self.eod and position + 1 < limits[row]
+                i
+                for i, row in enumerate(active)
+                if found[row] != self.eod and position + 1 < limits[row] and not is_complete(row)
             ]
             if not kept:
                 return
@@ -130,12 +140,38 @@ class Generator:
                 rows = torch.tensor(kept, device=device)
                 self.cache.select(rows)
                 ids, active = ids[rows], [active[i] for i in kept]
-            logits = self._logits(ids[:, None])
+            hidden = self._hidden_states(ids[:, None])
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """Return this rank's logits ``[b, padded/t]`` after the last of the new tokens ``[b, s]``."""
+    def read(self, rows: Sequence[Sequence[int]], num_new: int) -> Tensor:
+        """Begin new sequences with these tokens; shorter ones are padded on the left.
+
+        Args:
+            num_new: largest number of tokens that follow.
+
+        Returns:
+            The output of the stage's last layer, ``[s, b, h]``.
+        """
+        device = self.cache.context.device
+        longest = max(map(len, rows))
+        padding = torch.tensor([longest - len(row) for row in rows], device=device)
+        self.cache.begin(longest + num_new, padding if bool(padding.any()) else None)
+        return self._hidden_states(
+            torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+        )
+
+    def _next(self, hidden: Tensor, sequences: Tensor, position: int) -> Tensor:
+        """Choose the token after the hidden states ``[1, b, h]`` on the last stage; return it on all."""
+        if self.stage.is_last:
+            ids = self.sampler(self.stage.logits(hidden)[0], sequences, position)
+        else:
+            ids = torch.empty_like(sequences)
+        if bool((broadcast_from_last(ids, self.stage) < 0).any()):
+            raise UserError("a logit is NaN or infinite: pass --dtype fp32, or load an earlier checkpoint")
+        return ids
+
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
+        """Return the output ``[s, b, h]`` of the stage's last layer for new tokens ``[b, s]``."""
         numbers = tokens.new_zeros(len(tokens))  # sample numbers for dropout, which is off
         positions = self.cache.positions(*tokens.shape)
         microbatch = Microbatch(tokens, tokens, numbers, position_ids=positions)  # labels are not read
-        hidden = self.stage.hidden_states(microbatch, None)
-        return self.stage.logits(hidden[-1:])[0]
+        return run_in_order(self.stage, microbatch, self.stage.hidden_states)

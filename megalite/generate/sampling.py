@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
-from megalite.distributed.topology import Axis
 from megalite.errors import UserError
 from megalite.kernels import site_key
 from megalite.kernels.philox import random_words
@@ -84,15 +84,10 @@ class Sampler:
             position: index of the token in the new text of the sequence.
 
         Returns:
-            int64 ``[b]``, the choice of the first rank of tp.
-
-        Raises:
-            UserError: a logit is NaN or infinite.
+            int64 ``[b]``, the choice of the first rank of tp; -1 if a logit is NaN or infinite.
         """
         full = all_gather_from(logits, self.tp)[:, : self.vocab_size].double()
-        if not bool(full.isfinite().all()):
-            raise UserError("a logit is NaN or infinite: pass --dtype fp32, or load an earlier checkpoint")
-        ids = self.choose(full, sequences, position)
+        ids = self.choose(full, sequences, position).masked_fill(~full.isfinite().all(-1), -1)
         if self.tp.size > 1:
             dist.broadcast(ids, self.tp.ranks[0], group=self.tp.group)
         return ids

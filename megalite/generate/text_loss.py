@@ -15,6 +15,7 @@ import torch
 from megalite.data.document_ends import DocumentEnds
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
+from megalite.generate.stage_chain import broadcast_from_last, run_in_order
 from megalite.microbatch import Microbatch
 from megalite.model.transformer_stage import TransformerStage
 
@@ -91,7 +92,7 @@ class LossMeter:
     """Computes the loss of windows with one model. Every rank must pass the same windows.
 
     Args:
-        stage: a whole model.
+        stage: this rank's stage of the model.
         ends: treatment of document ends, as in training; None to ignore them.
         batch_size: windows per batch of a replica.
     """
@@ -104,16 +105,20 @@ class LossMeter:
     @torch.inference_mode()
     def __call__(self, windows: Iterable[Window]) -> TextLoss:
         """Return the loss of the counted tokens; batches are distributed over data-parallel replicas."""
-        dp, device = self.topology.dp, self.topology.device
+        ranks, device = self.topology.sample_ranks, self.topology.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
         for number, batch in enumerate(_batches(windows, self.batch_size)):
-            if number % dp.size == dp.rank:
+            if number % ranks.size == ranks.rank:
                 sums += self._sums(batch)
-        total, num_tokens = all_reduce(sums, dp).tolist()
+        sums = broadcast_from_last(all_reduce(sums, self.topology.loss_ranks), self.stage)
+        total, num_tokens = sums.tolist()
         return TextLoss(total, int(num_tokens))
 
     def _sums(self, batch: list[Window]) -> torch.Tensor:
-        """Return the summed loss and the number of the counted tokens of a batch, ``[2]``."""
+        """Return the summed loss and the number of the counted tokens of a batch, ``[2]``.
+
+        Stages before the last return zeros.
+        """
         text = torch.from_numpy(np.stack([window.text for window in batch]))
         sample_numbers = torch.zeros(len(batch), dtype=torch.int64)
         microbatch = Microbatch.of(text, sample_numbers).to(self.topology.device)
@@ -125,7 +130,9 @@ class LossMeter:
         counts = counts.to(self.topology.device)
         if microbatch.loss_mask is not None:
             counts &= microbatch.loss_mask
-        loss = self.stage(replace(microbatch, loss_mask=counts), None)
+        loss = run_in_order(self.stage, replace(microbatch, loss_mask=counts), self.stage)
+        if not self.stage.is_last:
+            return torch.zeros(2, dtype=torch.float64, device=counts.device)
         return torch.stack((loss.double(), counts.sum().double()))
 
 

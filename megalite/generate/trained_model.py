@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.convert.model_settings import parameters_of
 from megalite.checkpoint.full_tensors import check_weights
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.selection import choose_checkpoint
@@ -18,11 +19,13 @@ from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.command_line import parse
 from megalite.config.flags import flag_of
+from megalite.config.stage_layers import even_partition, layers_of_stages
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.distributed.agreement import code_record
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
 from megalite.log import configure_logging, log
 from megalite.model.architectures import STAGES
@@ -30,8 +33,7 @@ from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
-from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_spec import LayerContext, new_parameter, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, new_parameter, spec_of
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
 
@@ -69,6 +71,13 @@ class ModelFlags:
             "--tp", type=positive_int, default=1, help="tensor-parallel size, under torchrun (default 1)"
         )
         model.add_argument(
+            "--pp",
+            type=positive_int,
+            default=1,
+            help="pipeline stages, under torchrun, for a model too large for the memory of --tp ranks; "
+            "they run one after the other (default 1)",
+        )
+        model.add_argument(
             "--distributed-backend",
             choices=("auto", "gloo", "nccl"),
             default="auto",
@@ -89,7 +98,9 @@ class ModelFlags:
             flags.load_iteration,
             flags.dtype,
             ParallelConfig(
-                tensor_model_parallel_size=flags.tp, distributed_backend=flags.distributed_backend
+                tensor_model_parallel_size=flags.tp,
+                pipeline_model_parallel_size=flags.pp,
+                distributed_backend=flags.distributed_backend,
             ),
             DataConfig(**tokenizer) if any(tokenizer.values()) else None,
         )
@@ -139,17 +150,18 @@ def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[
         all_flags: all flags of the tool by name; they must be equal on every rank.
 
     Raises:
-        UserError: --tp does not divide the number of ranks, or ranks have different flags.
+        UserError: --tp x --pp does not divide the number of ranks, or ranks have different flags.
     """
-    launch, tp = Launch.from_environment(), flags.parallel.tp
+    launch, tp, pp = Launch.from_environment(), flags.parallel.tp, flags.parallel.pp
     configure_logging(launch.rank, stream=sys.stderr)
-    if launch.world_size % tp:
+    if launch.world_size % (tp * pp):
+        sizes = f"--tp {tp}" if pp == 1 else f"--tp {tp} x --pp {pp}"
         raise UserError(
-            f"--tp {tp} does not divide the number of ranks, {launch.world_size}: start {tp} "
-            f"(torchrun --nproc-per-node {tp}), or change it"
+            f"{sizes} does not divide the number of ranks, {launch.world_size}: start {tp * pp} "
+            f"(torchrun --nproc-per-node {tp * pp}), or change it"
         )
     must_agree = code_record() | {flag_of(name): str(value) for name, value in all_flags.items()}
-    with Topology.start(flags.parallel, launch, must_agree=must_agree) as topology:
+    with Topology.start(flags.parallel.mesh, launch, must_agree=must_agree) as topology:
         yield topology
 
 
@@ -183,14 +195,16 @@ def _config_of(manifest: Manifest) -> Config:
 
 
 def _check_layout(model: ModelConfig, flags: ModelFlags, topology: Topology) -> None:
-    """Check that --tp divides the model, without checking options that only training needs."""
+    """Check that --tp and --pp divide the model, without checking options that only training needs."""
+    if flags.parallel.pp > model.num_layers:
+        raise UserError(f"--pp {flags.parallel.pp} is more than the model's {model.num_layers} layers")
     config = Config(
         model=model,
-        parallel=flags.parallel,
+        parallel=replace(flags.parallel, pipeline_model_parallel_size=1),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1),
     )
-    check_config(config, topology.world_size)
+    check_config(config, topology.world_size // flags.parallel.pp)
 
 
 def load_model(
@@ -198,7 +212,7 @@ def load_model(
     topology: Topology,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
 ) -> TransformerStage:
-    """Build the whole model, sharded over tp, and load its weights without additional memory.
+    """Build this rank's stage, sharded over tp, and load its weights without additional memory.
 
     Raises:
         UserError: the weights belong to another model, or cannot be read. Every rank raises it.
@@ -207,16 +221,18 @@ def load_model(
     context = LayerContext(
         topology, DTYPES[model.params_dtype], has_weights=False, has_documents=not model.is_causal
     )
-    stage = STAGES[model.architecture](model, context, range(model.num_layers), attention=attention)
+    pp = topology.pp
+    layers = layers_of_stages(model.num_layers, even_partition(model.num_layers, pp.size))[pp.rank]
+    stage = STAGES[model.architecture](
+        model, context, layers, is_first=pp.is_first, is_last=pp.is_last, attention=attention
+    )
     _allocate(stage, topology)
     parts = {
-        f"model.{name}": ParameterShard(
-            parameter.data.view(-1), 0, tuple(parameter.shape), spec_of(parameter), is_replicated=True
-        )
+        f"model.{name}": ParameterShard.whole(parameter.data, spec_of(parameter))
         for name, parameter in stage.named_parameters()
     }
     with topology.agreed():
-        check_weights(trained.manifest, {name.removeprefix("model.") for name in parts}, model.num_layers)
+        check_weights(trained.manifest, parameters_of(model), model.num_layers)
         try:
             read_tensors(trained.manifest, parts, topology)
         except ValueError as error:

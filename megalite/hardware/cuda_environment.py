@@ -26,17 +26,21 @@ class EnvironmentVariable(NamedTuple):
     names: tuple[str, ...]
 
 
-def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
+def settings_for(
+    tp: int, zero_stage: int, *, has_symmetric_memory: bool = False
+) -> list[EnvironmentVariable]:
     """Return the variables that a run needs.
 
     With one connection the GPU starts kernels in launch order. Tensor parallelism needs this: in backward a
     collective is launched just before the GEMM that hides it, and could otherwise wait until the GEMM leaves
     SMs free. ZeRO stage 3 needs the opposite: its all-gathers of weights overtake the GEMMs launched before
-    them.
+    them. So do torch's operators on symmetric memory, which multiply and copy on two streams in turns: with
+    one connection, each GEMM would wait for the copy launched before it.
 
     Args:
         tp: tensor-parallel size.
         zero_stage: ZeRO stage of the data-parallel ranks.
+        has_symmetric_memory: whether tensor-parallel collectives may use symmetric memory.
     """
     settings = [
         EnvironmentVariable(
@@ -46,7 +50,7 @@ def settings_for(tp: int, zero_stage: int) -> list[EnvironmentVariable]:
             (ALLOCATOR, _OLD_ALLOCATOR),
         )
     ]
-    if tp > 1 and zero_stage < 3:
+    if tp > 1 and zero_stage < 3 and not has_symmetric_memory:
         reason = "tensor-parallel collectives start before the GEMMs that hide them"
         settings.append(EnvironmentVariable(CONNECTIONS, "1", reason, (CONNECTIONS,)))
     return settings

@@ -108,6 +108,44 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[key]
 
 
+CPU_CORE = Gpu(
+    0.2,
+    memory_gib=16,
+    memory_gbps=10,
+    num_sms=1,
+    node_gbps=1,
+    network_gbps=1,
+    gpus_per_node=1,
+    host_link_bandwidth=5e9,
+    product_share=1.0,
+    attention_share=0.3,
+    memory_share=1.0,
+    link_share=1.0,
+    has_triton=False,
+    residual_gb=0.4,
+)
+"""One core of a usual server, as a GPU: for layouts of CPU ranks. --calibrate measures a machine instead."""
+
+_NAMES: tuple[tuple[str, str], ...] = (
+    ("GH200", "gh200-96"),
+    ("H200", "h200"),
+    ("B200", "b200"),
+    ("GB200", "b200"),
+    ("H100", "h100-80"),
+    ("H800", "h800-80"),
+    ("A100", "a100-80"),
+    ("A800", "a800-80"),
+    ("V100", "v100-32"),
+)
+"""Words in a device's name and its row of `GPUS`; the first match counts."""
+
+
+def gpu_of_device(name: str) -> Gpu | None:
+    """Return the row of a GPU by its name in CUDA; None for a GPU without a row."""
+    words = re.split(r"[^A-Z0-9]+", name.upper())
+    return next((GPUS[row] for word, row in _NAMES if word in words), None)
+
+
 _HOPPER_PEAK = float(int(_H100.tflops))  # 989, from the product pages, as in other frameworks' MFU
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,20 @@ def pin(memory: Tensor) -> None:
     weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes of this machine's memory, or the limit of this process' control group if it is less.
+
+    Args:
+        root: folder of the file systems proc and sys.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _groups(root, "", root / "sys/fs/cgroup"):
+        limits += _number_in(group / "memory.max")
+    for group in _groups(root, "memory", root / "sys/fs/cgroup/memory"):
+        limits += _number_in(group / "memory.limit_in_bytes")
+    return min(limits)
+
+
 def free_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that can still be allocated without swapping; None if Linux does not report them.
 
@@ -87,6 +102,14 @@ def _groups(root: Path, controller: str, mounted: Path) -> list[Path]:
     own = [mounted / path.lstrip("/") for _, names, path in entries if controller in names.split(",")]
     inner = [each for group in own for each in (group, *group.parents) if each.is_relative_to(mounted)]
     return list(dict.fromkeys([*inner, mounted]))
+
+
+def _number_in(file: Path) -> list[int]:
+    """Return the number in a file of a control group; nothing if there is no such file, or no limit."""
+    try:
+        return [int(file.read_text())]
+    except (OSError, ValueError):
+        return []
 
 
 def _left_of_group(folder: Path, limit: str, usage: str) -> list[int]:

@@ -14,12 +14,14 @@ from megalite.kernels.philox import site_key
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.swiglu import bias_swiglu
+from megalite.kernels.visible_keys import VisibleKeys
 from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_
 
 __all__ = [
     "CausalSoftmax",
     "Drop",
     "ResidualSum",
+    "VisibleKeys",
     "adamw_",
     "add_weight_and_bias_gradient_",
     "add_weight_gradient_",

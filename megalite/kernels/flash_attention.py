@@ -15,10 +15,12 @@ from torch import Tensor
 
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE
+from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.softmax import reference as softmax_reference
 from megalite.kernels.softmax import reference_backward as softmax_reference_backward
 from megalite.kernels.traced import key_of, key_tensor
+from megalite.kernels.visible_keys import VisibleKeys
 
 _OP = f"{NAMESPACE}::flash_attention"
 _BACKWARD = f"{NAMESPACE}::flash_attention_backward"
@@ -30,8 +32,7 @@ _REST = (
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
 torch.library.define(
     _BACKWARD,
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
 )
 
 MAX_HEAD_DIM = 256
@@ -49,24 +50,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
         q: ``[b, n, s, d]``, bf16, fp16 or fp32.
         k: ``[b, g, s, d]``; n/g query heads share a key/value head.
         v: ``[b, g, s, d]``.
-        softmax: bias and dropout; its `starts` do not decrease within a sample. If it has `ends`, it also has
-            `starts`, and each query attends to its whole document: a document ends where the next one starts.
+        softmax: bias, visible keys and dropout. The `starts` of the keys do not decrease within a sample. If
+            the keys have `ends`, they also have `starts`, and each query sees its whole document: a document
+            ends where the next one starts.
     """
-    _, scale, slopes, starts, ends, drop = softmax
+    _, scale, slopes, visible, drop = softmax
+    starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
     assert ends is None or starts is not None
-    starts, ends = (None if x is None else x.contiguous() for x in (starts, ends))
     site: tuple[Any, ...] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
     out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site)[0]
     return out
-
-
-def like_sequence(x: Tensor) -> Tensor:
-    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``."""
-    b, n, s, d = x.shape
-    return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
 
 
 def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +82,7 @@ def _softmax_arguments(
     base: int,
 ) -> tuple[Any, ...]:
     drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(s, scale, slopes, starts, ends, drop).arguments(0)
+    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends), drop).arguments(0)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -101,8 +97,8 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
 
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v in plain PyTorch."""
+) -> list[Tensor]:
+    """Compute the gradients of q, k and v in plain PyTorch, as `empty_gradients` allocates them."""
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
@@ -111,8 +107,8 @@ def reference_backward(
     grad_k, grad_v = (
         x.unflatten(1, (-1, shared)).sum(2) for x in (weight_grads.mT @ queries, weights.mT @ grads)
     )
-    results = like_sequence(q), like_sequence(k), like_sequence(v)
-    for result, value in zip(results, (weight_grads @ keys, grad_k, grad_v), strict=True):
+    results = empty_gradients(q, k)
+    for result, value in zip(gradients_of(results), (weight_grads @ keys, grad_k, grad_v), strict=True):
         result.copy_(value)
     return results
 
@@ -134,33 +130,58 @@ class BlockSizes(NamedTuple):
 
 
 class KernelSizes(NamedTuple):
-    """Hold the block sizes of the kernels for forward, key and value gradients, and query gradients."""
+    """Hold the block sizes of the kernels.
+
+    Attributes:
+        forward: for the output.
+        key_gradients: for the gradients of keys, and of values without `value_gradients`.
+        query_gradients: for the gradients of queries.
+        value_gradients: for the gradients of values in a launch of their own.
+    """
 
     forward: BlockSizes
     key_gradients: BlockSizes
     query_gradients: BlockSizes
+    value_gradients: BlockSizes | None = None
 
 
 SIZES: dict[tuple[int, int], KernelSizes] = {
     (2, 64): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 3), BlockSizes(128, 64, 8, 3)),
     (2, 128): KernelSizes(BlockSizes(128, 64, 8, 3), BlockSizes(32, 128, 8, 2), BlockSizes(128, 64, 8, 2)),
-    (2, 256): KernelSizes(BlockSizes(128, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(128, 32, 8, 2)),
+    (2, 256): KernelSizes(
+        BlockSizes(128, 32, 8, 3),
+        BlockSizes(32, 128, 8, 2),
+        BlockSizes(128, 32, 8, 2),
+        BlockSizes(32, 128, 8, 2),
+    ),
     (4, 64): KernelSizes(BlockSizes(64, 32, 8, 2), BlockSizes(32, 64, 8, 2), BlockSizes(64, 32, 8, 2)),
     (4, 128): KernelSizes(BlockSizes(32, 16, 8, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 8, 2)),
     (4, 256): KernelSizes(BlockSizes(16, 32, 8, 1), BlockSizes(16, 16, 8, 1), BlockSizes(16, 16, 8, 1)),
 }
 """Sizes by bytes per element and head size, rounded up to a power of two.
 
-They were chosen from the machine code for Hopper (benchmarks/triton_kernels.py). They have not been measured
+They were chosen from the machine code for Hopper (benchmarks/kernel_limits.py). They have not been measured
 on a GPU. There, 4 warps multiply 64 rows with one instruction (WGMMA). With 8 warps, a block needs 128 rows
 (queries, or keys in the kernel of their gradients); with fewer rows, both halves of the warps compute all
-scores.
+scores. At head size 256 in 16 bits, the registers of 8 warps hold the sums of 128 keys or of 128 values, but
+not both. The two gradients are therefore computed by separate launches.
 """
 SMALL_SIZES: dict[tuple[int, int], KernelSizes] = {
-    (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(32, 64, 8, 3), BlockSizes(64, 32, 4, 3)),
-    (2, 256): KernelSizes(BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 8, 2), BlockSizes(32, 32, 4, 2)),
+    (2, 64): SIZES[2, 64]._replace(query_gradients=BlockSizes(128, 32, 8, 3)),
+    (2, 128): KernelSizes(BlockSizes(128, 32, 8, 3), BlockSizes(64, 64, 8, 2), BlockSizes(64, 32, 4, 3)),
+    (2, 256): KernelSizes(
+        BlockSizes(64, 32, 4, 2), BlockSizes(32, 32, 4, 2), BlockSizes(32, 32, 4, 2), BlockSizes(32, 64, 4, 2)
+    ),
 }
-"""Different sizes for GPUs with less shared memory than `LARGE_MEMORY`, whose code differs, too."""
+"""Different sizes for GPUs with less shared memory than `LARGE_MEMORY`, which multiply with `mma.sync`."""
+BLACKWELL_SIZES: dict[tuple[int, int], KernelSizes] = {
+    (2, head_dim): SIZES[2, head_dim]._replace(key_gradients=BlockSizes(64, 128, 8, 2))
+    for head_dim in (64, 128)
+}
+"""Different sizes for compute capability 10, where GEMMs run in tensor memory (tcgen05).
+
+Sums take no registers there, so that blocks of key gradients can have twice as many queries.
+"""
 LARGE_MEMORY = 227 << 10
 """Bytes of shared memory per program on H100 and B200; A100 has 163 KiB, other GPUs at least 99 KiB."""
 _DELTA_ROWS = 64
@@ -171,9 +192,21 @@ def kernel_sizes(q: Tensor) -> KernelSizes:
     kind = q.dtype.itemsize, max(64, padded(q.shape[-1]))
     if q.is_cuda:
         properties: Any = torch.cuda.get_device_properties(q.device)
-        if properties.shared_memory_per_block_optin < LARGE_MEMORY and kind in SMALL_SIZES:
-            return SMALL_SIZES[kind]
+        sizes = different_sizes(properties.major, properties.shared_memory_per_block_optin)
+        return sizes.get(kind, SIZES[kind])
     return SIZES[kind]
+
+
+def different_sizes(major: int, shared_memory: int) -> dict[tuple[int, int], KernelSizes]:
+    """Return the sizes that differ from `SIZES` on a GPU.
+
+    Args:
+        major: first number of its compute capability.
+        shared_memory: bytes of shared memory per program.
+    """
+    if shared_memory < LARGE_MEMORY:
+        return SMALL_SIZES
+    return BLACKWELL_SIZES if major == 10 else {}
 
 
 def padded(head_dim: int) -> int:
@@ -203,6 +236,7 @@ def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
         "ALIGNED": s % 4 == 0 and base % 4 == 0,
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
+        "enable_fp_fusion": True,  # Triton 3.9 warns without it: 3.10 plans another default
     }
 
 
@@ -262,38 +296,45 @@ def launch_backward(
     scale: float,
     p: float,
     base: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernels of the gradients of q, k and v."""
+) -> list[Tensor]:
+    """Run the kernels of the gradients of q, k and v, as `empty_gradients` allocates them."""
     from megalite.kernels import triton_attention as kernels
 
     grad, q, k, v = map(_with_rows, (grad, q, k, v))
-    grad_q, grad_k, grad_v = like_sequence(q), like_sequence(k), like_sequence(v)
+    results = empty_gradients(q, k)
+    grad_q, grad_k, grad_v = gradients_of(results)
     delta = torch.empty_like(log_sums)
     (b, n, s, d), g = q.shape, k.shape[1]
     if q.numel() == 0:
-        return grad_q, grad_k, grad_v
-    of_keys, of_queries = kernel_sizes(q)[1:]
+        return results
+    _, of_keys, of_queries, of_values = kernel_sizes(q)
+    # Block sizes, and the gradients that a launch computes.
+    launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(of_keys, grad_k, grad_v)]
+    if of_values is not None:
+        launches = [(of_keys, grad_k, None), (of_values, None, grad_v)]
     numbers = _numbers(q, k, key, scale, p, base)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
     with torch.cuda.device_of(q):
         kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](
-            out, grad, delta, *_strides(out, grad), n, s, d=d, M=_DELTA_ROWS, D=padded(d)
+            *(out, grad, delta, *_strides(out, grad), n, s),
+            **{"d": d, "M": _DELTA_ROWS, "D": padded(d), "enable_fp_fusion": True},
         )
-        kernels.key_gradients_kernel[-(-s // of_keys.keys), g, b](
-            *(q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
-            *_strides(q, k, v, grad, grad_k, grad_v),
-            *numbers,
-            **_constants(q, base, of_keys),
-        )
+        for sizes, of_k, of_v in launches:
+            kernels.key_gradients_kernel[-(-s // sizes.keys), g, b](
+                *(q, k, v, grad, of_k, of_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
+                *_strides(q, k, v, grad, grad_k, grad_v),
+                *numbers,
+                **_constants(q, base, sizes),
+            )
         kernels.query_gradients_kernel[-(-s // of_queries.queries), n, b](
             *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
             **_constants(q, base, of_queries),
         )
-    return grad_q, grad_k, grad_v
+    return results
 
 
 def _query_ends(starts: Tensor | None) -> Tensor | None:
@@ -320,18 +361,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake(_BACKWARD)
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return like_sequence(q), like_sequence(k), like_sequence(v)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> list[Tensor]:
+    return empty_gradients(q, k)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, slopes, starts, ends, samples, key, *ctx.numbers = inputs
+    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
     ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.flash_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, *(None,) * 8
+    return *gradients_of(grads), *(None,) * 8
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -7,10 +7,12 @@ references run eagerly.
 """
 
 import functools
+import hashlib
 import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -116,6 +118,28 @@ def at_run_time(
         return result
 
     return run
+
+
+def tag_compile_caches() -> None:
+    """Make torch.compile's caches on disk depend on megalite's code.
+
+    Their keys name the operators of a graph, but not the shapes that an operator's fake returns: after an
+    update of megalite, a graph compiled before it would be loaded and fail.
+    """
+    from torch.compiler import config  # takes seconds to import
+
+    if _code_tag() not in config.cache_key_tag:
+        config.cache_key_tag += _code_tag()
+
+
+@functools.cache
+def _code_tag() -> str:
+    """Return "megalite-" and a digest of the package's Python files."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(package.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return f"megalite-{digest.hexdigest()}"
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,20 +92,30 @@ class NormFunctions(NamedTuple):
 
 def rms_norm_on(device_type: str) -> NormFunctions:
     """Return `rms_norm`, or PyTorch's if ours would run eagerly: PyTorch's is faster than the reference."""
-    if is_eager("rms_norm", device_type):
+    if _is_eager("rms_norm", device_type):
         return _and_input(_torch_rms_norm)
-    adds = is_compiled("bias_dropout_add_norm", device_type)
+    adds = _adds_and_normalizes(device_type)
     of_sum = _rms_norm_of_sum if adds else after_sum(rms_norm_with_residual)
     return NormFunctions(rms_norm, rms_norm_with_residual, of_sum)
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
     """Return `layer_norm` on a GPU; on a CPU return PyTorch's, which is as fast as ours would be."""
-    if is_eager("layer_norm", device_type):
+    if _is_eager("layer_norm", device_type):
         return _and_input(_torch_layer_norm)
-    adds = is_compiled("bias_dropout_add_norm", device_type)
+    adds = _adds_and_normalizes(device_type)
     of_sum = bias_dropout_add_norm if adds else after_sum(layer_norm_with_residual)
     return NormFunctions(layer_norm, layer_norm_with_residual, of_sum)
+
+
+def _is_eager(op: str, device_type: str) -> bool:
+    """Return whether PyTorch's norm is faster than ours. The meta device is treated like a GPU with ours."""
+    return device_type != "meta" and is_eager(op, device_type)
+
+
+def _adds_and_normalizes(device_type: str) -> bool:
+    """Return whether one kernel computes a sum and its norm."""
+    return device_type == "meta" or is_compiled("bias_dropout_add_norm", device_type)
 
 
 def _and_input(norm: Callable[..., Tensor]) -> NormFunctions:

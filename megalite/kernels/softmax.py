@@ -2,10 +2,10 @@
 
 It is causal, unless `ends` gives the last key of each query.
 
-A block has the scores of some consecutive queries with the keys that they can attend to. Both operators work
-in place, so a block of scores is the only memory that they need. Keys that a query does not attend to are not
-read. The backward takes the scores again, and one number per query from the forward; weights and dropout
-masks are not saved.
+A block has the scores of some consecutive queries with consecutive keys, which contain all keys that these
+queries see. The operators' positions count from the block's first key. Both operators work in place, so a
+block of scores is the only memory that they need. Keys that a query does not see are not read. The backward
+takes the scores again, and one number per query from the forward; weights and dropout masks are not saved.
 
 Shapes: b samples, n heads, rows (queries of the block), keys (of the block), s the whole sequence.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE, register
 from megalite.kernels.philox import signed64
+from megalite.kernels.visible_keys import VisibleKeys
 
 _MAX_KEYS = 1024  # keys of a row that a program of the Triton kernels holds at once
 _OP = f"{NAMESPACE}::causal_softmax_"
@@ -59,34 +60,34 @@ class CausalSoftmax(NamedTuple):
         seq_length: length of the whole sequence, s.
         scale: factor of the scores.
         slopes: slopes of ALiBi, fp64 ``[n]``; None without bias.
-        starts: int64 ``[b, s]``, position of the first visible key of each query; None if this is 0 for all.
-        ends: int64 ``[b, s]``, position after the last visible key of each query; None for causal attention,
-            where a query's own key is the last.
+        visible: keys that each query sees, by `starts` and `ends`.
         drop: dropout of the weights; None without dropout.
     """
 
     seq_length: int
     scale: float
     slopes: Tensor | None = None
-    starts: Tensor | None = None
-    ends: Tensor | None = None
+    visible: VisibleKeys = VisibleKeys()
     drop: Drop | None = None
 
-    def weights_(self, scores: Tensor, first: int) -> Tensor:
+    def weights_(self, scores: Tensor, first: int, first_key: int = 0) -> Tensor:
         """Replace scores with weights, and with zeros for keys that are not visible.
 
         Args:
             scores: ``[b, n, rows, keys]``, contiguous, fp64, fp32, bf16 or fp16; the computation is in at
                 least fp32.
             first: position of the first query in the sequence.
+            first_key: position of the first key.
 
         Returns:
             Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in at least fp32.
         """
-        result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self.arguments(first))
+        result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self.arguments(first, first_key))
         return result
 
-    def backward_(self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int) -> None:
+    def backward_(
+        self, scores: Tensor, grad: Tensor, log_sums: Tensor, first: int, first_key: int = 0
+    ) -> None:
         """Replace scores with weights, and the weights' gradient with the gradient of the unscaled scores.
 
         Args:
@@ -94,7 +95,7 @@ class CausalSoftmax(NamedTuple):
             grad: gradient of the weights, of the same shape.
             log_sums: the result of `weights_`.
         """
-        torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self.arguments(first))
+        torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self.arguments(first, first_key))
 
     def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
         """Return the softmax for some of the samples and heads."""
@@ -106,22 +107,19 @@ class CausalSoftmax(NamedTuple):
             )
         return self._replace(
             slopes=None if self.slopes is None else self.slopes[heads],
-            starts=None if self.starts is None else self.starts[samples],
-            ends=None if self.ends is None else self.ends[samples],
+            visible=self.visible.part(samples),
             drop=drop,
         )
 
-    def arguments(self, first: int) -> tuple[Any, ...]:
-        """Return the operators' arguments after the scores."""
-        seen, where = (self.slopes, self.starts, self.ends), (first, self.seq_length)
+    def arguments(self, first: int, first_key: int = 0) -> tuple[Any, ...]:
+        """Return the operators' arguments after the scores, with positions from the block's first key on."""
+        seen = self.slopes, *self.visible.counted_from(first_key)[:2]
+        where = first - first_key, self.seq_length
         if self.drop is None or self.drop.p == 0.0:
             return *seen, None, self.scale, 0.0, 0, 0, *where
         p, key, samples, base, _ = self.drop
+        base += first_key * (self.seq_length + 1)
         return *seen, samples.contiguous(), self.scale, p, signed64(key), base, *where
-
-    def num_keys(self, last: int) -> int:
-        """Return the number of leading keys that the queries before position `last` can attend to."""
-        return last if self.ends is None else self.seq_length
 
 
 def _biased(
@@ -133,17 +131,13 @@ def _biased(
     first: int,
 ) -> Tensor:
     """Return scaled scores in at least fp32, with -inf for keys that are not visible."""
-    rows, keys = scores.shape[2:]
+    queries, keys = range(first, first + scores.shape[2]), range(scores.shape[3])
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    queries = torch.arange(first, first + rows, device=scores.device)[:, None]
-    places = torch.arange(keys, device=scores.device)
     if slopes is not None:
-        x += slopes.to(x.dtype)[:, None, None] * (places - queries)
-    after = queries + 1 if ends is None else ends[:, None, first : first + rows, None]
-    hidden = places >= after  # [rows, keys] or [b, 1, rows, keys]
-    if starts is not None:
-        hidden = hidden | (places < starts[:, None, first : first + rows, None])  # [b, 1, rows, keys]
-    return x.masked_fill_(hidden, -torch.inf)
+        rows, columns = (torch.arange(each.start, each.stop, device=x.device) for each in (queries, keys))
+        x += slopes.to(x.dtype)[:, None, None] * (columns - rows[:, None])
+    hidden = VisibleKeys(starts, ends).hidden(queries, keys, x.device)  # [b or 1, rows, keys]
+    return x.masked_fill_(hidden[:, None], -torch.inf)
 
 
 def _keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
@@ -253,6 +247,7 @@ def _launch(
             WIDE=wide_type(scores.dtype),
             ALIGNED=seq_length % 4 == 0 and base % 4 == 0,
             N=min(_MAX_KEYS, max(4, 1 << (keys - 1).bit_length())),
+            enable_fp_fusion=True,  # Triton 3.9 warns without it: 3.10 plans another default
         )
 
 

@@ -215,6 +215,8 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """Compute dk and dv ``[b, g, s, d]`` of a block of keys, over all r query heads; grid (s/N, g, b).
 
+    One of `grad_k` and `grad_v` can be None. Only the other one is then computed.
+
     Scores are transposed, ``[N, M]``, so that P and dx are first factors of GEMMs and can stay in registers.
     """
     first_key, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
@@ -240,21 +242,26 @@ def key_gradients_kernel(
                         seen &= keys >= _first_keys(starts, sample, first, s, M)[None, :]
                     p = tl.where(seen, p, 0.0)
                 grad_block = _load_rows(grad_head, grad_strides[2], first, s, d, M, D)
-                weight_grads = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
-                kept_p = p
                 if samples is not None:
                     kept = tl.trans(
                         _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
                     )
-                    kept_p, weight_grads = tl.where(kept, p, 0.0), tl.where(kept, weight_grads * factor, 0.0)
-                sum_v = tl.dot(kept_p.to(grad_block.dtype), grad_block, sum_v, input_precision=PRECISION)
-                deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
-                dx = p * (weight_grads - deltas[None, :])
-                sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
-    grad_k_head = _head(grad_k, grad_k_strides, sample, group)
-    grad_v_head = _head(grad_v, grad_v_strides, sample, group)
-    _store_rows(grad_k_head, grad_k_strides[2], first_key, s, sum_k * scale, d, N, D)
-    _store_rows(grad_v_head, grad_v_strides[2], first_key, s, sum_v * factor, d, N, D)
+                if grad_v is not None:
+                    kept_p = p if samples is None else tl.where(kept, p, 0.0)
+                    sum_v = tl.dot(kept_p.to(grad_block.dtype), grad_block, sum_v, input_precision=PRECISION)
+                if grad_k is not None:
+                    weight_grads = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
+                    if samples is not None:
+                        weight_grads = tl.where(kept, weight_grads * factor, 0.0)
+                    deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
+                    dx = p * (weight_grads - deltas[None, :])
+                    sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
+    if grad_k is not None:
+        grad_k_head = _head(grad_k, grad_k_strides, sample, group)
+        _store_rows(grad_k_head, grad_k_strides[2], first_key, s, sum_k * scale, d, N, D)
+    if grad_v is not None:
+        grad_v_head = _head(grad_v, grad_v_strides, sample, group)
+        _store_rows(grad_v_head, grad_v_strides[2], first_key, s, sum_v * factor, d, N, D)
 
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])

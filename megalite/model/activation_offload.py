@@ -1,7 +1,6 @@
 """Activation offload: keep saved tensors of some layers in host memory between forward and backward.
 
-`apply_offload` wraps a built stage, after `apply_recompute` and before `compile_layers`. The modules are not
-aware of it.
+`apply_offload` wraps `run_layers` of a built stage, after `apply_recompute` and before `compile_layers`.
 
     when                        what
     a tensor is saved           a copy of its storage to the host starts
@@ -21,7 +20,7 @@ backward of its weights: copying them again would take longer than this.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +30,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.errors import UserError, first_line
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
+from megalite.loss_terms import Terms, add_terms
 from megalite.model.stage import Stage
-from megalite.model.transformer_stage import TransformerStage
 from megalite.torch_private import storage_number, tree_leaves
+from megalite.wrapping import wrap
 
 MIN_BYTES = 1 << 14
 """Smallest storage to copy, in bytes: starting a copy takes as long as copying this many bytes."""
@@ -217,28 +217,30 @@ def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> 
     Args:
         num_layers: a group is offloaded if its first layer is among this many layers.
     """
-    if isinstance(stage, TransformerStage):
-        stage.core.prepare(stage.config.seq_length)
-    run_layers = stage.run_layers
+    stage.prepare_tables()
 
-    def run_offloaded(layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+    def run_offloaded(
+        run_layers: Callable[..., tuple[Tensor, Terms]], layers: Sequence[nn.Module], x: Tensor, *inputs: Any
+    ) -> tuple[Tensor, Terms]:
         if not torch.is_grad_enabled():
             return run_layers(layers, x, *inputs)
         kept = _storages([*tree_leaves(inputs), *stage.tables()])
         before: _SavedGroup | None = None
+        terms: Terms = {}
         for group in stage.groups_of(len(layers)):
             run = partial(stage.run_group, group, layers)
             saved = None
             if group.start < num_layers:
                 saved = _SavedGroup(offload, [layers[i] for i in group], kept, before)
                 with saved.hooks():
-                    x = run(x, *inputs)
+                    x, more = run(x, *inputs)
             else:
-                x = run(x, *inputs)
+                x, more = run(x, *inputs)
+            terms = add_terms(terms, more)
             offload.ran(saved)
             if x.requires_grad:
                 x.register_hook(partial(offload.begin_backward, saved, before))
             before = saved
-        return x
+        return x, terms
 
-    stage.run_layers = run_offloaded  # type: ignore[method-assign]
+    wrap(stage, "run_layers", lambda run_layers: partial(run_offloaded, run_layers))

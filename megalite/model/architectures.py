@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megalite.model.bert_stage import BertStage
-from megalite.model.gpt_stage import GPTStage
 from megalite.model.transformer_stage import TransformerStage
 
-STAGES: Mapping[str, type[TransformerStage]] = {"gpt": GPTStage, "bert": BertStage}
+STAGES: Mapping[str, type[TransformerStage]] = {"gpt": TransformerStage, "bert": BertStage}
 """Class of a pipeline stage."""

@@ -6,19 +6,24 @@ tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.collectives import all_gather_from
+from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.attention_core import Core
-from megalite.model.positions import PositionInfo
+from megalite.model.block import BlockOutput
+from megalite.model.norm import build_head_norm
+from megalite.model.positions import Angles, PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.wrapping import communication_point, wrap_point
 
 
 class Attention(nn.Module):
-    """Computes grouped-query attention (Ainslie et al. 2023), without the bias of the projection.
+    """Computes grouped-query attention (Ainslie et al. 2023); the layer adds the projection's bias.
 
     r = 1 is multi-head attention, g = 1 multi-query attention. The rows of the fused query/key/value weight
     are grouped by key/value head, ``[g, r + 2, d]``, so that a rank's heads with their keys and values are
@@ -26,17 +31,26 @@ class Attention(nn.Module):
     the ranks all-gather their outputs and select the heads that they need.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+    ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.core = core.for_layer(layer)
+        self.core = core.for_layer(layer, kind)
+        self.window = kind.window
+        self.rotate = self.core.rotate if kind.rotary else _unrotated
         self.head_dim = config.head_dim
         self.num_groups = config.num_kv_heads
         self.heads_per_group = config.num_attention_heads // self.num_groups
         self.local_heads = config.num_attention_heads // self.tp.size
         h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         qkv_size = self.num_groups * (self.heads_per_group + 2) * self.head_dim
-        self.qkv = ColumnParallelLinear(h, qkv_size, context, bias=bias, std=std)
+        group_rows = self.heads_per_group * self.head_dim, self.head_dim, self.head_dim
+        self.qkv = ColumnParallelLinear(
+            h, qkv_size, context, bias=config.has_qkv_bias, std=std, fused_rows=group_rows
+        )
+        self.query_norm = build_head_norm(config, context, config.num_attention_heads)
+        self.key_norm = build_head_norm(config, context, self.num_groups)
         self.projection = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             h,
@@ -48,12 +62,19 @@ class Attention(nn.Module):
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        q, k, v = self.split(self.qkv(x))  # [s, b, n/tp, d], twice [s, b, g', d]
+        q, k, v = self.queries_keys_values(x)  # [s, b, n/tp, d], twice [s, b, g', d]
         y = self.attend(q, k, v, sample_numbers, positions)  # [s, b, n/tp, d]
-        return self.projection(y.flatten(2))
+        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias)
 
+    @communication_point
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's queries, keys and values of ``[s, b, h]``; the shapes are as in `forward`."""
+        q, k, v = self.split(self.qkv(x))
+        return self.query_norm(q), self.key_norm(k), v
+
+    @wrap_point
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
     ) -> Tensor:
@@ -61,23 +82,19 @@ class Attention(nn.Module):
 
         The shapes are as in `forward`.
         """
-        q, k = self.core.rotate(q, positions.angles), self.core.rotate(k, positions.angles)
+        q, k = self.rotate(q, positions.angles), self.rotate(k, positions.angles)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
         first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
-        return self.core(q, k, v, positions.mask, drop).permute(2, 0, 1, 3)
+        return self.core(q, k, v, positions.visible[self.window], drop).permute(2, 0, 1, 3)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups.
-
-        Tokens are flattened to one dim for the split: its gradient is a cat, and PyTorch's cat on CUDA is one
-        kernel for at most 4 dims, but one copy per part for 5.
-        """
-        tokens = qkv.shape[:2]
-        grouped = qkv.flatten(0, 1).unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
-        q, k, v = grouped.split((self.heads_per_group, 1, 1), dim=-2)  # [s b, g/tp, r, d], twice [.., 1, d]
-        q, k, v = (part.flatten(1, 2).unflatten(0, tokens) for part in (q, k, v))
-        return q, k, v
+        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups."""
+        packed = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        if torch.compiler.is_compiling():
+            return split_heads(packed)  # the compiler derives its backward, and may fuse it
+        heads: Heads = SplitHeads.apply(packed)
+        return heads
 
     def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries and its shared keys and values."""
@@ -87,3 +104,7 @@ class Attention(nn.Module):
         own_group = full.unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]  # [s, b, r + 2, d]
         q, k, v = own_group.split((self.heads_per_group, 1, 1), dim=-2)
         return q.narrow(2, member * self.local_heads, self.local_heads), k, v
+
+
+def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:
+    return x

@@ -47,8 +47,9 @@ class Case:
 
     @property
     def has_bias(self) -> bool:
-        """Return whether the scores have a bias besides the causal mask."""
-        return self.config.position_embedding_type == "alibi" or self.context.has_documents
+        """Return whether the scores have a bias besides the causal mask, in some layers."""
+        has_window = any(kind.window is not None for kind in self.config.layer_kinds)
+        return has_window or self.config.position_embedding_type == "alibi" or self.context.has_documents
 
 
 class Backend(NamedTuple):
@@ -95,7 +96,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if any(_PROBES[kernel](_parameters(case), False) for kernel in kernels):
         return ""
     gpu = torch.cuda.get_device_name(case.context.device)
-    bias = ", ALiBi or packed documents" if case.has_bias else ""
+    bias = ", ALiBi, a window or packed documents" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
         f"for head size {case.config.head_dim} in {case.config.params_dtype}{bias}"
@@ -243,6 +244,7 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
+    assert context.topology.positions.count == 1, "a query would not see the keys of other ranks"
     case = Case(config, context)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, flash_attention
+from megalite.config import LayerKind, ModelConfig
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
+from megalite.kernels.packed_heads import gradients_of
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
@@ -26,11 +27,8 @@ from megalite.model.positions import (
     Angles,
     NoRotation,
     PositionInfo,
-    SeenKeys,
-    attention_bias,
+    distance_bias,
     local_slopes,
-    seen_keys,
-    within_documents,
 )
 from megalite.model.traced_attention import traced_attention
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -42,11 +40,11 @@ class LayerCore(Protocol):
     @property
     def rotate(self) -> Callable[[Tensor, Angles | None], Tensor]: ...
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
 
         Args:
-            mask: the mask of `PositionInfo`.
+            visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
         """
 
@@ -66,11 +64,15 @@ class Core(Protocol):
 
     def tables(self) -> Iterable[Tensor]: ...
 
-    def for_layer(self, layer: int) -> LayerCore: ...
+    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore: ...
 
 
 class AttentionCore(ABC):
-    """Base class of the backends for training: all layers share one set of tables."""
+    """Base class of the backends for training: all layers share one set of tables.
+
+    Attributes:
+        windows: windows of the layers that use the core.
+    """
 
     choice = ""
 
@@ -78,42 +80,75 @@ class AttentionCore(ABC):
         self.config = config
         self.context = context
         self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, context)
+        self.windows: list[int | None] = []
+        self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
         ids, positions = microbatch.document_ids, microbatch.position_ids
-        assert ids is not None or self.config.is_causal, "bidirectional attention must know the padding"
         return PositionInfo(
-            mask=None if ids is None else self.mask(ids),
+            self.visible_keys(microbatch.tokens.shape, ids, self.windows),
             angles=None if positions is None else self.rotate.look_up(positions),
         )
+
+    def visible_keys(
+        self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
+    ) -> dict[int | None, VisibleKeys]:
+        """Return the keys that each query sees, by window.
+
+        Args:
+            shape: number of samples, and their length.
+            document_ids: ``[b, s]``; None if each sample is one document.
+            windows: windows of the layers; None for layers without one.
+        """
+        b, s = shape
+        if document_ids is None:
+            return {window: self.in_whole_sample(s, window).expand(b) for window in windows}
+        documents = VisibleKeys.in_documents(document_ids, is_causal=self.config.is_causal)
+        return {
+            window: self.translate(documents.within(window, s, document_ids.device), s) for window in windows
+        }
+
+    def in_whole_sample(self, s: int, window: int | None) -> VisibleKeys:
+        """Return the keys of the queries of one sample without documents, computed at the first call."""
+        assert self.config.is_causal, "bidirectional attention must know the padding"
+        if (s, window) not in self._whole:
+            self._whole[s, window] = self.translate(VisibleKeys().within(window, s, self.context.device), s)
+        return self._whole[s, window]
+
+    def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
+        """Return the keys in the representation that the core computes with."""
+        return visible
 
     def prepare(self, seq_length: int) -> None:
         """Build the tables for samples of this length, for layers that are then compiled."""
         self.rotate.table(seq_length)
+        if self.config.is_causal and not self.context.has_documents:
+            for window in self.windows:
+                self.in_whole_sample(seq_length, window)
 
     def tables(self) -> Iterable[Tensor]:
         """Yield the tables that all layers share and that autograd may save."""
         for angles in self.rotate.tables.values():
             yield from angles
+        for visible in self._whole.values():
+            yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
-    def for_layer(self, layer: int) -> LayerCore:
+    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
         """Return the core of one layer: this object, because it has no state per layer."""
+        if kind.window not in self.windows:
+            self.windows.append(kind.window)
         return self
 
     @abstractmethod
-    def mask(self, document_ids: Tensor) -> Any:
-        """Return the mask that keeps attention within documents ``[b, s]``, in the core's representation."""
-
-    @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
 
 
 class SdpaCore(AttentionCore):
     """Calls PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
 
-    ALiBi and documents are passed as a bias ``[b or 1, n or 1, s, s]``, which all layers share.
+    ALiBi, documents and windows are passed as a bias ``[b or 1, n or 1, s, s]``; layers of a kind share it.
 
     Args:
         kernels: kernels that it may use, the preferred one first; by default any kernel.
@@ -122,36 +157,32 @@ class SdpaCore(AttentionCore):
     def __init__(self, config: ModelConfig, context: LayerContext, *kernels: SDPBackend) -> None:
         super().__init__(config, context)
         self.has_bias = config.position_embedding_type == "alibi"
-        self.biases: dict[int, Tensor] = {}
+        self._distances: dict[int, Tensor] = {}
         self.kernels: Callable[[], AbstractContextManager[Any]] = (
             partial(sdpa_kernel, list(kernels), set_priority=True) if kernels else nullcontext
         )
 
-    def bias(self, seq_length: int) -> Tensor:
-        """Return the bias of samples without packed documents, computed at the first call."""
-        if seq_length not in self.biases:
-            self.biases[seq_length] = attention_bias(self.config, self.context, seq_length)
-        return self.biases[seq_length]
+    def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
+        """Return the keys as a bias, unless they are those of causal attention."""
+        is_causal = visible.starts is None and visible.ends is None
+        return visible if is_causal and not self.has_bias else VisibleKeys(bias=self._bias(visible, s))
 
-    def prepare(self, seq_length: int) -> None:
-        """Build the tables; see `AttentionCore`."""
-        super().prepare(seq_length)
-        if self.has_bias:
-            self.bias(seq_length)
+    def _bias(self, visible: VisibleKeys, s: int, first: int = 0) -> Tensor:
+        """Return the bias of the queries from `first` on, ``[b or 1, n or 1, s - first, s]``."""
+        hidden = visible.hidden(range(first, s), range(s), self.context.device)
+        return self._distance_bias(s, first).masked_fill(hidden[:, None], -torch.inf)
 
-    def tables(self) -> Iterable[Tensor]:
-        """Yield the angles, and the biases."""
-        yield from super().tables()
-        yield from self.biases.values()
+    def _distance_bias(self, s: int, first: int) -> Tensor:
+        if not self.context.has_documents:  # the bias itself is a table
+            return distance_bias(self.config, self.context, s, first)
+        if s not in self._distances:
+            self._distances[s] = distance_bias(self.config, self.context, s)
+        return self._distances[s][:, first:]
 
-    def mask(self, document_ids: Tensor) -> Tensor:
-        """Return the bias ``[b, n or 1, s, s]``."""
-        return within_documents(self.bias(document_ids.shape[1]), document_ids)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
-        bias = self.bias(q.shape[-2]) if mask is None and self.has_bias else mask
+        bias = visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=q.shape[1] != k.shape[1]
@@ -171,7 +202,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
-        return *attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking), None, None
+        results = attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking)
+        return *gradients_of(results), None, None
 
 
 class SoftmaxCore(AttentionCore):
@@ -185,14 +217,9 @@ class SoftmaxCore(AttentionCore):
         )
         self.scale = 1.0 / math.sqrt(config.head_dim)
 
-    def mask(self, document_ids: Tensor) -> SeenKeys:
-        """Return the range of keys that each query sees."""
-        return seen_keys(document_ids, self.config)
-
-    def softmax(self, q: Tensor, mask: SeenKeys | None, drop: Drop) -> CausalSoftmax:
+    def softmax(self, q: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
         """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        starts, ends = (None, None) if mask is None else mask
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, starts, ends, drop)
+        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop)
 
 
 class UnfusedCore(SoftmaxCore):
@@ -202,9 +229,9 @@ class UnfusedCore(SoftmaxCore):
         super().__init__(config, context)
         self.blocking = Blocking.for_device(context.device, context.dtype)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: SeenKeys | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        softmax = self.softmax(q, mask, drop)
+        softmax = self.softmax(q, visible, drop)
         if torch.compiler.is_compiling():
             return traced_attention(q, k, v, softmax, self.blocking)
         out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
@@ -214,6 +241,6 @@ class UnfusedCore(SoftmaxCore):
 class TritonCore(SoftmaxCore):
     """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: SeenKeys | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(q, mask, drop))
+        return flash_attention(q, k, v, self.softmax(q, visible, drop))

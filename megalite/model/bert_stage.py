@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
+from megalite.loss_terms import LM_LOSS, LossTerm
 from megalite.microbatch import Microbatch
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm
 from megalite.model.transformer_stage import TransformerStage
-from megalite.tensor_parallel.linear import column_linear
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.wrapping import wrap_point
+
+SOP_LOSS = "sop_loss"
+"""Name of the loss of the order of segments."""
 
 
 class ReplicatedLinear(nn.Module):
@@ -31,7 +37,8 @@ class ReplicatedLinear(nn.Module):
         self, in_features: int, out_features: int, context: LayerContext, *, bias: bool, std: float
     ) -> None:
         super().__init__()
-        self.weight = new_parameter(ParameterSpec((out_features, in_features), std=std), context)
+        weight = ParameterSpec((out_features, in_features), std=std, maps_features=False)
+        self.weight = new_parameter(weight, context)
         spec = ParameterSpec((out_features,), decay=False)
         self.bias = new_parameter(spec, context) if bias else None
 
@@ -51,7 +58,7 @@ class MaskedTokenHead(nn.Module):
         self.norm = build_norm(config, context)
         spec = ParameterSpec(
             (config.padded_vocab_size(tp),),
-            Shard("tp", 0),
+            Cut("tp", 0),
             decay=False,
             num_padding=config.num_padding_rows(tp),
         )
@@ -89,26 +96,32 @@ class OrderHead(nn.Module):
 class BertStage(TransformerStage):
     """Predicts masked tokens from both sides, and whether a sample's segments are in order."""
 
-    def build_head(self) -> None:
-        """Build the heads of both predictions."""
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, layers: Iterable[int], **more: Any
+    ) -> None:
+        super().__init__(config, context, layers, **more)
+        if config.bert_binary_head:
+            self.loss_names = (LM_LOSS, SOP_LOSS)
+
+    def build_last_part(self) -> None:
+        """Build the final norm, the output layer and the heads of both predictions."""
+        super().build_last_part()
         self.token_head = MaskedTokenHead(self.config, self.context)
         self.order_head = OrderHead(self.config, self.context) if self.config.bert_binary_head else None
 
-    def head_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters of both heads."""
-        heads = (self.token_head, self.order_head)
-        return (parameter for head in heads if head is not None for parameter in head.parameters())
+    def last_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters of the final norm, both heads and the logits."""
+        heads = (head for head in (self.token_head, self.order_head) if head is not None)
+        return *super().last_parameters(), *(each for head in heads for each in head.parameters())
 
-    def losses(self, normed: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the sums of the masked tokens' losses and of the samples' sentence-order losses, ``[2]``.
-
-        Without the binary head, only the first: ``[1]``.
-        """
-        selected, predicted = self._select(normed, microbatch)
-        losses = [self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)]
+    def losses(self, output: Tensor, microbatch: Microbatch) -> dict[str, LossTerm]:
+        """Return the masked tokens' loss and, with the binary head, the samples' loss of segment order."""
+        selected, predicted = self._select(output, microbatch)
+        of_tokens = self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)
+        losses = {LM_LOSS: LossTerm(of_tokens)}
         if self.order_head is not None:
-            losses.append(self._order_loss(normed, microbatch))
-        return torch.stack(losses)
+            losses[SOP_LOSS] = LossTerm(self._order_loss(output, microbatch), per="sample")
+        return losses
 
     def _select(self, normed: Tensor, microbatch: Microbatch) -> tuple[Tensor, Microbatch]:
         """Select the tokens to predict: most tokens need no logits.
@@ -132,16 +145,17 @@ class BertStage(TransformerStage):
         x = x.gather(2, positions[:, None].expand(-1, x.shape[1], -1))
         return x.permute(2, 0, 1).contiguous(), predicted
 
-    def losses_of(self, normed: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token, ``[s, b]``; see `TransformerStage`."""
+    @wrap_point
+    def losses_of(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each token, ``[s, b]``; see `Stage`."""
         losses = vocab_parallel_cross_entropy(
-            self._flat_logits(normed), targets.flatten(), self.vocab_size, self.context.tp
+            self._flat_logits(output), targets.flatten(), self.vocab_size, self.context.tp
         )
         return losses.view(targets.shape)
 
-    def logits_of(self, normed: Tensor) -> Tensor:
+    def logits_of(self, output: Tensor) -> Tensor:
         """Map ``[s, b, h]`` after the final norm to this rank's logits, ``[s, b, v/tp]``."""
-        return self._flat_logits(normed).unflatten(0, (-1, normed.shape[1]))
+        return self._flat_logits(output).unflatten(0, (-1, output.shape[1]))
 
     def _flat_logits(self, normed: Tensor) -> Tensor:
         """Return the logits ``[s b, v/tp]``: a GEMM with a bias returns a view of them for more dims.
@@ -150,7 +164,7 @@ class BertStage(TransformerStage):
         """
         head = self.token_head
         x = head(normed).flatten(0, 1)
-        return column_linear(x, self.output_weight, head.output_bias, self.output_context)
+        return self.output.logits(x, self.output_weight, head.output_bias)
 
     def order_scores(self, normed: Tensor) -> Tensor:
         """Map ``[s, b, h]`` after the final norm to the scores of the segment order, ``[b, 2]``."""

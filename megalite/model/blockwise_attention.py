@@ -2,11 +2,11 @@
 
 Backward keeps queries, keys, values and one number per query. It recomputes scores and weights block by
 block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
-length. Causal attention skips the keys after a block's queries.
+length. Causal attention skips the keys after a block's queries, and with a window the keys before.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
-tile has c pairs of a sample and a key/value head. A block has m queries and e keys: in causal attention the
-keys up to its last query, otherwise all.
+tile has c pairs of a sample and a key/value head. A block has m queries and e consecutive keys, which contain
+all keys that these queries see.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
-from megalite.kernels.flash_attention import empty_results, like_sequence
+from megalite.kernels.flash_attention import empty_results
+from megalite.kernels.packed_heads import empty_gradients, gradients_of
 
 _MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
 
@@ -139,11 +140,12 @@ def attend(
         keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
         part = softmax.part(tile.samples, tile.heads)
         for first, last in blocking.blocks(q.shape[2]):
-            queries, e = _times(tile.queries(q, first, last), factor), softmax.num_keys(last)
-            scores = queries @ keys[:, :, :e]  # [c, r m, e]
-            log_sums = part.weights_(tile.scores(scores, last - first), first)
+            queries = _times(tile.queries(q, first, last), factor)
+            seen = softmax.visible.key_slice(first, last, q.shape[2])
+            scores = queries @ keys[:, :, seen]  # [c, r m, e]
+            log_sums = part.weights_(tile.scores(scores, last - first), first, seen.start)
             sums[tile.samples, tile.heads, first:last] = log_sums
-            tile.put_queries(out, first, last, scores @ values[:, :e])
+            tile.put_queries(out, first, last, scores @ values[:, seen])
     return out, sums
 
 
@@ -155,9 +157,13 @@ def attend_backward(
     sums: Tensor,
     softmax: CausalSoftmax,
     blocking: Blocking,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values from the output's gradient; `sums` is `attend`'s."""
-    grad_q, grad_k, grad_v = (like_sequence(x) for x in (q, k, v))
+) -> list[Tensor]:
+    """Compute the gradients of queries, keys and values from the output's gradient; `sums` is `attend`'s.
+
+    They are returned as `empty_gradients` allocates them.
+    """
+    results = empty_gradients(q, k)
+    grad_q, grad_k, grad_v = gradients_of(results)
     factor = _query_scale(q.dtype, softmax.scale)
     softmax = softmax._replace(scale=softmax.scale / factor)
     for tile in blocking.tiles(q, k.shape[1]):
@@ -166,17 +172,18 @@ def attend_backward(
         # Transposed tensors make the GEMMs faster. Sums over blocks of queries are in fp32 or fp64.
         sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
         for first, last in blocking.blocks(q.shape[2]):
-            queries, e = _times(tile.queries(q, first, last), factor), softmax.num_keys(last)
+            queries = _times(tile.queries(q, first, last), factor)
             row_grads = tile.queries(grad, first, last)
-            scores = queries @ keys.transpose(1, 2)[:, :, :e]  # [c, r m, e]
-            weight_grads = row_grads @ values.transpose(1, 2)[:, :, :e]
+            seen = softmax.visible.key_slice(first, last, q.shape[2])
+            scores = queries @ keys.transpose(1, 2)[:, :, seen]  # [c, r m, e]
+            weight_grads = row_grads @ values.transpose(1, 2)[:, :, seen]
             log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
             block = tile.scores(scores, last - first), tile.scores(weight_grads, last - first)
-            part.backward_(*block, log_sums, first)
+            part.backward_(*block, log_sums, first, seen.start)
             weights, score_grads = scores, weight_grads  # overwritten in place
-            sum_v[:, :, :e] += row_grads.transpose(1, 2) @ weights
-            sum_k[:, :, :e] += queries.transpose(1, 2) @ score_grads
-            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, :e], factor))
+            sum_v[:, :, seen] += row_grads.transpose(1, 2) @ weights
+            sum_k[:, :, seen] += queries.transpose(1, 2) @ score_grads
+            tile.put_queries(grad_q, first, last, _times(score_grads @ keys[:, seen], factor))
         tile.put_keys(grad_k, sum_k)
         tile.put_keys(grad_v, sum_v)
-    return grad_q, grad_k, grad_v
+    return results

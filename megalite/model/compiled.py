@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megalite.errors import UserError
-from megalite.kernels.library import compile_problem
-from megalite.model.layer import TransformerLayer
+from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.model.stage import Stage
-from megalite.model.transformer_stage import TransformerStage
-from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear
+from megalite.wrapping import communicating_names, wrap, wrapped_names
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
 
@@ -33,38 +33,36 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Replace each layer's forward by a compiled one, for training and evaluation. Call it once, at the end.
+    """Compile each layer's forward, for training and evaluation. Call it once, at the end.
 
     Hooks of a layer stay outside of its graph, such as hooks that gather its weights (ZeRO stage 3).
 
     Args:
         backend: backend of torch.compile.
+
+    Raises:
+        UserError: a layer of your own does not declare its forward with `wrap_point`.
     """
-    if isinstance(stage, TransformerStage):
-        stage.core.prepare(stage.config.seq_length)
+    tag_compile_caches()
+    stage.prepare_tables()
     for layer in stage.layers.values():
-        if isinstance(layer, TransformerLayer):
-            layer.mlp.up.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear):
+                module.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward
         if stage.context.tp.size > 1 or stage.context.weight_gradient_store is not None:
-            _skip_linear_layers(layer)
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+            _communicate_between_graphs(layer)
+        wrap(layer, "forward", partial(torch.compile, backend=backend, dynamic=False))
 
 
-def _skip_linear_layers(layer: nn.Module) -> None:
-    """Run the linear layers, and functions that `apply_recompute` wraps with them, between graphs.
+def _communicate_between_graphs(layer: nn.Module) -> None:
+    """Run the linear layers, and methods that `apply_recompute` has wrapped with them, between graphs.
 
     The linear layers' backward overlaps collectives with GEMMs, or stores weight gradients. A graph of
     torch.compile can do neither.
     """
     for module in layer.modules():
-        is_linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        if is_linear or "forward" in vars(module):  # apply_recompute has replaced it
-            module.forward = torch.compiler.disable(module.forward)
-    if not isinstance(layer, TransformerLayer):
-        return
-    if "activate" in vars(layer.mlp):
-        layer.mlp.activate = torch.compiler.disable(layer.mlp.activate)  # type: ignore[method-assign]
-    layer.attention.split = torch.compiler.disable(layer.attention.split)
+        for name in wrapped_names(module) | communicating_names(module):
+            wrap(module, name, torch.compiler.disable)
 
 
 def run_as_written(is_compiled: bool) -> AbstractContextManager[Any]:

@@ -22,7 +22,9 @@ class PositionTable(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.context = context
-        spec = ParameterSpec((config.num_positions, config.hidden_size), std=config.init_method_std)
+        spec = ParameterSpec(
+            (config.num_positions, config.hidden_size), std=config.init_method_std, maps_features=False
+        )
         self.weight = new_parameter(spec, context)  # [positions, h]
 
     def forward(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -31,11 +33,10 @@ class PositionTable(nn.Module):
         Args:
             position_ids: ``[b, s]``; None for positions within the sample.
         """
-        first = self.context.first_position(x.shape[0])
-        positions = slice(first, first + x.shape[0])  # of this rank's slice of the sequence
         if position_ids is None:
-            return x + self.weight[positions, None]
-        return x + F.embedding(position_ids.t()[positions], self.weight)
+            first = self.context.first_position(x.shape[0])
+            return x + self.weight[first : first + x.shape[0], None]
+        return x + F.embedding(position_ids.t()[self.context.own_tokens(x.shape[0])], self.weight)
 
 
 class NoPositionTable(nn.Module):
@@ -52,13 +53,14 @@ class TokenTypeTable(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.context = context
-        spec = ParameterSpec((config.num_token_types, config.hidden_size), std=config.init_method_std)
+        spec = ParameterSpec(
+            (config.num_token_types, config.hidden_size), std=config.init_method_std, maps_features=False
+        )
         self.weight = new_parameter(spec, context)  # [types, h]
 
     def forward(self, x: Tensor, token_types: Tensor) -> Tensor:
         """Add the vectors of types ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
-        first = self.context.first_position(x.shape[0])
-        return x + F.embedding(token_types.t()[first : first + x.shape[0]], self.weight)
+        return x + F.embedding(token_types.t()[self.context.own_tokens(x.shape[0])], self.weight)
 
 
 class NoTokenTypeTable(nn.Module):

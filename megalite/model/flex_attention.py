@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.config import ModelConfig
-from megalite.kernels import Drop
+from megalite.kernels import Drop, VisibleKeys
 from megalite.model.attention_core import AttentionCore
-from megalite.model.positions import local_slopes, seen_keys
+from megalite.model.positions import local_slopes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -31,7 +31,6 @@ class FlexCore(AttentionCore):
         super().__init__(config, context)
         self.attend = compiled or torch.compile(flex_attention, dynamic=False)
         self.score_mod = self._alibi(local_slopes(config, context))
-        self.causal: dict[int, BlockMask] = {}
 
     def _alibi(self, slopes: list[float] | None) -> Callable[..., Tensor] | None:
         if slopes is None:
@@ -43,36 +42,27 @@ class FlexCore(AttentionCore):
 
         return bias
 
-    def mask(self, document_ids: Tensor) -> BlockMask:
-        """Return the blocks of keys that each block of queries attends to."""
-        seen = seen_keys(document_ids, self.config)
+    def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
+        """Return the keys as the blocks of keys that each block of queries sees."""
+        starts, ends = visible.starts, visible.ends
+        num_samples = 1 if starts is None else len(starts)
 
         def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            end = query + 1 if seen.ends is None else seen.ends[b, query]
-            return (key < end) & (key >= seen.starts[b, query])
+            sample = b if num_samples > 1 else 0
+            is_before = key <= query if ends is None else key < ends[sample, query]
+            return is_before if starts is None else is_before & (key >= starts[sample, query])
 
-        b, s = document_ids.shape
-        return create_block_mask(sees, b, None, s, s, device=self.context.device)
+        of_samples = num_samples if num_samples > 1 else None
+        return VisibleKeys(blocks=create_block_mask(sees, of_samples, None, s, s, device=self.context.device))
 
     def prepare(self, seq_length: int) -> None:
         """Build the tables; see `AttentionCore`."""
         super().prepare(seq_length)
-        self._causal_mask(seq_length)
         # The kernel is a separate graph: inside a layer's graph, after a rotary embedding, its forward
         # computed wrong numbers (torch 2.13 on a CPU).
         self.attend = torch.compiler.disable(self.attend, recursive=False)
 
-    def _causal_mask(self, s: int) -> BlockMask:
-        """Return the mask of samples without packed documents, computed at the first call."""
-
-        def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return key <= query
-
-        if s not in self.causal:
-            self.causal[s] = create_block_mask(sees, None, None, s, s, device=self.context.device)
-        return self.causal[s]
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
         return self.attend(
@@ -80,6 +70,6 @@ class FlexCore(AttentionCore):
             k,
             v,
             score_mod=self.score_mod,
-            block_mask=mask or self._causal_mask(q.shape[2]),
+            block_mask=visible.blocks,
             enable_gqa=q.shape[1] != k.shape[1],
         )

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config import ModelConfig
-from megalite.kernels import Drop
+from megalite.config import LayerKind, ModelConfig
+from megalite.kernels import Drop, VisibleKeys
 from megalite.microbatch import Microbatch
 from megalite.model.attention_core import SdpaCore
-from megalite.model.positions import Angles, PositionInfo, attention_bias
+from megalite.model.positions import Angles, PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -36,8 +36,9 @@ class CachedCore(SdpaCore):
         self.layers: dict[int, CachedLayer] = {}
         self.begin(0)
 
-    def for_layer(self, layer: int) -> CachedLayer:
+    def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
         """Return the core of one layer, with its own keys and values."""
+        super().for_layer(layer, kind)
         return self.layers.setdefault(layer, CachedLayer(self))
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
@@ -68,30 +69,32 @@ class CachedCore(SdpaCore):
         return (indices - self.padding[:, None]).clamp_min_(0)
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
-        """Append the new tokens, and return their angles and mask.
+        """Append the new tokens, and return their angles and the keys that they see.
 
-        The mask is a bias ``[b or 1, n/tp or 1, s, l]``, or None if the causal order suffices.
+        The keys are a bias ``[b or 1, n/tp or 1, s, l]``, or causal if that suffices.
         """
         assert microbatch.position_ids is not None
         num_tokens = microbatch.position_ids.shape[1]
         first, self.length = self.length, self.length + num_tokens
         assert self.length <= self.capacity, (self.length, self.capacity)
-        is_plain = first == 0 or num_tokens == 1  # causal from the start, or one token that sees all
-        bias: Tensor | None = None
-        if self.has_bias or self.padding is not None or not is_plain:
-            bias = attention_bias(self.config, self.context, self.length, first)
-        if self.padding is not None and bias is not None:
-            bias = bias.masked_fill(self._is_padding(first), -torch.inf)
-        return PositionInfo(bias, self.rotate.compute(microbatch.position_ids))
+        device = self.context.device
+        # Causal from the start, or one token that sees all.
+        is_plain = not self.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
+        visible = {}
+        for window in self.windows:
+            if is_plain and (window is None or self.length <= window + 1):
+                visible[window] = VisibleKeys()
+            else:
+                keys = self._after_padding().within(window, self.length, device)
+                visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
+        return PositionInfo(visible, self.rotate.compute(microbatch.position_ids))
 
-    def _is_padding(self, first: int) -> Tensor:
-        """Return whether a key is padding for a query, ``[b, 1, s, l]``."""
-        assert self.padding is not None
-        indices = torch.arange(self.length, device=self.context.device)
-        is_padding = indices < self.padding[:, None]  # [b, l]
-        # A padding token attends to itself: some kernels return NaN for a row that is masked entirely.
-        is_other = indices != indices[first:, None]  # [s, l]
-        return (is_padding[:, None] & is_other)[:, None]
+    def _after_padding(self) -> VisibleKeys:
+        """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""
+        if self.padding is None:
+            return VisibleKeys()
+        positions = torch.arange(self.length, device=self.context.device)
+        return VisibleKeys(torch.minimum(self.padding[:, None], positions))
 
 
 class CachedLayer:
@@ -106,7 +109,7 @@ class CachedLayer:
         """Rotate new queries and keys; the cache holds rotated keys."""
         return self.shared.rotate(x, angles)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, drop: Drop) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
         Dropout is ignored: the cache is not used in training.
@@ -121,7 +124,7 @@ class CachedLayer:
             q,
             self.keys[:, :, :length],
             self.values[:, :, :length],
-            attn_mask=mask,
-            is_causal=mask is None and num_tokens > 1,
+            attn_mask=visible.bias,
+            is_causal=visible.bias is None and num_tokens > 1,
             enable_gqa=q.shape[1] != k.shape[1],
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
+from megalite.model.block import BlockOutput
 from megalite.tensor_parallel.linear import (
     Activated,
     ColumnParallelLinear,
@@ -20,6 +21,7 @@ from megalite.tensor_parallel.linear import (
     depth_scaled_std,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.wrapping import wrap_point
 
 
 class ActivationFunction(NamedTuple):
@@ -45,7 +47,7 @@ ACTIVATION_FUNCTIONS = {
 
 
 class MLP(nn.Module):
-    """Computes down(activation(up(x))) without the bias of `down`.
+    """Computes down(activation(up(x))); the layer adds the bias of `down`.
 
     The weight of `up` is ``[ffn/tp, h]``; for a gated activation two halves are stacked, ``[2, ffn/tp, h]``.
     """
@@ -72,13 +74,31 @@ class MLP(nn.Module):
         down_std = depth_scaled_std(std, config.num_layers)
         self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, skip_bias_add=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        return self.down(self.activate(self.up(x)))
+        return BlockOutput(self.transform(x), self.down.bias)
 
+    @wrap_point
+    def transform(self, x: Tensor) -> Tensor:
+        """Compute `forward` without the bias."""
+        return self.project_down(self.activate(self.project_up(x)))
+
+    @wrap_point
+    def project_up(self, x: Tensor) -> Tensor | Activated:
+        """Map ``[s, b, h]`` to the input of `activate`."""
+        y: Tensor | Activated = self.up(x)
+        return y
+
+    @wrap_point
     def activate(self, x: Tensor | Activated) -> Tensor | Activated:
         """Map `up`'s ``[s, b, ffn/tp]``, or ``[s, b, 2 ffn/tp]`` if gated, to ``[s, b, ffn/tp]``."""
         if isinstance(x, Activated):  # the GEMM of `up` applied the activation
             return x
         function, adds_bias, _ = self.activation
         return function(x, self.up.bias) if adds_bias else function(x)
+
+    @wrap_point
+    def project_down(self, x: Tensor | Activated) -> Tensor:
+        """Map ``[s, b, ffn/tp]`` to ``[s, b, h]``."""
+        y: Tensor = self.down(x)
+        return y

@@ -1,36 +1,47 @@
 """LayerNorm and RMSNorm, replicated on every tensor-parallel rank.
 
-Shapes: s sequence, b microbatch, h hidden size.
+Shapes: s sequence, b microbatch, h hidden size, n heads, d head size, tp = tp.size.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megalite.kernels import ResidualSum, layer_norm_on, rms_norm_on
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.wrapping import wrap_point
 
 
 class LayerNorm(nn.Module):
-    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the hidden dim (Ba et al. 2016).
+    """Computes (x - mean) / sqrt(var + epsilon) * weight + bias over the last dim (Ba et al. 2016).
 
     Args:
         with_residual: forward returns ``(norm(x), x)``. If a residual connection uses this x, the norm's
             backward kernel adds its gradient to the norm's; autograd would need a separate kernel. x may
             also be a sum that is not yet computed.
+        head_dim: normalize heads ``[s, b, n/tp, head_dim]`` of this size instead of hidden states.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        with_residual: bool = False,
+        head_dim: int | None = None,
+    ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        weight = ParameterSpec((config.hidden_size,), mean=1.0, decay=False)
-        self.weight = new_parameter(weight, context)  # [h]
-        self.bias = new_parameter(ParameterSpec((config.hidden_size,), decay=False), context)  # [h]
+        self.weight = _scale(config, context, head_dim)  # [h]
+        shift = ParameterSpec(tuple(self.weight.shape), decay=False)
+        self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
         functions = layer_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.of_sum
 
+    @wrap_point
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
         normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
@@ -38,25 +49,65 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the hidden dim (Zhang and Sennrich 2019).
+    """Computes x / sqrt(mean(x^2) + epsilon) * weight over the last dim (Zhang and Sennrich 2019).
 
     Args:
-        with_residual: see `LayerNorm`.
+        with_residual, head_dim: see `LayerNorm`.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, with_residual: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        with_residual: bool = False,
+        head_dim: int | None = None,
+    ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        weight = ParameterSpec((config.hidden_size,), mean=1.0, decay=False)
-        self.weight = new_parameter(weight, context)  # [h]
+        self.weight = _scale(config, context, head_dim)  # [h]
         functions = rms_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.of_sum
 
+    @wrap_point
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
         normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
         return normalize(x, self.weight, self.epsilon)
+
+
+def _scale(config: ModelConfig, context: LayerContext, head_dim: int | None) -> nn.Parameter:
+    """Return the weight of a norm of hidden states, or of heads if their size is passed."""
+    size = config.hidden_size if head_dim is None else head_dim
+    spec = ParameterSpec((size,), mean=1.0, decay=False)
+    return new_parameter(spec, context, used_by_cut_heads=head_dim is not None)
+
+
+class AllHeadsRMSNorm(nn.Module):
+    """Computes RMSNorm over the features of all heads, which tp cuts (Groeneveld et al. 2024, OLMo 2).
+
+    The weight is replicated, and each rank reads the part of its own heads. If several ranks share a
+    key/value head, this is the same part.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext, num_heads: int) -> None:
+        super().__init__()
+        self.epsilon, self.tp = config.norm_epsilon, context.tp
+        self.num_heads, self.head_dim = num_heads, config.head_dim
+        self.weight = _scale(config, context, num_heads * config.head_dim)  # [n d]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads, ``[s, b, max(1, n/tp), d]``."""
+        tp, num_local = self.tp, x.shape[2]
+        sharers = num_local * tp.size // self.num_heads  # ranks that hold the same head
+        first = tp.rank // sharers * num_local
+        weight = self.weight.view(self.num_heads, self.head_dim)[first : first + num_local]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((2, 3), keepdim=True)  # [s, b, 1, 1]
+        # Each rank normalizes its heads by the sum over all, so backward sums over the ranks too.
+        total = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, tp), tp) / sharers
+        inverse = (total / (self.num_heads * self.head_dim) + self.epsilon).rsqrt()
+        return (wide * inverse).to(x.dtype) * weight
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -65,3 +116,12 @@ NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RM
 def build_norm(config: ModelConfig, context: LayerContext, with_residual: bool = False) -> nn.Module:
     """Return the norm that `config.normalization` names."""
     return NORMS[config.normalization](config, context, with_residual)
+
+
+def build_head_norm(config: ModelConfig, context: LayerContext, num_heads: int) -> nn.Module:
+    """Return the norm of queries or keys ``[s, b, n/tp, d]``, which have `num_heads` heads in all."""
+    if not config.qk_layernorm:
+        return nn.Identity()
+    if config.qk_layernorm_width == "all_heads":
+        return AllHeadsRMSNorm(config, context, num_heads)
+    return NORMS[config.normalization](config, context, head_dim=config.head_dim)

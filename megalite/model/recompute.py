@@ -2,7 +2,7 @@
 
 (Chen et al. 2016; Korthikanti et al. 2022, section 5.)
 
-`apply_recompute` wraps functions of a built stage. The modules are not aware of it.
+`apply_recompute` wraps methods of a built stage's modules, which they declare as wrap points.
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
@@ -31,15 +31,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config import RecomputeConfig
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
-from megalite.distributed.topology import Axis
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
 from megalite.model.positions import PositionInfo
 from megalite.model.stage import Stage
-from megalite.model.transformer_stage import TransformerStage
 from megalite.torch_private import storage_number
+from megalite.wrapping import wrap
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Function that keeps a tensor for backward, and returns a function that returns the tensor."""
@@ -62,58 +62,67 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
     if config.recompute_granularity == "full":
         _recompute_groups(stage, config)
     if config.cross_entropy_chunks > 1 and stage.is_last:
-        if not isinstance(stage, TransformerStage):
-            raise UserError(
-                f"--cross-entropy-chunks {config.cross_entropy_chunks} computes the loss of a transformer, "
-                f"and this model is a {type(stage).__name__}: remove it"
-            )
         _compute_losses_in_chunks(stage, config.cross_entropy_chunks)
 
 
 def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
-    attention, mlp, attend = layer.attention, layer.mlp, layer.attention.attend
+    attention, mlp = layer.attention, layer.mlp
+    if "core_attn" in config.modules:
+        wrap(attention, "attend", _recompute_attend)
+    if "layernorm" in config.modules:
+        recompute_output(layer.attention_norm, "forward", attention, "queries_keys_values")
+    if "mlp" in config.modules:
+        recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
+        return
+    if "layernorm" in config.modules:
+        recompute_output(layer.mlp_norm, "forward", mlp, "project_up")
+    if "mlp_act" in config.modules:
+        mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
+        recompute_output(mlp, "activate", mlp, "project_down")
 
+
+def _recompute_attend(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def recompute_attend(
         q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
     ) -> Tensor:
         return recompute(partial(attend, sample_numbers=sample_numbers, positions=positions), q, k, v)
 
-    if "core_attn" in config.modules:
-        attention.attend = recompute_attend  # type: ignore[method-assign]
-    if "layernorm" in config.modules:
-        recompute_output(layer.attention_norm, "forward", attention.qkv)
-    if "mlp" in config.modules:
-        recompute_output(layer.mlp_norm, "forward", mlp, recompute_consumer=True)
-        return
-    if "layernorm" in config.modules:
-        recompute_output(layer.mlp_norm, "forward", mlp.up)
-    if "mlp_act" in config.modules:
-        mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
-        recompute_output(mlp, "activate", mlp.down)
+    return recompute_attend
 
 
 def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
-    run_group, groups = stage.run_group, config.groups(len(stage.layers))
+    groups = config.groups(len(stage.layers))
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
     recomputed = {group for group, is_recomputed in groups if is_recomputed}
 
-    def run_recomputed(group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
-        if group not in recomputed:
-            return run_group(group, layers, x, *inputs)
-        return recompute(lambda x: run_group(group, layers, x, *inputs), x, keep=keep)
+    def recompute_group(run_group: Callable[..., Any]) -> Callable[..., Any]:
+        def run_recomputed(group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Any:
+            if group not in recomputed:
+                return run_group(group, layers, x, *inputs)
+            return recompute(lambda x: run_group(group, layers, x, *inputs), x, keep=keep)
+
+        return run_recomputed
 
     stage.layer_groups = [group for group, _ in groups]
-    stage.run_group = run_recomputed  # type: ignore[method-assign]
+    wrap(stage, "run_group", recompute_group)
 
 
-def _compute_losses_in_chunks(stage: TransformerStage, num_chunks: int) -> None:
+def _compute_losses_in_chunks(stage: Stage, num_chunks: int) -> None:
+    output = stage.output_layer
+    if output is None:
+        raise UserError(
+            f"--cross-entropy-chunks {num_chunks} computes the logits in parts, and the head of a "
+            f"{type(stage).__name__} computes all of them: remove it"
+        )
     # Autograd sums the output weight's gradient over the chunks, in the weight's dtype. The gradient is
     # neither added to main_grad nor stored for later.
-    stage.output_context = replace(stage.output_context, store=None, fuses_weight_gradient=False)
+    output.context = replace(output.context, store=None, fuses_weight_gradient=False)
     num_slices = stage.context.tp.size if stage.context.sequence_parallel else 1
-    stage.losses_of = partial(  # type: ignore[method-assign]
-        losses_in_chunks, stage.losses_of, num_chunks=num_chunks, num_slices=num_slices
+    wrap(
+        stage,
+        "losses_of",
+        lambda losses_of: partial(losses_in_chunks, losses_of, num_chunks=num_chunks, num_slices=num_slices),
     )
 
 
@@ -188,7 +197,7 @@ def keep_slice(tp: Axis) -> Keep:
     return keep
 
 
-def recompute(function: Callable[..., Tensor], *inputs: Tensor, keep: Keep = keep_whole) -> Tensor:
+def recompute(function: Callable[..., Any], *inputs: Tensor, keep: Keep = keep_whole) -> Any:
     """Return ``function(*inputs)``, and only keep the inputs for backward.
 
     Args:
@@ -206,22 +215,27 @@ def _traced(function: Callable[..., Any], *inputs: Tensor) -> Any:
 
 
 def recompute_output(
-    producer: nn.Module, method: str, consumer: nn.Module, recompute_consumer: bool = False
+    producer: nn.Module,
+    produces: str,
+    consumer: nn.Module,
+    consumes: str,
+    *,
+    recompute_consumer: bool = False,
 ) -> None:
-    """Replace `producer.method` and `consumer.forward` so that the tensor passed between them is not kept.
+    """Wrap a method of each module so that the tensor passed between them is not kept.
 
     Use it for cheap functions with large outputs (norms and activations) whose consumer saves its input.
     Backward runs the producer once more, for the consumer's gradients and for its own. If the producer has
     several outputs, the first is the consumer's input.
 
     Args:
-        method: name of a method that takes one tensor.
+        produces: name of the producer's method, which takes one tensor; declared, like the consumer's.
+        consumes: name of the consumer's method, which takes the producer's output.
         recompute_consumer: also recompute the consumer, from the recomputed output.
     """
-    produce, consume = getattr(producer, method), consumer.forward
     current: list[_Region] = []  # the producer's region, from its call to the consumer's call
 
-    def produce_dropped(x: Tensor | ResidualSum) -> Any:
+    def produce_dropped(produce: Callable[..., Any], x: Tensor | ResidualSum) -> Any:
         if isinstance(x, ResidualSum):
             x = x.compute()  # the region keeps the sum, not its operands
         if torch.compiler.is_compiling():
@@ -229,7 +243,7 @@ def recompute_output(
         current[:] = [_Region(produce, (x,), keep_whole)]
         return current[0].run(x)
 
-    def consume_dropped(y: Tensor) -> Tensor:
+    def consume_dropped(consume: Callable[..., Any], y: Tensor) -> Any:
         if torch.compiler.is_compiling():
             # torch.compile keeps a tensor that passes from one marked call to the next, but not its view.
             return _traced(consume, y.view_as(y)) if recompute_consumer else consume(y)
@@ -241,8 +255,8 @@ def recompute_output(
         with saved_tensors_hooks(dropped.pack, dropped.unpack):
             return consume(y)
 
-    setattr(producer, method, produce_dropped)
-    consumer.forward = consume_dropped
+    wrap(producer, produces, lambda produce: partial(produce_dropped, produce))
+    wrap(consumer, consumes, lambda consume: partial(consume_dropped, consume))
 
 
 class _AllCollected(Exception):
@@ -319,7 +333,7 @@ class _DroppedOutput:
         return self.region.output().as_strided(*packed)
 
 
-def _first(outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _first(outputs: Tensor | tuple[Any, ...]) -> Any:
     return outputs if isinstance(outputs, Tensor) else outputs[0]
 
 

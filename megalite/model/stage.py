@@ -1,48 +1,88 @@
-"""The base class of a pipeline stage of a model.
+"""A pipeline stage of a model: an embedding, layers, a head and the loss.
 
-Shapes: s sequence, b microbatch, h hidden size. With sequence parallelism every ``[s, b, h]`` is a rank's
-slice, ``[s/tp, b, h]``.
+Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError, kind_of
+from megalite.errors import UserError, check_call, kind_of
 from megalite.kernels import site_key
+from megalite.loss_terms import LM_LOSS, LossTerm, Terms, WithTerms, add_terms
 from megalite.microbatch import Microbatch
+from megalite.model.embedding import Embedding
+from megalite.model.head import OutputLayer, VocabHead
 from megalite.tensor_parallel.counter_random import initialize
-from megalite.tensor_parallel.parameter_spec import LayerContext, replicate_parameters
+from megalite.tensor_parallel.parameter_spec import (
+    LayerContext,
+    ParameterSpec,
+    buffer_spec,
+    replicate_parameters,
+)
+from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.wrapping import wrap_point
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 class Stage(nn.Module, ABC):
-    """Holds some layers of a model.
+    """Runs some layers of a model; the first stage also runs the embedding, the last one head and losses.
+
+    Subclass it for a model of your own, and define `build_layer`. By default the embedding is GPT's, and the
+    head predicts the next token with its own weight.
+
+    The modules may be megalite's tensor-parallel layers, or torch's own modules, which are replicated over
+    tp. Use megalite's `Dropout`: torch's dropout depends on the layout. Checkpoints hold buffers, unless they
+    are registered with ``persistent=False``.
 
     Parameters have their names in the whole model, on any stage: ``layers.7.mlp.up.weight``.
 
     Args:
         context: settings shared by all modules; its dtype is the config's.
+        layers: numbers of the stage's layers in the whole model.
         is_first: whether the stage maps tokens to hidden states.
         is_last: whether the stage computes the loss.
+        shared: arguments of `build_shared`.
 
     Attributes:
         layers: layers by their numbers in the whole model.
         layer_groups: indices of the layers that are recomputed together; by default each layer is a group.
+        buffer_specs: specs of the stage's buffers by name, also after a module has replaced the tensor.
+        embedding: maps a `Microbatch` to ``[s, b, h]``; on the first stage.
+        layer_arguments: names of the arguments of a layer's forward besides x.
+        head_name: name of the module of `build_head`.
+        loss_names: names of all terms of the model's loss, on any stage; a subclass that adds terms sets it.
+
+    Raises:
+        UserError: a subclass builds an object that is not a module, or that does not take its arguments.
     """
 
+    embedding: nn.Module
     layers: nn.ModuleDict
     layer_groups: Sequence[range] | None = None
+    layer_arguments: tuple[str, ...] = ("microbatch",)
+    head_name: str = "head"
+    loss_names: tuple[str, ...] = (LM_LOSS,)
+    buffer_specs: Mapping[str, ParameterSpec]
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, *, is_first: bool = True, is_last: bool = True
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        layers: Iterable[int],
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+        **shared: Any,
     ) -> None:
         super().__init__()
         assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
@@ -50,22 +90,146 @@ class Stage(nn.Module, ABC):
         self.context = context
         self.is_first = is_first
         self.is_last = is_last
+        self.build_shared(**shared)
+        name = type(self).__name__
+        check_call(self.build_layer, f"{name}.build_layer", "number")
+        check_call(self.losses, f"{name}.losses", "output", "microbatch")
+        if self.is_first:
+            self.embedding = self.build("embedding", self.build_embedding)
+            check_call(self.embedding.forward, f"{type(self.embedding).__name__}.forward", "microbatch")
+        built = {str(i): self.build(f"layers.{i}", partial(self.build_layer, i)) for i in layers}
+        self.layers = nn.ModuleDict(built)
+        for layer in built.values():
+            check_call(layer.forward, f"{type(layer).__name__}.forward", "x", *self.layer_arguments)
+        if self.is_last:
+            self.build_last_part()
+        self.initialize()
+        self.buffer_specs = {name: buffer_spec(buffer) for name, buffer in self.named_buffers()}
+
+    def build_shared(self) -> None:
+        """Build what several layers share, before the layers."""
+
+    def build_embedding(self) -> nn.Module:
+        """Return a module that maps a `Microbatch` to ``[s, b, h]``."""
+        return Embedding(self.config, self.context)
 
     @abstractmethod
-    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+    def build_layer(self, number: int) -> nn.Module:
+        """Return a layer by its number in the whole model.
+
+        It maps ``[s, b, h]`` and a `Microbatch` to ``[s, b, h]``; to `WithTerms` to add terms to the loss.
+        """
+
+    def build_head(self) -> nn.Module:
+        """Return a module that maps ``[s, b, h]`` to the input of `losses`."""
+        return VocabHead(self.config, self.context)
+
+    def build_last_part(self) -> None:
+        """Build the modules of a last stage between the last layer and the losses."""
+        head = self.build(self.head_name, self.build_head)
+        check_call(head.forward, f"{type(head).__name__}.forward", "x")
+        self.add_module(self.head_name, head)
+
+    @property
+    def last_module(self) -> nn.Module:
+        """Return the module that `build_head` has built."""
+        return self.get_submodule(self.head_name)
+
+    def last_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that are used from the call of `last_module` on."""
+        return self.last_module.parameters()
+
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor | Mapping[str, Tensor | LossTerm]:
+        """Return the sum of the losses of a microbatch's tokens, a scalar, or several terms by name.
+
+        Args:
+            output: output of the head: by default logits, ``[s, b, v/tp]``.
+        """
+        return self.masked_sum(self.losses_of(output, microbatch.labels.t()), microbatch)
+
+    @wrap_point
+    def losses_of(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each token, ``[s, b]``.
+
+        Args:
+            output: input of `losses`.
+            targets: ``[s, b]``, ids of the tokens to predict; the full sequence, even if sequence parallel.
+        """
+        logits = self.logits_of(output)
+        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.context.tp)
+
+    def logits_of(self, output: Tensor) -> Tensor:
+        """Map the input of `losses` to this rank's logits, ``[s, b, v/tp]``.
+
+        Columns from `vocab_size` on are padding.
+        """
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` after the last layer to this rank's logits, ``[s, b, v/tp]``."""
+        return self.logits_of(self.last_module(hidden))
+
+    @property
+    def output_layer(self) -> OutputLayer | None:
+        """Return the layer of `logits_of`; None if `last_module` computes the logits."""
+        return None
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of tokens in the vocabulary, without padding."""
+        assert self.config.vocab_size is not None
+        return self.config.vocab_size
+
+    def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
+        """Return the arguments of each layer besides x, which `layer_arguments` names."""
+        return (microbatch,)
+
+    def forward(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor | WithTerms:
         """Run one microbatch through this stage.
 
         Args:
             hidden: ``[s, b, h]`` from the previous stage; None on the first stage.
 
         Returns:
-            ``[s, b, h]`` for the next stage; on the last stage the sum of each loss over the microbatch, a
-            scalar or a vector of several losses.
+            ``[s, b, h]`` for the next stage; on the last stage the sum of the losses of the microbatch's
+            tokens, a scalar. `WithTerms` for further or other terms of the loss, on any stage.
         """
+        x, terms = self.hidden_and_terms(microbatch, hidden)
+        if not self.is_last:
+            return WithTerms(x, terms) if terms else x
+        losses = self.losses(self.last_module(x), microbatch)
+        if terms and isinstance(losses, Tensor):
+            losses = {LM_LOSS: losses}
+        if not isinstance(losses, Mapping):
+            return losses  # a user's mistake is found by a hook of the stage
+        of_losses = {
+            name: LossTerm(each) if isinstance(each, Tensor) else each for name, each in losses.items()
+        }
+        return WithTerms(None, add_terms(terms, of_losses))
 
-    @abstractmethod
+    def hidden_and_terms(self, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, Terms]:
+        """Return the output of this stage's last layer, and the terms of the loss that layers compute."""
+        x = self.embedding(microbatch) if hidden is None else hidden
+        result: tuple[Tensor, Terms] = self.run_layers(
+            [*self.layers.values()], x, *self.layer_inputs(microbatch)
+        )
+        return result
+
+    def hidden_states(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
+        """Return the output of this stage's last layer, ``[s, b, h]``."""
+        return self.hidden_and_terms(microbatch, hidden)[0]
+
     def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """Yield the modules in forward's order, each with the parameters used until the next one's call."""
+        if self.is_first:
+            yield self.embedding, list(self.embedding.parameters())
+        for layer in self.layers.values():
+            yield layer, list(layer.parameters())
+        if self.is_last:
+            yield self.last_module, list(self.last_parameters())
+
+    def prepare_tables(self) -> None:
+        """Build the tables of the layers, for layers that are then compiled or offloaded."""
 
     @property
     def description(self) -> str | None:
@@ -102,29 +266,56 @@ class Stage(nn.Module, ABC):
         replicate_parameters(module, self.context)
         return module
 
-    def run_layers(self, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+    @wrap_point
+    def run_layers(self, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> tuple[Tensor, Terms]:
         """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``.
 
         Args:
             inputs: arguments of each layer besides x.
+
+        Returns:
+            The last layer's output, and the terms of the loss that layers compute.
         """
+        terms: Terms = {}
         for group in self.groups_of(len(layers)):
-            x = self.run_group(group, layers, x, *inputs)
-        return x
+            x, more = self.run_group(group, layers, x, *inputs)
+            terms = add_terms(terms, more)
+        return x, terms
 
     def groups_of(self, num_layers: int) -> Sequence[range]:
         """Return the indices of the layers that run together, group by group."""
         return self.layer_groups or [range(i, i + 1) for i in range(num_layers)]
 
-    def run_group(self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Tensor:
+    @wrap_point
+    def run_group(
+        self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any
+    ) -> tuple[Tensor, Terms]:
         """Run the layers of one group; see `run_layers`.
 
         Args:
             group: indices into `layers`.
         """
+        terms: Terms = {}
         for i in group:
-            x = layers[i](x, *inputs)
-        return x
+            y, more = WithTerms.of(layers[i](x, *inputs))
+            x, terms = self.checked(y, x, layers[i]), add_terms(terms, more)
+        return x, terms
+
+    def checked(self, y: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        """Return the output y of a layer whose input is x.
+
+        Raises:
+            UserError: it is not a tensor with the shape of x.
+        """
+        if isinstance(y, Tensor) and y.shape == x.shape:
+            return y
+        returned = f"shape {list(y.shape)}" if isinstance(y, Tensor) else kind_of(y)
+        error = UserError(
+            f"{type(layer).__name__}.forward returns {returned} for hidden states of shape "
+            f"{list(x.shape)}: return a tensor of the same shape, [s, b, h]"
+        )
+        error.on_one_rank = not self.is_first  # rank 0, which reports for all, has the first stage
+        raise error
 
     def tables(self) -> Iterable[Tensor]:
         """Return the tensors of the stage that layers compute with, besides parameters."""
@@ -132,7 +323,8 @@ class Stage(nn.Module, ABC):
 
     def initialize(self) -> None:
         """Fill all parameters with their initial values; call it once all modules are built."""
-        if self.context.has_weights and self.context.device.type != "meta":
+        has_memory = self.context.has_weights and self.context.has_memory
+        if has_memory and self.context.device.type != "meta":
             initialize(self, self.context.seed, self.context.topology)
 
     def masked_sum(self, losses: Tensor, microbatch: Microbatch) -> Tensor:
@@ -150,6 +342,9 @@ class Stage(nn.Module, ABC):
             losses = losses.where(microbatch.loss_mask.t(), 0.0)
         return losses.sum()
 
+
+SequentialStage = Stage
+"""Public name of `Stage`, for models of your own."""
 
 StageProvider = Callable[..., Stage]
 """Builds a pipeline stage: a subclass of `Stage`, or a function with these arguments.

@@ -11,31 +11,33 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop
-from megalite.kernels.flash_attention import empty_results, like_sequence
+from megalite.kernels.flash_attention import empty_results
+from megalite.kernels.packed_heads import empty_gradients, gradients_of
 from megalite.kernels.traced import key_of
+from megalite.kernels.visible_keys import VisibleKeys
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
 _REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, float scale, float p, "
-    "int base, int num_queries, int num_bytes"
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, float scale, "
+    "float p, int base, int num_queries, int num_bytes"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
 torch.library.define(
     _BACKWARD,
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> Tensor[]",
 )
 
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
     """Compute `attend` differentiably, with the dropout key in a tensor."""
-    _, scale, slopes, starts, ends, drop = softmax
+    _, scale, slopes, (starts, ends, window, *_), drop = softmax
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop
     out: Tensor = torch.ops.megalite.attention(
-        q, k, v, slopes, starts, ends, samples, key, scale, p, base, *blocking
+        q, k, v, slopes, starts, ends, samples, key, window, scale, p, base, *blocking
     )[0]
     return out
 
@@ -47,22 +49,22 @@ def _arguments(
     ends: Tensor | None,
     samples: Tensor,
     key: Tensor,
+    window: int | None,
     scale: float,
     p: float,
     base: int,
     *blocking: int,
 ) -> tuple[CausalSoftmax, Blocking]:
     drop = Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(q.shape[2], scale, slopes, starts, ends, drop), Blocking(*blocking)
+    visible = VisibleKeys(starts, ends, window)
+    return CausalSoftmax(q.shape[2], scale, slopes, visible, drop), Blocking(*blocking)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return attend(q, k, v, *_arguments(q, *rest))
 
 
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any) -> list[Tensor]:
     return attend_backward(grad, q, k, v, sums, *_arguments(q, *rest))
 
 
@@ -76,20 +78,19 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake(_BACKWARD)
-def _fake_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return like_sequence(q), like_sequence(k), like_sequence(v)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+    return empty_gradients(q, k)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, slopes, starts, ends, samples, key, *ctx.numbers = inputs
+    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
     ctx.save_for_backward(q, k, v, output[1], slopes, starts, ends, samples, key)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, *(None,) * 10
+    return *gradients_of(grads), *(None,) * 11
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

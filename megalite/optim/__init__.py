@@ -1,1 +1,1 @@
-"""Gradient buckets, ZeRO stages, AdamW with clipping and loss scaling, and learning-rate schedules."""
+"""Gradient buckets, ZeRO stages, and AdamW with clipping and loss scaling."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from torch import Tensor
 from megalite.config import OptimizerConfig
 from megalite.distributed.observer import Observer, observed
 from megalite.kernels import adamw_
-from megalite.optim.flat_buffers import Bucket, BucketEntry, ParameterShard
+from megalite.optim.flat_buffers import Bucket, BucketEntry, Section
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.torch_private import foreach_div_, foreach_mul_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, by torch's names."""
+MOMENTUM = "momentum_buffer"
+"""Muon's momentum, by torch's name."""
 
 
 def kinds_of(weight_dtype: torch.dtype) -> tuple[str, ...]:
@@ -26,64 +29,55 @@ def kinds_of(weight_dtype: torch.dtype) -> tuple[str, ...]:
     return MOMENTS if main_dtype(weight_dtype) == weight_dtype else ("main", *MOMENTS)
 
 
-class OptimizerState(Protocol):
-    """Main weights and moments of the elements that this rank updates.
-
-    Attributes:
-        decay: whether weight decay applies.
-        is_cut: whether the parameters are sharded over tp or replicated on every tp rank.
-        is_vocabulary: whether they are weights of the vocabulary (see `ParameterSpec`).
-        main: main weights, ``[n]``.
-        rounded: the model's weights, to which an update rounds the main weights, ``[n]``; None if they are
-            the main weights, or are rounded elsewhere.
-        moments: AdamW's moments by torch's names, ``[n]``.
-    """
-
-    @property
-    def decay(self) -> bool: ...
-
-    @property
-    def is_cut(self) -> bool: ...
-
-    @property
-    def is_vocabulary(self) -> bool: ...
-
-    @property
-    def main(self) -> Tensor: ...
-
-    @property
-    def rounded(self) -> Tensor | None: ...
-
-    @property
-    def moments(self) -> Mapping[str, Tensor]: ...
-
-
 class BucketState:
-    """Main weights and moments of the elements of one bucket that this rank owns.
+    """Main weights and moments of the elements of one section of a bucket that this rank owns.
 
     Attributes:
-        main: main weights, ``[n]``: a view of the bucket's weights if these have the main dtype; otherwise a
-            copy, and the bucket's weights are the rounded main weights.
-        moments: AdamW's moments by torch's names, ``[n]``.
+        kind: kind of the section's parameters.
+        owned: these elements of the bucket; there may be none.
+        is_replicated: whether every data-parallel rank owns the whole bucket.
+        main: main weights, ``[n]``: a view of the bucket's weights if these have the main dtype, or of the
+            bucket's shard of main weights (ZeRO stage 3); otherwise a copy, and the bucket's weights are the
+            rounded main weights.
+        moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
     """
 
-    def __init__(self, bucket: Bucket, owned: slice, offloaded: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        section: Section,
+        owned: slice,
+        offloaded: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Allocate the tensors.
 
         Args:
+            owned: the elements of the bucket that this rank owns.
             offloaded: the state's tensors in host memory, by kind (see `kinds_of`); None to allocate them on
                 the bucket's device.
         """
         self.bucket = bucket
-        self.owned = owned
-        weight = bucket.weight[owned]
-        dtype = main_dtype(weight.dtype)
+        self.kind = section.kind
+        self.is_replicated = owned.stop - owned.start == bucket.size
+        self.owned = owned_part(section, owned)
+        self._section = section
+        if bucket.main is None:
+            weight = bucket.weight[self.owned]
+        else:
+            weight = bucket.main[self.owned.start - owned.start : self.owned.stop - owned.start]
         if offloaded is None:
-            self.main = weight.to(dtype)
-            self.moments = {moment: torch.zeros_like(self.main) for moment in MOMENTS}
+            self.main = weight.to(main_dtype(weight.dtype))
+            moments = (MOMENTUM,) if self.kind.is_matrix else MOMENTS
+            self.moments = {moment: torch.zeros_like(self.main) for moment in moments}
         else:
             self.main = offloaded["main"].copy_(weight) if "main" in offloaded else weight
             self.moments = {moment: offloaded[moment] for moment in MOMENTS}
+
+    @property
+    def entries(self) -> list[BucketEntry]:
+        """Return the parameters of the section."""
+        start, end = self._section.start, self._section.end
+        return [entry for entry in self.bucket.entries if start <= entry.start < end]
 
     @property
     def has_own_main(self) -> bool:
@@ -91,26 +85,27 @@ class BucketState:
         return self.main.dtype != self.bucket.weight.dtype
 
     @property
-    def decay(self) -> bool:
-        return self.bucket.decay
-
-    @property
-    def is_cut(self) -> bool:
-        return self.bucket.is_cut
-
-    @property
-    def is_vocabulary(self) -> bool:
-        return self.bucket.is_vocabulary
-
-    @property
     def rounded(self) -> Tensor | None:
-        return self.bucket.weight[self.owned] if self.has_own_main else None
+        """Return the model's weights that an update rounds the main weights to, ``[n]``.
+
+        None if they are the main weights, or if they are rounded when they are gathered (ZeRO stage 3).
+        """
+        return self.bucket.weight[self.owned] if self.has_own_main and self.bucket.main is None else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a checkpoint besides the model's weights, by name."""
         if self.has_own_main:
             yield "main", self.main
         yield from self.moments.items()
+
+    def weights(self) -> Iterator[tuple[str, ParameterShard]]:
+        """Yield the model's weights, by parameter: this rank's slices, or rounded shards at ZeRO stage 3."""
+        rounded = None if self.bucket.main is None else self.main.to(self.bucket.weight.dtype)
+        for entry in self.entries:
+            if rounded is None:
+                yield entry.name, ParameterShard.whole(entry.parameter.data, entry.spec)
+            else:
+                yield entry.name, self.parameter_shard(rounded, entry)
 
     def parameter_shard(self, flat: Tensor, entry: BucketEntry) -> ParameterShard:
         """Return a parameter's part of a tensor of the owned elements, such as one of `tensors`."""
@@ -121,14 +116,20 @@ class BucketState:
             start - entry.start,
             tuple(entry.parameter.shape),
             entry.spec,
-            is_replicated=self.owned.stop - self.owned.start == self.bucket.size,
+            self.is_replicated,
         )
+
+
+def owned_part(section: Section, owned: slice) -> slice:
+    """Return the part of a section that a rank owns, which may be empty."""
+    start = min(max(section.start, owned.start), section.end)
+    return slice(start, max(min(section.end, owned.stop), start))
 
 
 class _Update(NamedTuple):
     """A state, its gradient and the settings of its update."""
 
-    state: OptimizerState
+    state: BucketState
     gradient: Tensor
     learning_rate: float
     weight_decay: float
@@ -156,7 +157,7 @@ class AdamW:
 
     def __init__(
         self,
-        states: Sequence[OptimizerState],
+        states: Sequence[BucketState],
         config: OptimizerConfig,
         scaler: LossScaler,
         observers: Sequence[Observer[str]],
@@ -179,6 +180,7 @@ class AdamW:
         grad_norm: Tensor,
         is_allowed: Tensor | None = None,
         decoupled_learning_rate: float | None = None,
+        update_others: Callable[[Tensor | None, Tensor], object] | None = None,
     ) -> None:
         """Update main weights, moments and the model's weights from the unscaled and clipped gradients.
 
@@ -190,41 +192,45 @@ class AdamW:
             grad_norm: global norm of the unscaled gradient, an fp64 scalar on the device.
             is_allowed: a bool scalar on the device; None allows the update.
             decoupled_learning_rate: learning rate of vocabulary weights; None to use `learning_rate`.
+            update_others: updates the states of another optimizer. Its arguments are scalars on the device:
+                the divisor that unscales and clips gradients, or None for 1, and whether to update.
         """
         with observed(self.observers, "optimizer-clip-main-grad"):
             is_good = grad_norm.isfinite()
             if is_allowed is not None:
                 is_good = is_good.logical_and_(is_allowed)
             divisor = self._divisor(grad_norm)
+            number = self.num_steps + 1
             num_offloaded = 0 if self.offload is None else self.offload.count
             updates_host = self.offload is not None and bool(is_good.item())
-            host_divisor = divisor
+            on_host: tuple[float, float | None] = 0.0, None
             if self.offload is not None and updates_host:
+                # Read them before the device has more work: a read waits for all of it.
+                on_host = number.item(), None if divisor is None else divisor.item()
                 self.offload.copy_gradients(gradients[:num_offloaded])
                 if divisor is not None:
                     # On the device for all states, so that their gradients stay comparable.
                     _divide(gradients, divisor)
                     divisor = None
         with observed(self.observers, "optimizer-inner-step"):
-            number = self.num_steps + 1
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
             updates = [
                 _Update(
                     state,
                     gradient,
-                    own_rate if state.is_vocabulary else learning_rate,
-                    weight_decay if state.decay else 0.0,
+                    own_rate if state.kind.is_vocabulary else learning_rate,
+                    weight_decay if state.kind.decay else 0.0,
                 )
                 for state, gradient in zip(self.states, gradients, strict=True)
             ]
-            groups: dict[tuple[float, float], list[_Update]] = {}
-            for update in updates[num_offloaded:]:
-                groups.setdefault((update.learning_rate, update.weight_decay), []).append(update)
-            for (rate, decay), group in groups.items():
+            for group in _alike(updates[num_offloaded:]):
+                rate, decay = group[0].learning_rate, group[0].weight_decay
                 self._update(group, rate, decay, number, divisor, is_good)
+            if update_others is not None:
+                update_others(divisor, is_good)
             if self.offload is not None and updates_host:
                 offloaded = [update.offloaded() for update in updates[:num_offloaded]]
-                self.offload.start_update(offloaded, number.item(), host_divisor)
+                self.offload.start_update(offloaded, *on_host)
             self.num_steps += is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
@@ -260,6 +266,14 @@ class AdamW:
             weight_decay=weight_decay,
             epsilon=self.config.adam_eps,
         )
+
+
+def _alike(updates: Sequence[_Update]) -> list[list[_Update]]:
+    """Group updates with equal rate and decay."""
+    groups: dict[tuple[float, float], list[_Update]] = {}
+    for update in updates:
+        groups.setdefault((update.learning_rate, update.weight_decay), []).append(update)
+    return list(groups.values())
 
 
 def _divide(gradients: Sequence[Tensor], divisor: Tensor) -> None:

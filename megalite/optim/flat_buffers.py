@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megalite.distributed.topology import Axis
+from megalite.config import OptimizerConfig
+from megalite.distributed.axis import Axis
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, or of its state.
-
-    Attributes:
-        tensor: these elements, ``[n]``; n may be 0.
-        start: position of the first element in the slice.
-        shape: shape of the slice.
-        spec: spec of the parameter.
-        is_replicated: whether every data-parallel rank has these elements; otherwise the other ranks that
-            ZeRO shards over have the rest.
-    """
-
-    tensor: Tensor
-    start: int
-    shape: tuple[int, ...]
-    spec: ParameterSpec
-    is_replicated: bool
-
+from megalite.tensor_parallel.placement import Spread
 
 ALIGNMENT = 64
 """Every parameter and every rank's shard starts at a multiple of this number of elements.
@@ -54,6 +36,41 @@ class BucketEntry:
         return spec_of(self.parameter)
 
 
+class ParameterKind(NamedTuple):
+    """The properties that all elements of one optimizer state share.
+
+    Attributes:
+        decay: whether weight decay applies.
+        spread: which ranks hold the parameters, and over which axes their gradients are partial.
+        is_vocabulary: whether they are weights of the vocabulary with a learning rate of their own.
+        is_matrix: whether they are matrices that Muon updates.
+    """
+
+    decay: bool
+    spread: Spread
+    is_vocabulary: bool
+    is_matrix: bool
+
+
+def kind_for(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> ParameterKind:
+    """Return a parameter's kind: weights that the optimizer updates alike have one kind."""
+    spec, config = spec_of(parameter), config or OptimizerConfig()
+    return ParameterKind(
+        spec.decay,
+        spec.spread,
+        config.decoupled_lr is not None and spec.is_vocabulary,
+        config.optimizer == "muon" and spec.is_matrix,
+    )
+
+
+class Section(NamedTuple):
+    """Consecutive elements [start, end) of a bucket, padding included, whose parameters have one kind."""
+
+    kind: ParameterKind
+    start: int
+    end: int
+
+
 class Bucket:
     """Parameters whose weights are views of one flat tensor.
 
@@ -61,39 +78,72 @@ class Bucket:
     not depend on the ZeRO stage or on how many ranks it shards over, so neither changes a sum.
 
     Attributes:
-        entries: parameters in the order in which backward reaches them, the model's last parameter first.
-        weight: flat weights, ``[size]``.
+        replicas: the ranks that have the same bucket and sum its gradients.
+        entries: parameters by kind, and in the order in which backward reaches them, the model's last
+            parameter first.
+        weight: flat weights, ``[size]``. At ZeRO stage 3 they have no memory, except while `ShardedWeights`
+            gathers them.
         shard: range of the flat tensors that this rank owns if ZeRO shards them: the parts of as many
             ranks as replicate it.
         counted: part of `shard` that this rank counts in norms, and no other data-parallel rank.
-        decay: whether weight decay applies.
-        is_cut: whether the parameters are sharded over tp or replicated on every tp rank.
-        is_vocabulary: whether all of them are weights of the vocabulary (see `ParameterSpec`).
+        sections: ranges of parameters of one kind; together they cover the bucket.
+        main: at ZeRO stage 3, this rank's shard of the main weights, ``[shard size]``; else None.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, nn.Parameter]], dp: Axis) -> None:
-        """Move parameters with equal dtype, decay and tp sharding into a new flat tensor."""
+    def __init__(
+        self,
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
+        replicas: Axis,
+        *,
+        kind_of: Callable[[nn.Parameter], ParameterKind] = kind_for,
+        main_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Move parameters with equal dtype into a new flat tensor.
+
+        Args:
+            kind_of: returns a parameter's kind.
+            main_dtype: shard the weights, and keep this rank's shard of the main weights in this dtype. The
+                parameters have no memory yet. None for weights that each rank holds in full.
+        """
+        kinds = [kind_of(parameter) for _, parameter in named_parameters]
+        self.replicas = replicas
         self.entries: list[BucketEntry] = []
-        start = 0
-        for name, parameter in named_parameters:
-            self.entries.append(BucketEntry(name, parameter, start, start + parameter.numel()))
-            start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        starts: dict[ParameterKind, int] = {}
+        end = 0
+        for kind in dict.fromkeys(kinds):
+            starts[kind] = end
+            for (name, parameter), its_kind in zip(named_parameters, kinds, strict=True):
+                if its_kind == kind:
+                    self.entries.append(BucketEntry(name, parameter, end, end + parameter.numel()))
+                    end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         first = self.entries[0].parameter
-        self.decay, self.is_cut = _kind(first)
-        self.is_vocabulary = all(entry.spec.is_vocabulary for entry in self.entries)
-        part_size = -(-self.entries[-1].end // (dp.size * ALIGNMENT)) * ALIGNMENT
-        self.size = dp.size * part_size
-        shard_size = self.size // dp.shard.size
-        start = dp.shard.rank * shard_size
-        self.shard = slice(start, start + shard_size)
-        start += dp.replicate.rank * part_size if dp.replicate else 0
+        part_size = -(-self.entries[-1].end // (replicas.size * ALIGNMENT)) * ALIGNMENT
+        self.size = replicas.size * part_size
+        self.shard = self.shard_of(replicas.shard.rank)
+        shard_size, start = self.size // replicas.shard.size, self.shard.start
+        start += replicas.replicate.rank * part_size if replicas.replicate else 0
         self.counted = slice(start, start + part_size)
-        self.weight = torch.zeros(self.size, dtype=first.dtype, device=first.device)
+        ends = [*[*starts.values()][1:], self.size]
+        self.sections = [
+            Section(kind, start, end) for (kind, start), end in zip(starts.items(), ends, strict=True)
+        ]
+        new = torch.zeros if main_dtype is None else torch.empty
+        self.weight = new(self.size, dtype=first.dtype, device=first.device)
+        self.main: Tensor | None = None
         with torch.no_grad():
             for entry in self.entries:
                 weight = self.view(self.weight, entry)
-                weight.copy_(entry.parameter)
+                if main_dtype is None:
+                    weight.copy_(entry.parameter)
                 entry.parameter.data = weight
+        if main_dtype is not None:
+            self.main = torch.zeros(shard_size, dtype=main_dtype, device=first.device)
+            self.weight.untyped_storage().resize_(0)
+
+    def shard_of(self, rank: int) -> slice:
+        """Return the range that the rank with this coordinate owns if ZeRO shards the bucket."""
+        size = self.size // self.replicas.shard.size
+        return slice(rank * size, (rank + 1) * size)
 
     def view(self, flat: Tensor, entry: BucketEntry) -> Tensor:
         """Return a parameter's part of a flat tensor of this bucket, in the parameter's shape."""
@@ -108,29 +158,26 @@ class Bucket:
 
 def make_buckets(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    dp: Axis,
+    new_bucket: Callable[[Sequence[tuple[str, nn.Parameter]]], Bucket],
     bucket_size: int | None,
-    separates_vocabulary: bool = False,
+    kind_of: Callable[[nn.Parameter], ParameterKind] = kind_for,
 ) -> list[Bucket]:
     """Assign parameters to buckets, in the order in which backward fills the buckets.
 
     Args:
         named_parameters: parameters in the order in which forward uses them.
+        new_bucket: makes a bucket of parameters of one kind.
         bucket_size: number of elements at which a bucket is full; `usual_bucket_size` by default.
-        separates_vocabulary: put weights of the vocabulary into separate buckets.
+        kind_of: returns a parameter's kind.
     """
-
-    def kind(parameter: nn.Parameter) -> tuple[bool, ...]:
-        return *_kind(parameter), separates_vocabulary and spec_of(parameter).is_vocabulary
-
     backwards = list(named_parameters)[::-1]
     size = bucket_size or usual_bucket_size(sum(parameter.numel() for _, parameter in backwards))
     arrival = {name: number for number, (name, _) in enumerate(backwards)}
-    kinds = dict.fromkeys(kind(parameter) for _, parameter in backwards)
+    kinds = dict.fromkeys(kind_of(parameter) for _, parameter in backwards)
     buckets = [
-        Bucket(members, dp)
+        new_bucket(members)
         for each in kinds
-        for members in _split([pair for pair in backwards if kind(pair[1]) == each], size)
+        for members in _split([pair for pair in backwards if kind_of(pair[1]) == each], size)
     ]
     return sorted(buckets, key=lambda bucket: arrival[bucket.entries[-1].name])
 
@@ -143,12 +190,6 @@ def usual_bucket_size(num_elements: int) -> int:
     nothing.
     """
     return min(max(num_elements // 6, 1_000_000), 40_000_000)
-
-
-def _kind(parameter: nn.Parameter) -> tuple[bool, bool]:
-    """Return (decay, is_cut), which must be equal for all parameters of a bucket."""
-    spec = spec_of(parameter)
-    return spec.decay, spec.shard is not None
 
 
 def _split(

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalite.distributed.collectives import Pending, flat_all_gather, flat_reduce_scatter, start_all_reduce
-from megalite.distributed.topology import Axis
+from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter, start_all_reduce
 from megalite.optim.flat_buffers import Bucket, BucketEntry
+from megalite.optim.reduce_handle import ReduceHandle
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
-from megalite.torch_private import foreach_zero_
+from megalite.torch_private import foreach_add_, foreach_copy_, foreach_zero_, storage_number
 
 MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""
@@ -24,84 +24,20 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class ReduceHandle:
-    """An in-flight reduction of a bucket; `wait` also stores its result.
-
-    Args:
-        store_result: called once the collective is complete.
-        start_next: starts the collective that must follow it.
-
-    Attributes:
-        on_complete: called once the result is stored, on the stream that has it; may be None.
-    """
-
-    def __init__(
-        self,
-        pending: Pending,
-        store_result: Callable[[], object],
-        start_next: Callable[[], ReduceHandle] | None = None,
-    ) -> None:
-        self._pending = pending
-        self._store_result = store_result
-        self._start_next = start_next
-        self._first: object = None
-        self._is_complete = False
-        self._completed: torch.cuda.Event | None = None
-        self.on_complete: Callable[[], object] | None = None
-
-    def advance(self, stream: torch.cuda.Stream | None) -> None:
-        """Run the work after the first collective while backward runs, if there is any.
-
-        Args:
-            stream: on a GPU, the stream that waits, so that backward does not; None on a CPU, where the host
-                waits.
-        """
-        if self._is_complete or (self._start_next is None and self.on_complete is None):
-            return
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._complete()
-                self._completed = stream.record_event()  # the tensors are kept until `wait`
-        elif self.on_complete is not None:
-            self._complete()
-        else:
-            self._start_following()
-
-    def wait(self) -> None:
-        if not self._is_complete:
-            self._complete()
-        elif self._completed is not None:
-            torch.cuda.current_stream().wait_event(self._completed)
-
-    def _complete(self) -> None:
-        self._start_following()
-        self._pending.wait()
-        self._store_result()
-        self._is_complete = True
-        if self.on_complete is not None:
-            self.on_complete()
-
-    def _start_following(self) -> None:
-        if self._start_next is None:
-            return
-        self._pending.wait()
-        self._store_result()
-        following = self._start_next()
-        self._first = self._store_result  # keeps the tensors alive: a stream may still use them
-        self._pending, self._store_result = following._pending, following._store_result
-        self._start_next = None
-
-
 class GradientBuffer:
     """The gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
     The buffer is not zeroed between iterations: a parameter's first gradient overwrites the previous
     iteration's gradient, and later ones are added.
 
+    Parameters without weight decay are biases and norms, whose gradients are so small that launching a kernel
+    takes longer than its work. Their gradients from autograd are held until the bucket has all of a
+    microbatch, and one call accumulates them.
+
     Attributes:
         owned: range of the bucket that this rank updates, and whose reduced gradient it receives.
         held: range whose gradient this rank holds between microbatches.
+        num_expected: number of gradients in each microbatch.
         num_ready: number of gradients that have been accumulated in this iteration.
         stale: names of the parameters whose part of the buffer must be overwritten.
         unreached: names of the parameters without a gradient in this iteration.
@@ -109,20 +45,22 @@ class GradientBuffer:
 
     reduces_each_microbatch = False
 
-    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
+    def __init__(self, bucket: Bucket, message_dtype: torch.dtype | None) -> None:
         """Allocate the buffer.
 
         Args:
             message_dtype: gradients are rounded to it for the reduction, which sums in it; None keeps theirs.
         """
         self.bucket = bucket
-        self.dp = dp
+        self.replicas = bucket.replicas
         self.dtype = main_dtype(bucket.weight.dtype)
-        self.message_dtype = (message_dtype if dp.size > 1 else None) or self.dtype
+        self.message_dtype = (message_dtype if self.replicas.size > 1 else None) or self.dtype
         self.owned = self.held = slice(0, bucket.size)
+        self.num_expected = len(bucket.entries)
         self.num_ready = 0
         self.stale: set[str] = set()
         self.unreached: set[str] = set()
+        self._held: dict[str, tuple[BucketEntry, Tensor]] = {}  # small gradients, not in the buffer yet
         self.buffer: Tensor | None = self._zeros()
 
     @property
@@ -136,42 +74,66 @@ class GradientBuffer:
         """Return the complete gradient of the owned elements, once it is reduced."""
         return self.full[self.owned]
 
-    @property
-    def counted_grad(self) -> Tensor:
-        """Return the complete gradient that this rank counts in norms; together, ranks count the bucket."""
-        counted = self.bucket.counted
-        return self.owned_grad[counted.start - self.owned.start : counted.stop - self.owned.start]
-
     def begin(self) -> None:
         """Start a new iteration: no parameter has a gradient yet."""
         self.num_ready = 0
         self.stale, self.unreached = self._names(), self._names()
+        self._held.clear()
 
     def accumulate(self, entry: BucketEntry) -> None:
         """Count a parameter's new gradient, and move it to the buffer unless its GEMM has already done so."""
         self.num_ready += 1
         self.unreached.discard(entry.name)
-        gradient = entry.parameter.grad
-        if gradient is None:
-            return
-        total, is_stale = self.claim(entry)
-        if is_stale:
-            total.copy_(gradient)
-        else:
-            total.add_(gradient)
-        entry.parameter.grad = None
+        gradient, entry.parameter.grad = entry.parameter.grad, None
+        if gradient is not None and entry.spec.decay:
+            total, is_stale = self.claim(entry)
+            if is_stale:
+                total.copy_(gradient)
+            else:
+                total.add_(gradient)
+        elif gradient is not None:
+            if entry.name in self._held:
+                self._accumulate_held()
+            self._held[entry.name] = entry, gradient
+        if self.num_ready % self.num_expected == 0:
+            self._accumulate_held()
+
+    def accumulated(self, entry: BucketEntry) -> Tensor:
+        """Return the gradient that was last accumulated; after the first one of an iteration, only this one.
+
+        It must be read before the buffer is reduced.
+        """
+        if entry.name in self._held:
+            return self._held[entry.name][1]
+        return self.bucket.view(self.full, entry)
+
+    def _accumulate_held(self) -> None:
+        """Move the held gradients to the buffer."""
+        held, self._held = self._held, {}
+        to_copy: dict[Tensor, Tensor] = {}  # gradients by their part of the buffer
+        to_add: dict[Tensor, Tensor] = {}
+        for entry, gradient in held.values():
+            total, is_stale = self.claim(entry)
+            (to_copy if is_stale else to_add)[total.view(-1)] = gradient.reshape(-1)
+        if to_copy:
+            foreach_copy_(list(to_copy), list(to_copy.values()))
+        if to_add:
+            _add(list(to_add), list(to_add.values()))
 
     def claim(self, entry: BucketEntry) -> tuple[Tensor, bool]:
         """Return a parameter's part of the buffer, in its shape, and whether to overwrite it or add to it.
 
         The caller must do so at once: the next call returns False.
         """
+        if entry.name in self._held:
+            self._accumulate_held()
         is_stale = entry.name in self.stale
         self.stale.discard(entry.name)
         return self.bucket.view(self.full, entry), is_stale
 
     def complete(self) -> Tensor:
         """Return the full buffer, ``[size]``, with zeros for parameters without a gradient."""
+        self._accumulate_held()
         if self.stale:
             missing = [entry for entry in self.bucket.entries if entry.name in self.stale]
             foreach_zero_([self.bucket.view(self.full, entry) for entry in missing])
@@ -185,10 +147,10 @@ class GradientBuffer:
             is_last: whether this is the iteration's last microbatch.
         """
         message = self.complete().to(self.message_dtype)  # the buffer itself if it has this dtype
-        return ReduceHandle(start_all_reduce(message, self.dp), partial(_copy, message, self.full))
+        return ReduceHandle(start_all_reduce(message, self.replicas), partial(_copy, message, self.full))
 
     def all_gather(self) -> Tensor:
-        """Return the complete gradient of the whole bucket, ``[size]``; every rank of dp must call it."""
+        """Return the complete gradient of the whole bucket, ``[size]``; every replica must call it."""
         return self.full
 
     def _reduce_scatter(
@@ -200,16 +162,18 @@ class GradientBuffer:
         iteration.
         """
         result = message[self.owned]  # NCCL and gloo both allow the output to be part of the input
-        pending = flat_reduce_scatter(result, message, self.dp.shard)
+        pending = flat_reduce_scatter(result, message, self.replicas.shard)
         return ReduceHandle(
-            pending, partial(store, result), self._reduce_replicas if is_last and self.dp.replicate else None
+            pending,
+            partial(store, result),
+            self._reduce_replicas if is_last and self.replicas.replicate else None,
         )
 
     def _reduce_replicas(self) -> ReduceHandle:
-        assert self.dp.replicate is not None
+        assert self.replicas.replicate is not None
         message = self.owned_grad.to(self.message_dtype)
         return ReduceHandle(
-            start_all_reduce(message, self.dp.replicate), partial(_copy, message, self.owned_grad)
+            start_all_reduce(message, self.replicas.replicate), partial(_copy, message, self.owned_grad)
         )
 
     def _names(self) -> set[str]:
@@ -225,8 +189,8 @@ class ReduceScatterBuffer(GradientBuffer):
     If groups of ranks replicate the shards, the sum is also all-reduced between the groups.
     """
 
-    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
-        super().__init__(bucket, dp, message_dtype)
+    def __init__(self, bucket: Bucket, message_dtype: torch.dtype | None) -> None:
+        super().__init__(bucket, message_dtype)
         self.owned = bucket.shard
 
     def start_reduce(self, is_last: bool = True) -> ReduceHandle:
@@ -235,12 +199,12 @@ class ReduceScatterBuffer(GradientBuffer):
 
     def all_gather(self) -> Tensor:
         full = torch.empty_like(self.full)
-        flat_all_gather(full, self.owned_grad, self.dp.shard).wait()
+        flat_all_gather(full, self.owned_grad, self.replicas.shard).wait()
         return full
 
 
 class ShardedGradientBuffer(GradientBuffer):
-    """The gradients at ZeRO stage 2: each rank only accumulates its shard over the microbatches.
+    """The gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
 
     The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each buffer
     has new memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the
@@ -249,8 +213,8 @@ class ShardedGradientBuffer(GradientBuffer):
 
     reduces_each_microbatch = True
 
-    def __init__(self, bucket: Bucket, dp: Axis, message_dtype: torch.dtype | None) -> None:
-        super().__init__(bucket, dp, message_dtype)
+    def __init__(self, bucket: Bucket, message_dtype: torch.dtype | None) -> None:
+        super().__init__(bucket, message_dtype)
         self.owned = self.held = bucket.shard
         self.buffer = None
         self.stale = self._names()
@@ -289,13 +253,24 @@ class ShardedGradientBuffer(GradientBuffer):
 
     def all_gather(self) -> Tensor:
         full = self._zeros()
-        flat_all_gather(full, self.shard_sum, self.dp.shard).wait()
+        flat_all_gather(full, self.shard_sum, self.replicas.shard).wait()
         return full
+
+
+def _add(totals: list[Tensor], gradients: list[Tensor]) -> None:
+    """Add gradients ``[n]`` to totals of the same or a wider dtype."""
+    if totals[0].dtype != gradients[0].dtype:
+        # With two dtypes, a GPU copies lists of tensors in one kernel, but adds them one by one.
+        sizes = [total.numel() for total in totals]
+        widened = list(totals[0].new_empty(sum(sizes)).split(sizes))
+        foreach_copy_(widened, gradients)
+        gradients = widened
+    foreach_add_(totals, gradients)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
     """Copy a reduced message into the buffer, unless it already is the buffer's memory."""
-    if source.data_ptr() != target.data_ptr():
+    if storage_number(source.untyped_storage()) != storage_number(target.untyped_storage()):
         target.copy_(source)
 
 
@@ -303,24 +278,30 @@ GRADIENT_BUFFERS: dict[int, type[GradientBuffer]] = {
     0: GradientBuffer,
     1: ReduceScatterBuffer,
     2: ShardedGradientBuffer,
+    3: ShardedGradientBuffer,
 }
 """Gradient classes by ZeRO stage."""
 
 
-MAX_IN_FLIGHT = 2
-"""Largest number of reductions in flight at ZeRO stage 2, where each keeps a full buffer in memory."""
+MAX_IN_FLIGHT = 1
+"""Largest number of reductions in flight at ZeRO stages 2 and 3, where each keeps a full buffer in memory.
+
+With more, steps that follow a bucket's last reduction could precede the sum of its previous microbatch.
+"""
 
 
 class GradReducer:
     """Starts the reduction of a bucket as soon as backward has filled it.
 
-    A hook on each parameter counts the gradients of its bucket. All ranks start buckets in the same order,
-    whatever the order in which backward fills them: otherwise ranks would sum different buckets. A bucket is
-    reduced once per iteration, after the last microbatch, or once per microbatch at ZeRO stage 2. There, an
-    early or late gradient may be part of the neighbouring reduction, which does not change the sums.
+    A hook on each parameter counts the gradients of its bucket. All ranks start the buckets of a group in the
+    same order, whatever the order in which backward fills them: otherwise ranks would sum different buckets.
+    A bucket is reduced once per iteration, after the last microbatch, or once per microbatch at ZeRO stages 2
+    and 3. There, an early or late gradient may be part of the neighbouring reduction, which does not change
+    the sums.
 
     Args:
-        buffers: buffers in the order in which backward fills them.
+        groups: buffers in the order in which backward fills them, in one group; or one group for each model
+            chunk, if no buffer has parameters of several chunks.
         overlap: reduce while backward runs instead of after it.
         tied_buffer: buffer of a tied embedding that two stages use. It is reduced last, in `finish`:
             another rank's part must be added first, or, with both stages on this rank, the weight has two
@@ -331,34 +312,42 @@ class GradReducer:
             overwrite, so these buffers are zeroed when an iteration begins.
         on_complete: called for each buffer once its gradient is complete, on the CUDA stream that has it,
             during backward; also called on a single rank.
+
+    Attributes:
+        on_filled: called for each buffer when backward has filled it in a microbatch; may be None.
+        on_gradient: called for each parameter when it has a new gradient, before any reduction; may be None.
     """
 
     def __init__(
         self,
-        buffers: Sequence[GradientBuffer],
-        dp: Axis,
+        groups: Sequence[Sequence[GradientBuffer]],
         overlap: bool,
         tied_buffer: GradientBuffer | None = None,
         sum_tied_copies: Callable[[Tensor], None] | None = None,
         graphs_add: bool = False,
         on_complete: Callable[[GradientBuffer], object] | None = None,
     ) -> None:
-        self.buffers = buffers
-        self.dp = dp
-        self.overlap = overlap or dp.size == 1
+        self.groups = groups
+        self.buffers = [buffer for group in groups for buffer in group]
         self.tied_buffer = tied_buffer
+        axes = [buffer.replicas for buffer in self._all_buffers()]
+        has_replicas = any(axis.size > 1 for axis in axes)
+        self.overlap = overlap or not has_replicas
         self.sum_tied_copies = sum_tied_copies
         self.graphs_add = graphs_add
         self.on_complete = on_complete
-        self.reduces = dp.size > 1 or on_complete is not None
+        self.on_filled: Callable[[GradientBuffer], object] | None = None
+        self.on_gradient: Callable[[GradientBuffer, BucketEntry], object] | None = None
+        self.reduces = has_replicas or on_complete is not None
         self.num_microbatches = 0
-        # Reductions to start: the buffer, and the number of gradients that it must have.
-        self._waiting: deque[tuple[GradientBuffer, int]] = deque()
+        # By group, reductions to start: the buffer, and the number of gradients that it must have.
+        self._waiting: list[deque[tuple[GradientBuffer, int]]] = [deque() for _ in groups]
         self._in_flight: deque[ReduceHandle] = deque()
         # Reductions that another step must follow: an all-reduce between groups of ranks, or `on_complete`.
-        is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in buffers)
-        is_followed = dp.replicate is not None or on_complete is not None
+        is_on_gpu = any(buffer.bucket.weight.device.type == "cuda" for buffer in self.buffers)
+        is_followed = any(axis.replicate for axis in axes) or on_complete is not None
         self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
+        self._group_of = {id(buffer): number for number, group in enumerate(groups) for buffer in group}
         for _, entry, hook in self._hooks():
             entry.parameter.register_post_accumulate_grad_hook(hook)
 
@@ -380,12 +369,12 @@ class GradReducer:
             buffer.begin()
             if self._is_zeroed(buffer):
                 buffer.complete()
-        self._waiting.clear()
-        if self.reduces:
-            for number in range(1, num_microbatches + 1):
-                self._waiting.extend(
-                    (buffer, number * len(buffer.bucket.entries))
-                    for buffer in self.buffers
+        for waiting, group in zip(self._waiting, self.groups, strict=True):
+            waiting.clear()
+            for number in range(1, num_microbatches + 1) if self.reduces else ():
+                waiting.extend(
+                    (buffer, number * buffer.num_expected)
+                    for buffer in group
                     if buffer.reduces_each_microbatch or number == num_microbatches
                 )
 
@@ -394,14 +383,19 @@ class GradReducer:
         if not self.reduces:
             for buffer in self.buffers:
                 buffer.complete()
-        while self._waiting:
-            self._start_next()
+        for waiting in self._waiting:
+            while waiting:
+                self._start_next(waiting)
         if self.tied_buffer is not None:
             full = self.tied_buffer.complete()
             if self.sum_tied_copies is not None:
                 self.sum_tied_copies(full)
             if self.reduces:
                 self._start(self.tied_buffer, is_last=True)
+        self._wait(0)
+
+    def wait_for_started(self) -> None:
+        """Wait for the reductions that have started."""
         self._wait(0)
 
     def _is_zeroed(self, buffer: GradientBuffer) -> bool:
@@ -418,18 +412,23 @@ class GradReducer:
 
     def _on_gradient(self, buffer: GradientBuffer, entry: BucketEntry, _: Tensor) -> None:
         buffer.accumulate(entry)
+        if self.on_gradient is not None:
+            self.on_gradient(buffer, entry)
         if buffer is self.tied_buffer:
             return  # `finish` reduces it
-        assert buffer.num_ready <= len(buffer.bucket.entries) * self.num_microbatches, (
+        assert buffer.num_ready <= buffer.num_expected * self.num_microbatches, (
             "more backward passes than passed to begin(): the bucket has already been reduced"
         )
         if self.overlap or buffer.reduces_each_microbatch:
-            while self._waiting and self._waiting[0][0].num_ready >= self._waiting[0][1]:
-                self._start_next()
+            waiting = self._waiting[self._group_of[id(buffer)]]
+            while waiting and waiting[0][0].num_ready >= waiting[0][1]:
+                self._start_next(waiting)
 
-    def _start_next(self) -> None:
-        buffer, number = self._waiting.popleft()
-        self._start(buffer, number == self.num_microbatches * len(buffer.bucket.entries))
+    def _start_next(self, waiting: deque[tuple[GradientBuffer, int]]) -> None:
+        buffer, number = waiting.popleft()
+        if self.on_filled is not None:
+            self.on_filled(buffer)
+        self._start(buffer, number == self.num_microbatches * buffer.num_expected)
         if buffer.reduces_each_microbatch:
             self._wait(MAX_IN_FLIGHT if self.overlap else 0)
 

@@ -170,13 +170,13 @@ class OptimizerOffload:
             self._gradients.copy_missing(gradients)
 
     def start_update(
-        self, states: Sequence[OffloadedUpdate], number: float, divisor: Tensor | None = None
+        self, states: Sequence[OffloadedUpdate], number: float, divisor: float | None = None
     ) -> None:
         """Start to update the offloaded states and their weights on the device.
 
         Args:
             number: number of this update, from 1.
-            divisor: divisor of the gradients that have been copied to the host, an fp64 scalar; None for 1.
+            divisor: divisor of the gradients that have been copied to the host; None for 1.
         """
         self.finish()
         host = "cpu" if self._thread is not None else "meta"
@@ -187,7 +187,9 @@ class OptimizerOffload:
             states,
             self.config,
             torch.tensor(number, dtype=torch.float32, device=host),
-            None if divisor is None or self._gradients is None else divisor.to(host),
+            None
+            if divisor is None or self._gradients is None
+            else torch.tensor(divisor, dtype=torch.float64, device=host),
         )
         update.start()
         for state in self._order:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from megalite.distributed.collectives import Pending, flat_all_gather
-from megalite.distributed.topology import Axis
 from megalite.optim.flat_buffers import Bucket
 
 ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
@@ -17,13 +16,14 @@ ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 
 
 class WeightGatherer:
-    """All-gathers each bucket's weights from the ranks that own its shards (ZeRO stages 1 and 2).
+    """All-gathers each bucket's weights from the ranks that own its shards (ZeRO stages 0 to 2).
 
     With units, the all-gather overlaps the next forward: buckets are started in the order in which forward
     first uses them, and each unit's call waits for its own buckets. Without units, `start` waits for all.
 
     Args:
-        axis: ranks that own the shards; None if each rank owns whole buckets and only waits for updates.
+        gathers: gather each bucket from the ranks that own its shards; False if each rank owns whole buckets
+            and only waits for updates.
         one_ahead: start each bucket only when forward waits for the previous one.
         wait_for_update: waits until a bucket is updated, for concurrent updates on the host; buckets are
             then started as with `one_ahead`. None if `start` is called after the update.
@@ -32,12 +32,12 @@ class WeightGatherer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        axis: Axis | None,
+        gathers: bool,
         units: Sequence[ForwardUnit] = (),
         one_ahead: bool = False,
         wait_for_update: Callable[[Bucket], object] | None = None,
     ) -> None:
-        self.axis = axis
+        self.gathers = gathers
         self.overlap = bool(units)
         self.one_ahead = one_ahead
         self.wait_for_update = wait_for_update
@@ -65,13 +65,16 @@ class WeightGatherer:
         """Wait for every bucket, before weights are read outside of a unit's forward."""
         self._wait(self.buckets)
 
+    def free(self) -> None:
+        """Do nothing: weights stay full."""
+
     def _start_until(self, end: int) -> None:
         for bucket in self.buckets[self._num_started : end]:
             if self.wait_for_update is not None:
                 self.wait_for_update(bucket)
-            if self.axis is not None:
+            if self.gathers:
                 self._in_flight[bucket] = flat_all_gather(
-                    bucket.weight, bucket.weight[bucket.shard], self.axis
+                    bucket.weight, bucket.weight[bucket.shard], bucket.replicas.shard, of="weights"
                 )
         self._num_started = max(self._num_started, end)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.distributed.axis import Axis
 from megalite.distributed.observer import Observer
-from megalite.distributed.topology import Axis
+from megalite.errors import UserError
+from megalite.loss_terms import WithTerms
 from megalite.pipeline.messages import Batch, Step, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
@@ -24,6 +26,9 @@ from megalite.pipeline.schedules import (
 )
 from megalite.tensor_parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
 
+NO_DIVISORS: Mapping[str, float | Tensor] = {"token": 1.0, "sample": 1.0}
+"""Divisors that leave sums as they are."""
+
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
 
@@ -31,8 +36,8 @@ M_contra = TypeVar("M_contra", contravariant=True)
 class StageFunction(Protocol[M_contra]):
     """The forward of one pipeline stage on one microbatch."""
 
-    def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor:
-        """Return hidden states for the next stage. The last stage returns the loss, or a vector of losses.
+    def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor | WithTerms:
+        """Return hidden states for the next stage; the last stage returns the loss. Each may add terms.
 
         Args:
             hidden: hidden states of the previous stage; None on the first stage.
@@ -47,11 +52,13 @@ class InFlight(NamedTuple):
 
     Attributes:
         input_gradient: receives the gradient of the input in backward.
-        end: root of the backward: the autograd edge of the output, or the loss on the last stage.
+        output: root of the backward: the autograd edge of the hidden states; None on the last stage.
+        losses: further roots: the terms of the loss, on any stage.
     """
 
     input_gradient: list[Tensor]
-    end: Tensor | GradientEdge
+    output: GradientEdge | None
+    losses: Sequence[Tensor]
 
 
 class _StageInput(torch.autograd.Function):
@@ -78,7 +85,7 @@ class ScheduleRun(Generic[M]):
     or a copy.
 
     Attributes:
-        losses: detached losses by microbatch; filled on the rank of the last stage.
+        losses: detached terms of the loss by name, for each microbatch; only terms of this rank's stages.
     """
 
     def __init__(
@@ -89,26 +96,18 @@ class ScheduleRun(Generic[M]):
         exchange: PointToPoint,
         load: Callable[[int], M],
         store: WeightGradientStore,
-        run_weight_gradients: Callable[[Sequence[WeightGradient]], None],
-        num_tokens: float | Tensor,
+        divisors: Mapping[str, float | Tensor],
         loss_scale: float,
     ) -> None:
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, dict[str, Tensor]] = {}
         self._chunks = chunks
         self._stages = stages
         self._rank = rank
         self._exchange = exchange
         self._load = load
         self._store = store
-        self._run_weight_gradients = run_weight_gradients
-        self._num_tokens = num_tokens
+        self._divisors = divisors
         self._loss_scale = loss_scale
-        self._compute = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.BACKWARD_INPUT: self._backward_input,
-            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
-        }
         self._microbatches: dict[int, M] = {}
         self._in_flight: dict[tuple[int, int], InFlight] = {}  # by microbatch and chunk, like the next one
         self._stored: dict[tuple[int, int], list[WeightGradient]] = {}
@@ -116,7 +115,7 @@ class ScheduleRun(Generic[M]):
 
     def __call__(self, action: Action) -> Tensor | None:
         """Run an action, and return its output if another rank reads it."""
-        output = self._compute[action.kind](action)
+        output = _COMPUTE[action.kind](self, action)
         if output is None:
             return None
         reader = reader_of(self._rank, action, self._stages)
@@ -144,17 +143,25 @@ class ScheduleRun(Generic[M]):
             # The anchor requires a gradient, which makes the result a part of the graph.
             anchor = torch.empty(0, device=hidden.device, requires_grad=True)
             hidden = _StageInput.apply(hidden, anchor, gradient)
-        output = self._chunks[chunk](microbatch, hidden)
-        is_last = self._is_last(action)
-        if is_last:
-            output = output / self._num_tokens
+        result = self._chunks[chunk](microbatch, hidden)
+        output, terms = WithTerms.of_last(result) if self._is_last(action) else WithTerms.of(result)
+        losses = {name: term.value(self._divisor(name, term.per)) for name, term in terms.items()}
         if training:
-            end = output if is_last else get_gradient_edge(output)
-            self._in_flight[number, chunk] = InFlight(gradient, end)
-        if is_last:
-            self.losses[number] = output.detach()
-            return None
-        return output.detach()
+            edge = None if output is None else get_gradient_edge(output)
+            self._in_flight[number, chunk] = InFlight(gradient, edge, [*losses.values()])
+        for name, loss in losses.items():
+            of_microbatch = self.losses.setdefault(number, {})
+            earlier = of_microbatch.get(name)
+            of_microbatch[name] = loss.detach() if earlier is None else earlier + loss.detach()
+        return None if output is None else output.detach()
+
+    def _divisor(self, name: str, per: str) -> float | Tensor:
+        if per in self._divisors:
+            return self._divisors[per]
+        raise UserError(
+            f"the term {name} of the loss is a mean per {per}, and this run counts no {per}s: use per="
+            f"{' or '.join(map(repr, self._divisors))}"
+        )
 
     def _microbatch(self, action: Action) -> M:
         """Return the microbatch; it is loaded for this rank's first chunk and kept until the last."""
@@ -165,12 +172,15 @@ class ScheduleRun(Generic[M]):
         return self._microbatches[action.microbatch]
 
     def _backward(self, action: Action) -> Tensor | None:
-        input_gradient, end = self._in_flight.pop((action.microbatch, action.chunk))
-        gradient = self._input(action)
-        if self._is_last(action):
-            assert isinstance(end, Tensor)
-            gradient = torch.full_like(end, self._loss_scale)
-        torch.autograd.backward(end, gradient)
+        input_gradient, output, losses = self._in_flight.pop((action.microbatch, action.chunk))
+        roots: list[Any] = [*losses]
+        gradients = [torch.full_like(loss, self._loss_scale) for loss in losses]
+        if output is not None:
+            gradient = self._input(action)
+            assert gradient is not None
+            roots.append(output)
+            gradients.append(gradient)
+        torch.autograd.backward(roots, gradients)
         return input_gradient.pop() if input_gradient else None
 
     def _is_last(self, action: Action) -> bool:
@@ -183,7 +193,17 @@ class ScheduleRun(Generic[M]):
         return gradient
 
     def _backward_weight(self, action: Action) -> None:
-        self._run_weight_gradients(self._stored.pop((action.microbatch, action.chunk)))
+        run_stored(self._stored.pop((action.microbatch, action.chunk)))
+
+
+_COMPUTE: Mapping[ActionKind, Callable[[ScheduleRun[Any], Action], Tensor | None]] = {
+    ActionKind.FORWARD: ScheduleRun._forward,
+    ActionKind.BACKWARD: ScheduleRun._backward,
+    ActionKind.BACKWARD_INPUT: ScheduleRun._backward_input,
+    ActionKind.BACKWARD_WEIGHT: ScheduleRun._backward_weight,
+}
+"""By kind. If a run held these as bound methods, it would refer to itself, and keep its microbatches until
+the next garbage collection."""
 
 
 class Pipeline(Generic[M]):
@@ -206,7 +226,6 @@ class Pipeline(Generic[M]):
         dtype: torch.dtype,
         device: torch.device,
         store: WeightGradientStore | None = None,
-        run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
     ) -> None:
         """Build the pipeline without communication.
 
@@ -219,7 +238,6 @@ class Pipeline(Generic[M]):
             device: device of the hidden states.
             store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
                 backward.
-            run_weight_gradients: computes and accumulates the weight gradients.
         """
         self._chunks = chunks
         self._pp = pp
@@ -229,7 +247,6 @@ class Pipeline(Generic[M]):
         self.observers: list[Observer[Action]] = []
         self._exchange = PointToPoint(pp, hidden_shape, dtype, device)
         self._store = store or WeightGradientStore()
-        self._run_weight_gradients = run_weight_gradients
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -237,44 +254,48 @@ class Pipeline(Generic[M]):
         num_microbatches: int,
         load: Callable[[int], M],
         *,
-        num_tokens: float | Tensor = 1.0,
+        divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
         loss_scale: float = 1.0,
-    ) -> list[Tensor]:
+    ) -> list[dict[str, Tensor]]:
         """Run the forward and backward of all microbatches, and accumulate the parameters' gradients.
 
-        The loss of each microbatch is divided by the number of tokens of the whole global batch. Sums over
-        microbatches and data-parallel ranks are therefore means.
+        Each term of a microbatch's loss is divided by a number of the whole global batch, such as its tokens.
+        Sums over microbatches and data-parallel ranks are therefore means.
 
         Args:
             num_microbatches: any number, even fewer than stages.
             load: returns a microbatch by its number in the step; called once for each, before its forward.
-            num_tokens: divides the last stage's output, the sum of the token losses of a microbatch. A tensor
-                has one divisor for each of several losses.
+            divisors: number of the global batch's units, by the name of `LossTerm.per`.
             loss_scale: multiplies the gradients, to keep them in fp16's range.
 
         Returns:
-            Detached, unscaled losses by microbatch on the rank of the last stage; an empty list elsewhere.
+            Detached losses by name, without `loss_scale`, for each microbatch; only the terms of this rank's
+            stages, and an empty list if they have none.
         """
-        return self._run(self._schedule.train, num_microbatches, load, num_tokens, loss_scale)
+        return self._run(self._schedule.train, num_microbatches, load, divisors, loss_scale)
 
     @torch.no_grad()
     def evaluate(
-        self, num_microbatches: int, load: Callable[[int], M], *, num_tokens: float | Tensor = 1.0
-    ) -> list[Tensor]:
+        self,
+        num_microbatches: int,
+        load: Callable[[int], M],
+        *,
+        divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
+    ) -> list[dict[str, Tensor]]:
         """Run the forward of all microbatches; memory does not grow with their number.
 
         Arguments and result are as in `train_step`.
         """
-        return self._run(self._schedule.evaluate, num_microbatches, load, num_tokens)
+        return self._run(self._schedule.evaluate, num_microbatches, load, divisors)
 
     def _run(
         self,
         order: ScheduleFunction,
         num_microbatches: int,
         load: Callable[[int], M],
-        num_tokens: float | Tensor,
+        divisors: Mapping[str, float | Tensor],
         loss_scale: float = 1.0,
-    ) -> list[Tensor]:
+    ) -> list[dict[str, Tensor]]:
         work = ScheduleRun(
             self._chunks,
             self.stages,
@@ -282,8 +303,7 @@ class Pipeline(Generic[M]):
             self._exchange,
             load,
             self._store,
-            self._run_weight_gradients,
-            num_tokens,
+            divisors,
             loss_scale,
         )
         outgoing: Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.distributed.topology import Axis
+from megalite.distributed.axis import Axis
 from megalite.pipeline.messages import MAX_OPEN_BATCHES, Batch, Direction, StageMessage
 from megalite.pipeline.schedules import Action
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -16,7 +17,7 @@ _LEAST_WIDTH = 640
 
 
 class Drawing:
-    """Draws boxes, text and arrows on a white background, in pixels from the upper left corner."""
+    """Draws boxes, text, lines and arrows on a white background, in pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self._parts = [
@@ -41,6 +42,13 @@ class Drawing:
         align = f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{_hex(ink)}"{align}>{escape(text)}</text>'
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], ink: Colour = INK, width: float = 1) -> None:
+        """Add a line through points."""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{_hex(ink)}" stroke-width="{width:g}"/>'
         )
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float, ink: Colour = INK) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 from megalite.pipeline.messages import (
@@ -15,6 +16,7 @@ from megalite.pipeline.messages import (
     ScheduleError,
     StageMessage,
     Step,
+    compute_times,
     plan_steps,
 )
 from megalite.pipeline.schedules import (
@@ -74,6 +76,42 @@ def simulate_schedule(
     """Simulate a training step of a schedule; for `num_chunks` see `PipelineSchedule.stage_map`."""
     stages = SCHEDULES[schedule].stage_map(num_ranks, num_chunks)
     return simulate(actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches), stages, duration)
+
+
+MAX_ROUNDS = 3
+"""Microbatches per rank that `step_makespan` simulates."""
+
+
+def step_makespan(
+    schedule: ScheduleName,
+    stages: StageMap,
+    num_microbatches: int,
+    duration: Duration,
+    max_rounds: int = MAX_ROUNDS,
+) -> float:
+    """Return the time of a training step whose messages take no time.
+
+    For many microbatches, extrapolate: each further one takes as long as the last simulated ones.
+
+    Args:
+        duration: does not depend on the microbatch.
+    """
+
+    def simulated(count: int) -> float:
+        actions = training_actions(schedule, stages, count)
+        return max(span.end for span in compute_times(actions, stages, duration).values())
+
+    few, many = (max_rounds - 1) * stages.num_ranks, max_rounds * stages.num_ranks
+    if num_microbatches <= many:
+        return simulated(num_microbatches)
+    short, long = simulated(few), simulated(many)
+    return long + (long - short) / (many - few) * (num_microbatches - many)
+
+
+@lru_cache(maxsize=64)
+def training_actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
+    """Return the actions of all ranks in a training step of a schedule."""
+    return actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches)
 
 
 def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Timeline:

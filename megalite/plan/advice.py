@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
+from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
-from megalite.plan.planned_run import Cluster, PlannedRun, own_program, run_problems
+from megalite.plan.planned_run import Cluster, PlannedRun, run_problems
+from megalite.plan.programs import own_program
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 
 _GB = 1e9
@@ -80,7 +83,7 @@ class Advice:
 
     def lines(self) -> Iterator[str]:
         """Yield the advice as lines of text."""
-        parts = sorted(asdict(self.memory).items(), key=lambda part: -part[1])
+        parts = sorted(self.memory._asdict().items(), key=lambda part: -part[1])
         kinds = ", ".join(f"{name} {size / _GB:.2f}" for name, size in parts if size >= 0.005 * _GB)
         yield f"the planned memory of this rank is {self.memory.total / _GB:.2f} GB: {kinds}"
         for change, saved, _ in self.remedies:
@@ -89,16 +92,28 @@ class Advice:
             yield "no flag would save memory: use more ranks, a smaller model or shorter samples"
 
 
-def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Advice:
-    """Plan the memory of a pipeline rank now, and with each change that training would accept."""
-    memory = _memories(planned_run_on(config, world_size, device))[pp_rank]
+def advise(
+    config: Config, world_size: int, pp_rank: int, device: Device, provider: Callable[..., Any] | None = None
+) -> Advice:
+    """Plan the memory of a pipeline rank now, and with each change that training would accept.
+
+    Args:
+        provider: builds the stages of the program's own model.
+
+    Raises:
+        UserError: the program's own model cannot be planned.
+    """
+    memory = _memories(planned_run_on(config, world_size, device, provider))[pp_rank]
     available = TIGHT_SHARE * device.memory_bytes
     best: dict[str, Remedy] = {}
     for change in (*changes(config, world_size), *_offloads(config, device.is_host)):
-        run = planned_run_on(change.config, change.world_size or world_size, device)
+        run = planned_run_on(change.config, change.world_size or world_size, device, provider)
         if run_problems(change.config, run.cluster):
             continue
-        totals = [each.total for each in _memories(run)]
+        try:
+            totals = [each.total for each in _memories(run)]
+        except UserError:
+            continue  # the program's own model does not support the change
         saved = memory.total - (totals[pp_rank] if change.world_size is None else max(totals))
         known = best.get(change.kind, Remedy(change, MIN_SHARE * memory.total))
         if saved > known.saved and not known.suffices:
@@ -109,11 +124,14 @@ def advise(config: Config, world_size: int, pp_rank: int, device: Device) -> Adv
     return Advice(memory, [*enough, *others][:NUM_REMEDIES])
 
 
-def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRun:
+def planned_run_on(
+    config: Config, world_size: int, device: Device, provider: Callable[..., Any] | None = None
+) -> PlannedRun:
     """Return the plan of a run on ranks with this memory. The speed of GPU and links does not matter for it.
 
     Args:
         config: the config, with its shard degree as a number, since the plan does not know the nodes.
+        provider: builds the stages of the program's own model.
     """
     gpu = replace(
         GPUS["a100-80"],
@@ -121,7 +139,7 @@ def planned_run_on(config: Config, world_size: int, device: Device) -> PlannedRu
         residual_gb=device.residual_bytes / _GB,
     )
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model, gpu))
+    return PlannedRun(config, cluster, own_program(config.model, gpu), provider=provider)
 
 
 def _memories(run: PlannedRun) -> list[RankMemory]:
@@ -132,38 +150,45 @@ def _memories(run: PlannedRun) -> list[RankMemory]:
 def changes(config: Config, world_size: int) -> Iterator[Change]:
     """Yield the changes to try, cheapest first. Training may reject some of them."""
     parallel = config.parallel
-    dp = world_size // (parallel.tp * parallel.pp)
+    num_replicas = replicas(config, world_size) or 1
     size = config.training.micro_batch_size
     if parallel.tp > 1 and not parallel.sequence_parallel:
         sharded = with_layout(config, sequence_parallel=True)
         yield Change("sequence", "--sequence-parallel", "at no cost", sharded)
-    if dp > 1 and parallel.zero_stage == 0:
+    if num_replicas > 1 and parallel.zero_stage == 0:
         yield _zero(config, "--use-distributed-optimizer", 1, "at no cost")
     if config.recompute.recompute_granularity is None:
         selective = with_layout(config, recompute_granularity="selective")
         cost = "at the cost of a little more computation"
         yield Change("recompute", "--recompute-granularity selective", cost, selective)
+    if config.training.fp8_format is not None and config.training.fp8_weight_cache:
+        uncached = replace(config, training=replace(config.training, fp8_weight_cache=False))
+        cost = "at the cost of rounding the weights to 8 bits for each microbatch"
+        yield Change("fp8", "--no-fp8-weight-cache", cost, uncached)
     if size > 1:
         smaller = with_layout(config, micro_batch_size=size // 2)
         yield Change(
             "micro-batch", f"--micro-batch-size {size // 2}", "at the cost of smaller GEMMs", smaller
         )
-    if dp > 1 and parallel.zero_stage < 2:
+    if num_replicas > 1 and parallel.zero_stage < 2:
         yield _zero(config, "--zero-stage 2", 2, "at the cost of a reduction for each microbatch")
     if parallel.zero_stage > 0 and (
-        parallel.shards_within_node or dp > parallel.shard_degree_among(dp, parallel.tp * dp)
+        parallel.shards_within_node
+        or num_replicas > parallel.shard_degree_among(num_replicas, parallel.tp * num_replicas)
     ):
         whole = replace(parallel, data_parallel_shard_degree=None, num_distributed_optimizer_instances=None)
         cost = "at the cost of more communication between nodes"
         has_number = parallel.num_distributed_optimizer_instances is not None
         flags = (
-            "--num-distributed-optimizer-instances 1" if has_number else f"--data-parallel-shard-degree {dp}"
+            "--num-distributed-optimizer-instances 1"
+            if has_number
+            else f"--data-parallel-shard-degree {num_replicas}"
         )
         yield Change("groups", flags, cost, replace(config, parallel=whole))
-    if dp > 1 and parallel.zero_stage < 3:
+    if num_replicas > 1 and parallel.zero_stage < 3:
         cost = "at the cost of gathering weights and reducing gradients for each microbatch"
         yield _zero(config, "--zero-stage 3", 3, cost)
-    if dp > 1 and parallel.zero_stage == 3 and parallel.fsdp_reshard_after_forward != "always":
+    if num_replicas > 1 and parallel.zero_stage == 3 and parallel.fsdp_reshard_after_forward != "always":
         freed = replace(config, parallel=replace(parallel, fsdp_reshard_after_forward="always"))
         cost = "at the cost of gathering weights for each microbatch"
         yield Change("gathering", "--fsdp-reshard-after-forward always", cost, freed)
@@ -186,7 +211,7 @@ def _zero(config: Config, flags: str, stage: int, cost: str) -> Change:
 
 def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
     """Yield changes that move the optimizer state out of the device's memory."""
-    if config.optimizer.offloads_optimizer:
+    if config.optimizer.offloads_optimizer or config.optimizer.optimizer == "muon":
         return
     if not is_host:
         on_host = with_layout(config, optimizer_cpu_offload=True)
@@ -201,7 +226,7 @@ def _twice(config: Config, axis: str, cost: str, world_size: int) -> Change:
     """Return the change that doubles an axis: half as many replicas, or twice the world size."""
     name, flag = f"{axis}_model_parallel_size", {"tensor": "--tp", "pipeline": "--pp"}[axis]
     size = 2 * getattr(config.parallel, name)
-    is_even = world_size // (config.parallel.tp * config.parallel.pp) % 2 == 0
+    is_even = (sample_ranks(config, world_size) or 1) % 2 == 0
     parallel = replace(config.parallel, data_parallel_size=None)
     changed = with_even_stages(with_layout(replace(config, parallel=parallel), **{name: size}))
     if not is_even:

@@ -68,10 +68,16 @@ def measured_gpu(dtype: str, is_quick: bool = False) -> Gpu:
 
 def with_local_defaults(config: Config) -> Config:
     """Return the config with training's defaults on this machine's CPU; a plan for a GPU already has them."""
-    if torch.cuda.is_available():
-        return config
-    overlap = config.parallel.gathers_under_forward("cpu")
-    parallel = replace(config.parallel, overlap_param_gather=overlap)
+    return config if torch.cuda.is_available() else with_cpu_defaults(config)
+
+
+def with_cpu_defaults(config: Config) -> Config:
+    """Return the config with training's defaults on a CPU, for a plan."""
+    parallel = replace(
+        config.parallel,
+        overlap_param_gather=config.parallel.gathers_under_forward("cpu"),
+        tp_comm_overlap=config.parallel.tp_comm_chunks(0, "cpu") > 1,
+    )
     # A CPU has no fused attention with dropout.
     model = (
         replace(config.model, attention_backend="unfused") if config.model.attention_dropout else config.model
@@ -159,7 +165,7 @@ def _link_gbps(device: torch.device, ranks: int, copy: float) -> float:
         target = torch.empty_like(source, device="cuda:1")
         return _rate(4.0 * source.numel(), lambda: target.copy_(source), device, False) / 1e9
     parallel = ParallelConfig(data_parallel_size=2)
-    return min(run_ranks(_all_reduce_rate, parallel, 2)) / 1e9
+    return min(run_ranks(_all_reduce_rate, parallel.mesh, 2)) / 1e9
 
 
 def _all_reduce_rate(topology: Topology) -> float:

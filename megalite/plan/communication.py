@@ -35,6 +35,8 @@ PROTOCOLS = (
     Protocol(0.92, 14.0e-6, 1.9e-6, 4.0e-6, 1.25e-6, 8.5e-6),  # LL128
     Protocol(1.00, 8.4e-6, 3.4e-6, 14.0e-6, 4.0e-6, 14.0e-6),  # Simple
 )
+CONTENTION = 0.25
+"""Seconds of computation that a second of overlapped communication costs, since they share the GPU."""
 TREE_BANDWIDTH = 0.92
 """Bandwidth of a tree, as a share of a ring's."""
 

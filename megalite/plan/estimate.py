@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from megalite.config.model_flops import CONVENTION, flops_per_token_by_convention
 from megalite.plan.iteration_time import IterationTime, time_iteration
-from megalite.plan.model_flops import CONVENTION, flops_per_token, flops_per_token_by_convention
-from megalite.plan.model_parameters import total_parameters
+from megalite.plan.layer_time import WorkSeconds
 from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import (
@@ -18,6 +18,7 @@ from megalite.plan.rank_memory import (
     host_activations,
     rank_memories,
 )
+from megalite.plan.units import whole_model
 
 _GB = 1e9
 _DAY = 86400.0
@@ -49,7 +50,7 @@ class RunPlan:
     @cached_property
     def parameters(self) -> int:
         """Return the number of parameters of the whole model, with the vocabulary's padding."""
-        return total_parameters(self.run.config.model, self.run.tp)
+        return self.run.units.num_parameters
 
     @cached_property
     def memories(self) -> list[RankMemory]:
@@ -96,7 +97,16 @@ class RunPlan:
     @property
     def tflops_per_gpu(self) -> float:
         """Return the TFLOP/s per GPU, by `CONVENTION`."""
-        return self.tflops(flops_per_token(self.run.config.model, self.run.tp))
+        return self.tflops(self.flops_by_convention["causal"])
+
+    @cached_property
+    def flops_by_convention(self) -> dict[str, float]:
+        """Return the FLOPs per token by each convention; of the program's own model, only `CONVENTION`."""
+        run = self.run
+        if run.provider is None:
+            return flops_per_token_by_convention(run.config.model, run.tp)
+        model = run.config.model
+        return {"causal": 3 * whole_model(model, run.tp, run.provider).forward_flops / model.seq_length}
 
     @property
     def mfu(self) -> float:
@@ -116,31 +126,35 @@ def train_tokens(plan: RunPlan, costs: Costs) -> float | None:
 
 def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
     """Return the object that --json prints."""
-    model, tp = plan.run.config.model, plan.run.tp
-    work = {_JSON_KINDS.get(kind, kind): seconds for kind, seconds in asdict(plan.time.work).items()}
-    by_convention = flops_per_token_by_convention(model, tp)
+    by_convention = {name: plan.tflops(flops) for name, flops in plan.flops_by_convention.items()}
     return {
         "parameters": plan.parameters,
+        "layout": {"tp": plan.run.tp, "pp": plan.run.pp, "dp": plan.run.dp},
         "iteration_time_s": plan.time.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.tflops_per_gpu,
         "tflops_convention": CONVENTION,
-        "tflops_per_gpu_by_convention": {name: plan.tflops(flops) for name, flops in by_convention.items()},
+        "tflops_per_gpu_by_convention": by_convention,
         "mfu": plan.mfu,
         "memory_gb": plan.memory_bytes / _GB,
         "memory_gb_by_stage": [memory.total / _GB for memory in plan.memories],
         "memory_gb_by_stage_and_kind": [
-            {kind: size / _GB for kind, size in asdict(memory).items()} for memory in plan.memories
+            {kind: size / _GB for kind, size in memory._asdict().items()} for memory in plan.memories
         ],
         "host_memory_gb_by_stage": [size / _GB for size in host_activations(plan.run)],
         "memory_gb_available": plan.run.cluster.gpu.memory_bytes / _GB,
         "bubble_fraction": plan.time.bubble_fraction,
-        "seconds_by_kind": {**work, "bubble": plan.time.waiting},
+        "seconds_by_kind": {**_by_kind(plan.time.work), "bubble": plan.time.waiting},
+        "median_stage_seconds_by_kind": _by_kind(plan.time.median_work),
         "fits": plan.fits,
         "tight": plan.is_tight,
         **_offload_object(plan),
         **run_costs(plan, costs),
     }
+
+
+def _by_kind(work: WorkSeconds) -> dict[str, float]:
+    return {_JSON_KINDS.get(kind, kind): seconds for kind, seconds in asdict(work).items()}
 
 
 def _offload_object(plan: RunPlan) -> dict[str, Any]:

@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.pipeline.messages import compute_times
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,
     ActionKind,
     ScheduleName,
     StageMap,
-    actions_by_rank,
     peak_deferred,
     peak_in_flight,
 )
-from megalite.plan.communication import Group
+from megalite.pipeline.simulator import MAX_ROUNDS, step_makespan, training_actions
+from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.layer_time import (
     LAUNCH_SECONDS,
-    MicrobatchWork,
+    ModelWork,
     WorkSeconds,
-    embedding_work,
-    head_work,
-    layer_work,
+    gemm_seconds,
     memory_seconds,
+    model_work,
     offload_work,
     recomputation,
     total_work,
-)
-from megalite.plan.model_parameters import (
-    edge_parameters,
-    layer_parameters_of_rank,
-    rank_parameters,
-    table_parameters,
+    work_key,
 )
 from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds, updates_under_forward
 from megalite.plan.planned_run import PlannedRun
-
-MAX_ROUNDS = 3
-"""Microbatches per stage to simulate. Each further microbatch takes as long as the last simulated ones."""
+from megalite.plan.units import RankUnits
 
 Stage = Mapping[ActionKind, WorkSeconds]
 """A stage's work on one microbatch, by kind of action in its schedule."""
@@ -53,11 +45,13 @@ class IterationTime:
     Attributes:
         seconds: time of the step.
         work: work of the busiest rank. During the rest of `seconds`, it waits for other stages.
+        median_work: work of the rank of median work along the pipeline; the lower of two.
         bubble: seconds that the average rank waits for other stages.
     """
 
     seconds: float
     work: WorkSeconds
+    median_work: WorkSeconds
     bubble: float
 
     @property
@@ -75,7 +69,7 @@ def time_iteration(run: PlannedRun) -> IterationTime:
     """Return the time of a step: all microbatches, the exchange between replicas, and the update."""
     step = time_step(run)
     rest = exchange_seconds(run, step.last_backward.seconds) + update_seconds(run, step)
-    return IterationTime(step.seconds + rest.seconds, step.work + rest, step.bubble)
+    return IterationTime(step.seconds + rest.seconds, step.work + rest, step.median_work + rest, step.bubble)
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,7 @@ class Step:
     Attributes:
         seconds: time from the start of the first action to the end of the last one.
         work: work of the busiest rank on all its microbatches.
+        median_work: work of the rank of median work; the lower of two.
         last_backward: backward of the busiest rank for one microbatch.
         first_forward: forward of the busiest rank for one microbatch.
         bubble: seconds that the average rank waits for other stages.
@@ -92,6 +87,7 @@ class Step:
 
     seconds: float
     work: WorkSeconds
+    median_work: WorkSeconds
     last_backward: WorkSeconds
     first_forward: WorkSeconds
     bubble: float
@@ -109,6 +105,7 @@ def time_step(run: PlannedRun) -> Step:
     return Step(
         seconds,
         works[busiest] * run.num_microbatches,
+        sorted(works, key=lambda work: work.seconds)[(run.pp - 1) // 2] * run.num_microbatches,
         works[busiest] + forward * -1.0,
         forward,
         max(0.0, seconds - average),
@@ -124,43 +121,41 @@ def least_seconds(run: PlannedRun) -> float:
 
 
 def _stages(run: PlannedRun) -> list[Stage]:
-    """Return the work of every global stage. Inner stages with the same number of layers share theirs."""
-    layer, last = layer_work(run), run.stages.num_stages - 1
-    known: dict[tuple[int, bool, bool], Stage] = {}
-    for stage, num_layers in enumerate(run.layers):
-        key = num_layers, stage == 0, stage == last
-        if key not in known:
-            known[key] = _stage(run, layer, *key)
-    return [known[num_layers, stage == 0, stage == last] for stage, num_layers in enumerate(run.layers)]
+    """Return the work of every global stage. Stages with the same layers share theirs."""
+
+    def find() -> list[Stage]:
+        units, last = model_work(run), run.stages.num_stages - 1
+        keys = [(kinds, stage == 0, stage == last) for stage, kinds in enumerate(run.stage_kinds)]
+        known = {key: _stage(run, units, *key) for key in dict.fromkeys(keys)}
+        return [known[key] for key in keys]
+
+    if run.zero_stage == 3:  # its communication is a part of the stages
+        return find()
+    key = ("stages", run.stages, run.layers, run.config.recompute, *work_key(run))
+    return run.units.shared(key, find)
 
 
-def _stage(run: PlannedRun, layer: MicrobatchWork, num_layers: int, is_first: bool, is_last: bool) -> Stage:
-    work = layer * num_layers
-    if is_first:
-        work += embedding_work(run)
-    if is_last:
-        work += head_work(run)
+def _stage(run: PlannedRun, units: ModelWork, kinds: tuple[int, ...], is_first: bool, is_last: bool) -> Stage:
+    work = units.embedding * is_first + units.head * is_last
+    for kind, count in Counter(kinds).items():
+        work += units.layers[kind] * count
     message = _message(run)
-    again = recomputation(run, layer, num_layers)
-    down, up = offload_work(run, layer, num_layers)
-    sharding = zero3_communication(run, num_layers, edge_parameters(run, is_first, is_last))
-    forward = work.forward + message + sharding.in_forward(work.forward) + down
-    if SCHEDULES[run.config.parallel.schedule].splits_backward:
-        backward_input = work.backward_input + again
-        backward_weight = work.backward_weight
-        return {
-            ActionKind.FORWARD: forward,
-            ActionKind.BACKWARD_INPUT: backward_input
-            + message
-            + sharding.in_backward_input(backward_input)
-            + up,
-            ActionKind.BACKWARD_WEIGHT: backward_weight + sharding.in_backward_weight(backward_weight),
-        }
-    backward = work.backward + again
-    return {
-        ActionKind.FORWARD: forward,
-        ActionKind.BACKWARD: backward + message + sharding.in_backward(backward) + up,
+    again = recomputation(run, kinds, units)
+    down, up = offload_work(run, kinds, units.layers)
+    sharding = zero3_communication(run, kinds, run.units.edge_sizes[is_first, is_last])
+    computed = {ActionKind.FORWARD: work.forward}
+    if run.splits_backward:
+        computed[ActionKind.BACKWARD_INPUT] = work.backward_input + again
+        computed[ActionKind.BACKWARD_WEIGHT] = work.backward_weight
+    else:
+        computed[ActionKind.BACKWARD] = work.backward + again
+    waits = {
+        ActionKind.FORWARD: message + down,
+        ActionKind.BACKWARD: message + up,
+        ActionKind.BACKWARD_INPUT: message + up,
+        ActionKind.BACKWARD_WEIGHT: WorkSeconds(),
     }
+    return {kind: each + sharding.exposed(kind, each) + waits[kind] for kind, each in computed.items()}
 
 
 def _message(run: PlannedRun) -> WorkSeconds:
@@ -173,30 +168,17 @@ def _message(run: PlannedRun) -> WorkSeconds:
 
 
 def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:
-    """Return the seconds of all microbatches. For many, extrapolate from the steady state of a few."""
+    """Return the seconds of all microbatches."""
     seconds = [{kind: work.seconds for kind, work in stage.items()} for stage in stages]
     if run.pp == 1:
         return sum(seconds[0].values()) * run.num_microbatches
-    few, many = (max_rounds - 1) * run.pp, max_rounds * run.pp
-    if run.num_microbatches <= many:
-        return _simulate(run, seconds, run.num_microbatches)
-    short, long = _simulate(run, seconds, few), _simulate(run, seconds, many)
-    return long + (long - short) / (many - few) * (run.num_microbatches - many)
-
-
-def _simulate(run: PlannedRun, seconds: Sequence[Mapping[ActionKind, float]], num_microbatches: int) -> float:
     by_rank = [[seconds[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp)]
 
     def duration(rank: int, action: Action) -> float:
         return by_rank[rank][action.chunk][action.kind]
 
-    actions = _actions(run.config.parallel.schedule, run.stages, num_microbatches)
-    return max(span.end for span in compute_times(actions, run.stages, duration).values())
-
-
-@lru_cache(maxsize=64)
-def _actions(schedule: ScheduleName, stages: StageMap, num_microbatches: int) -> list[list[Action]]:
-    return actions_by_rank(SCHEDULES[schedule].train, stages, num_microbatches)
+    schedule = run.config.parallel.schedule
+    return step_makespan(schedule, run.stages, run.num_microbatches, duration, max_rounds)
 
 
 @lru_cache(maxsize=256)
@@ -204,7 +186,7 @@ def _peaks(
     schedule: ScheduleName, stages: StageMap, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return, for each rank, the microbatches in flight, and those with deferred weight gradients."""
-    actions = _actions(schedule, stages, num_microbatches)
+    actions = training_actions(schedule, stages, num_microbatches)
     return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
 
 
@@ -228,10 +210,6 @@ def _peaks_of(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 USUAL_BUCKET = 40_000_000
 """Elements of a gradient bucket of a large model."""
-CONTENTION = 0.25
-"""Seconds of computation that a second of overlapped communication costs, since they share the GPU."""
-TENSORS = 6
-"""Parameter tensors of a Llama layer: four matrices and two norms."""
 CLIPPING_BYTES = 8
 """Bytes per parameter to divide its gradient, which is a separate kernel if state is offloaded."""
 UPDATE_BYTES = 36
@@ -281,63 +259,56 @@ class ShardedStageSeconds:
     edge_gradients: float = 0.0
     layer_gradients: float = 0.0
 
-    def in_forward(self, work: WorkSeconds) -> WorkSeconds:
-        """Return the communication that a forward waits for."""
-        return WorkSeconds(dp=self.edge_weights + exposed_seconds(work.seconds, self.layer_weights))
-
-    def in_backward(self, work: WorkSeconds) -> WorkSeconds:
-        """Return the communication that a backward, with the recomputed forward, waits for."""
-        overlapped = self.edge_weights + self.layer_weights + self.layer_gradients
-        return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, overlapped))
-
-    def in_backward_input(self, work: WorkSeconds) -> WorkSeconds:
-        """Return the communication that the input gradients of a split backward wait for."""
-        return WorkSeconds(dp=exposed_seconds(work.seconds, self.layer_weights))
-
-    def in_backward_weight(self, work: WorkSeconds) -> WorkSeconds:
-        """Return the communication that the weight gradients of a split backward wait for."""
-        return WorkSeconds(dp=self.edge_gradients + exposed_seconds(work.seconds, self.layer_gradients))
+    def exposed(self, kind: ActionKind, work: WorkSeconds) -> WorkSeconds:
+        """Return the communication that an action waits for; the work of a backward is with recomputation."""
+        alone, overlapped = {
+            ActionKind.FORWARD: (self.edge_weights, self.layer_weights),
+            ActionKind.BACKWARD: (
+                self.edge_gradients,
+                self.edge_weights + self.layer_weights + self.layer_gradients,
+            ),
+            ActionKind.BACKWARD_INPUT: (0.0, self.layer_weights),
+            ActionKind.BACKWARD_WEIGHT: (self.edge_gradients, self.layer_gradients),
+        }[kind]
+        return WorkSeconds(dp=alone + exposed_seconds(work.seconds, overlapped))
 
 
-def zero3_communication(run: PlannedRun, num_layers: int, edge: float) -> ShardedStageSeconds:
+def zero3_communication(run: PlannedRun, kinds: Sequence[int], edge: float) -> ShardedStageSeconds:
     """Return the seconds of a stage's communication with ZeRO stage 3; all are 0 with another stage.
 
     Args:
-        num_layers: number of layers in the stage.
+        kinds: kinds of the stage's layers.
         edge: number of its parameters outside the layers, which a pipeline gathers once per iteration.
     """
     if run.zero_stage != 3:
         return ShardedStageSeconds()
-    (group, copies), layer = sharing_of(run), layer_parameters_of_rank(run)
+    (group, _), sizes = sharing_of(run), run.units.layer_sizes
 
     def gather(count: float) -> float:
         return group.gather_seconds(count * run.element_bytes)
 
     def reduce(count: float) -> float:
-        size = count * gradient_bytes(run)
-        between = 0.0 if run.all_reduces_once else copies.reduce_seconds(size / group.size)
-        return group.gather_seconds(size) + between
+        return group.gather_seconds(count * gradient_bytes(run))
 
     return ShardedStageSeconds(
         edge_weights=0.0 if run.pp > 1 or run.gathers_once else gather(edge),
-        layer_weights=0.0 if run.gathers_once else num_layers * gather(layer),
+        layer_weights=0.0 if run.gathers_once else sum(gather(sizes[kind]) for kind in kinds),
         edge_gradients=reduce(edge),
-        layer_gradients=num_layers * reduce(layer),
+        layer_gradients=sum(reduce(sizes[kind]) for kind in kinds),
     )
 
 
 def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
     """Return the seconds of the all-gathers that ZeRO stage 3 runs once per iteration, under a forward."""
-    (group, _), last = sharing_of(run), run.stages.num_stages - 1
+    (group, _), sizes = sharing_of(run), run.units.layer_sizes
 
-    def seconds(rank: int) -> float:
-        stages = run.stages.stages_of(rank)
-        edge = edge_parameters(run, 0 in stages, last in stages)
-        of_edge = group.gather_seconds(edge * run.element_bytes) if run.pp > 1 or run.gathers_once else 0.0
-        num_layers = sum(run.layers[stage] for stage in stages) if run.gathers_once else 0
-        return of_edge + num_layers * group.gather_seconds(layer_parameters_of_rank(run) * run.element_bytes)
+    def seconds(units: RankUnits) -> float:
+        is_once = run.pp > 1 or run.gathers_once
+        of_edge = group.gather_seconds(units.edge_size * run.element_bytes) if is_once else 0.0
+        layers = units.kinds if run.gathers_once else ()
+        return of_edge + sum(group.gather_seconds(sizes[kind] * run.element_bytes) for kind in layers)
 
-    return exposed_seconds(forward_seconds, max(seconds(rank) for rank in {0, run.pp - 1}))
+    return exposed_seconds(forward_seconds, max(seconds(run.ranks[rank]) for rank in (0, -1)))
 
 
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
@@ -345,7 +316,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
 
     With ZeRO stage 3, communication for each microbatch is part of `zero3_communication` instead.
     """
-    count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
+    count = run.most_parameters
     (group, copies), zero = sharing_of(run), run.zero_stage
     buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(run), count * run.element_bytes
@@ -355,8 +326,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
         return WorkSeconds(dp=tied)
     if zero == 3:
         once = _gathered_once_seconds(run, backward_seconds / 2)
-        if run.all_reduces_once:
-            once += between / buckets + exposed_seconds(backward_seconds, between)
+        once += between / buckets + exposed_seconds(backward_seconds, between)
         return WorkSeconds(dp=tied + once)
     if zero == 0:
         reduced, gathered = replicas_of(run).reduce_seconds(gradients, buckets), 0.0
@@ -381,29 +351,54 @@ def _slicing_seconds(run: PlannedRun) -> float:
     """
     if not run.program.copies_slices or run.zero_stage != 1 or run.num_sharing == 1:
         return 0.0
-    layers = sum(run.layers[stage] for stage in run.stages.stages_of(0))
-    return TENSORS * layers * run.num_sharing * 2 * LAUNCH_SECONDS
+    tensors = sum(len(run.units.layers[kind].weights) for kind in run.ranks[0].kinds)
+    return tensors * run.num_sharing * 2 * LAUNCH_SECONDS
 
 
 def _tied_seconds(run: PlannedRun) -> float:
     """Return the seconds to reduce the gradient of a tied embedding over the first and the last stage."""
-    model = run.config.model
-    if model.untie_embeddings_and_output_weights or run.pp == 1 or run.stages.v_shaped:
+    table: float = run.units.tied_size
+    if table == 0 or run.pp == 1 or run.stages.v_shaped:
         return 0.0
     ends = Group(run.cluster, 2, run.cluster.world_size // run.pp * (run.pp - 1))
-    table = table_parameters(model, run.tp) / run.tp
     if run.zero_stage == 3:
         table /= run.num_shards  # the first and the last stage exchange each rank's shard
     return ends.reduce_seconds(table * gradient_bytes(run))
 
 
+def muon_seconds(run: PlannedRun) -> WorkSeconds:
+    """Return the time to exchange and orthogonalize the matrices of the pipeline rank with the most of them.
+
+    The ranks of a stage share the matrices out, so no rank is faster than the largest matrix. Two all-to-alls
+    move the elements that a rank updates.
+    """
+    weights = max((run.matrices_of(units) for units in run.ranks), key=len)
+    if not weights:
+        return WorkSeconds()
+    group = Group(run.cluster, run.tp * run.num_sharing, 1, run.program.one_adapter)
+    seconds = [_orthogonalization_seconds(run, *shape) for each in weights for shape in each.matrices]
+    elements = sum(each.size for each in weights) / (run.num_shards if run.zero_stage else 1)
+    return WorkSeconds(
+        gemms=max(sum(seconds) / group.size, *seconds),
+        dp=2 * group.gather_seconds(elements * run.element_bytes) if group.size > 1 else 0.0,
+    )
+
+
+def _orthogonalization_seconds(run: PlannedRun, rows: int, columns: int) -> float:
+    """Return the seconds of the three GEMMs of each step of Newton-Schulz iteration."""
+    small, large = sorted((rows, columns))
+    sizes = (small, small, large), (small, small, small), (small, large, small)
+    gemms = sum(gemm_seconds(run.cluster.gpu, *each, element_bytes=run.element_bytes) for each in sizes)
+    return run.config.optimizer.muon_num_ns_steps * gemms
+
+
 def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     """Return the time of the optimizer's update that does not overlap with the step's computation."""
-    count = max(rank_parameters(run, rank) for rank in {0, run.pp - 1})
-    count /= run.num_shards if run.zero_stage else 1
+    count = run.most_parameters / (run.num_shards if run.zero_stage else 1)
     state = largest_offloaded_state(run)
     if state is None:
-        return WorkSeconds(memory_bound=memory_seconds(run, count * UPDATE_BYTES))
+        muon = muon_seconds(run)
+        return replace(muon, memory_bound=memory_seconds(run, count * UPDATE_BYTES))
     resident = (count - state.elements) * UPDATE_BYTES + count * CLIPPING_BYTES
     forward = step.first_forward.seconds if updates_under_forward(run) else 0.0
     exposed = offload_seconds(run, state).exposed(step.last_backward.seconds, forward)

@@ -1,20 +1,32 @@
-"""Estimate the time of one microbatch on one rank: GEMMs, attention, a layer, and the model's ends."""
+"""Estimate the time of one microbatch on one rank: GEMMs, attention, and units of the model by record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from megalite.hardware.gpus import Gpu
-from megalite.plan.communication import Group
-from megalite.plan.model_parameters import layer_parameters_of_rank, table_parameters
+from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import group_elements
+from megalite.plan.saved_activations import group_bytes
+from megalite.recording.unit_record import (
+    AttentionCall,
+    CollectiveCall,
+    GemmCall,
+    Phase,
+    PhaseRecord,
+    UnitRecord,
+)
 
 LAUNCH_SECONDS = 7e-6
-"""Host time per kernel. The host runs ahead of the GPU, so only shorter kernels wait for it."""
+"""Host time per kernel."""
+OPERATOR_SECONDS = 4.7e-6
+"""Host time per operator, with operators that launch no kernel, such as views. The host runs ahead of the
+GPU, so only shorter kernels wait for it."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +157,6 @@ def memory_seconds(run: PlannedRun, num_bytes: float) -> float:
     return num_bytes / memory_bandwidth(run.cluster.gpu)
 
 
-def _gemm(run: PlannedRun, m: int, n: int, k: int, batch: int = 1) -> float:
-    return gemm_seconds(run.cluster.gpu, m, n, k, batch, run.element_bytes)
-
-
 SCORES_IN_FORWARD, SCORES_IN_BACKWARD = 4.5, 6.0
 """Unfused attention: how often the scores are read or written outside of GEMMs, for bias, softmax, dropout
 and its mask."""
@@ -163,213 +171,287 @@ CUDNN_GAIN = 1.6
 forward, 465 to 291 in backward (the same figures)."""
 HOPPER_TFLOPS = 900
 """Rate above which a GPU has the instructions that make cuDNN faster."""
-TRITON_BACKWARD = 3.5
+TRITON_BACKWARD, TRITON_BACKWARD_LARGE = 3.5, 4.0
 """megalite's own attention: ratio of backward GEMMs to forward GEMMs. Both backward kernels compute the
-scores and the gradients of the attention weights (kernels/triton_attention.py)."""
-DROPOUT_OPERATIONS = 400
-"""Cost of an attention weight's random number, in floating-point operations; backward computes it twice.
-This is an estimate, since our kernels have not been timed on a GPU: 20 instructions, a quarter of a block of
-ten Philox rounds, take 0.31 clocks on the 64 integer lanes of an H100's multiprocessor, which does 418
-operations in this time in FlashAttention-2. The GEMMs are assumed to be as fast as FlashAttention-2's."""
+scores and the gradients of the attention weights (kernels/triton_attention.py). With heads above
+`SMALL_HEAD`, the gradients of values are a third kernel, which computes the scores too."""
+SMALL_HEAD = 128
+"""Largest head for which one kernel computes the gradients of keys and values."""
+DROPOUT_INSTRUCTIONS = {
+    SMALL_HEAD: {"forward": 23.0, "key_gradients": 30.9, "query_gradients": 24.2},
+    256: {"forward": 23.5, "key_gradients": 34.6, "query_gradients": 29.1, "value_gradients": 26.6},
+}
+"""Instructions per score that dropout adds to the inner loops of megalite's own attention, by the largest
+head size: a Philox block for four scores, and the mask. From the machine code for Hopper at these head sizes
+(benchmarks/MACHINE_CODE.md). A multiprocessor runs one program of each kernel at a time, so nothing hides
+them. The GEMMs are assumed to be as fast as FlashAttention-2's."""
+LANE_RATE = 128 * 1.7e9
+"""Instructions of a thread per second and multiprocessor: 4 x 32 lanes at the clock of a busy Hopper GPU. An
+A100 has 1.4 GHz."""
 
 
-def attention_seconds(run: PlannedRun) -> tuple[float, float]:
-    """Return the seconds of core attention in forward and backward, for one layer and microbatch."""
-    return _fused_attention(run) if run.program.fused_attention else _unfused_attention(run)
+def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
+    """Return the seconds of a call of core attention."""
+    if not run.program.fused_attention:
+        return _unfused_attention(run, call)
+    program = run.program
+    kernel: FusedKernel = "cudnn" if program.cudnn_attention else "flash"
+    if program.triton_attention and call.kernel == "triton":
+        kernel = "triton"
+    forward, backward = fused_attention_seconds(
+        run.cluster.gpu, kernel, call.scores, call.keys, call.size, dropout=call.dropout
+    )
+    return program.attention_slowdown * (backward if call.is_backward else forward)
 
 
-def _attention_sizes(run: PlannedRun) -> tuple[int, int, int, int]:
-    """Return a rank's samples x heads, number of queries, number of keys, and head size."""
-    model = run.config.model
-    heads = run.config.training.micro_batch_size * model.num_attention_heads // run.tp
-    return max(heads, 1), model.seq_length // run.cp, model.seq_length, model.head_dim
+FusedKernel = Literal["flash", "cudnn", "triton"]
+"""Kernels of fused attention: FlashAttention-2, cuDNN, and megalite's own in Triton."""
 
 
-def _fused_attention(run: PlannedRun) -> tuple[float, float]:
-    """Count the scores that are computed. Small heads and short samples do not reach the full rate."""
-    heads, queries, keys, size = _attention_sizes(run)
-    gpu = run.cluster.gpu
-    scores = heads * queries * keys / (2 if run.config.model.is_causal else 1)
+def fused_attention_seconds(
+    gpu: Gpu, kernel: FusedKernel, scores: float, keys: int, size: int, *, dropout: bool = False
+) -> tuple[float, float]:
+    """Return the seconds of fused attention in forward and backward, with all helper kernels.
+
+    Small heads and short samples do not reach the full rate.
+
+    Args:
+        scores: number of attention scores: samples x heads x queries x keys, half of them if causal.
+        keys: number of keys of a query.
+        size: size of a head.
+        dropout: Triton's kernels drop attention weights.
+    """
     full_rate = gpu.tflops * 1e12 * gpu.attention_share
     rate = full_rate * min(1.0, (size + 64) / 192) * keys / (keys + SHORT_LENGTH)
-    if run.program.triton_attention:
-        gemms, dropout = 4 * size * scores / rate, DROPOUT_OPERATIONS * scores / full_rate
-        return gemms + dropout, TRITON_BACKWARD * gemms + 2 * dropout
-    if run.program.cudnn_attention and gpu.tflops > HOPPER_TFLOPS:
+    if kernel == "triton":
+        gemms, is_small = 4 * size * scores / rate, size <= SMALL_HEAD
+        forward, *backward = (
+            dropout * scores * instructions / (gpu.num_sms * LANE_RATE)
+            for instructions in DROPOUT_INSTRUCTIONS[SMALL_HEAD if is_small else 256].values()
+        )
+        factor = TRITON_BACKWARD if is_small else TRITON_BACKWARD_LARGE
+        return gemms + forward, factor * gemms + sum(backward)
+    if kernel == "cudnn" and gpu.tflops > HOPPER_TFLOPS:
         rate *= CUDNN_GAIN
     seconds = 4 * size * scores / rate
     return seconds, FUSED_BACKWARD * seconds
 
 
-def _unfused_attention(run: PlannedRun) -> tuple[float, float]:
+def _unfused_attention(run: PlannedRun, call: AttentionCall) -> float:
     """Count a batched GEMM for the scores, softmax, and a GEMM for the context; backward has two for each."""
-    heads, queries, keys, size = _attention_sizes(run)
-    gemms = _gemm(run, queries, keys, size, heads) + _gemm(run, queries, size, keys, heads)
-    scores = memory_seconds(run, heads * queries * keys * run.element_bytes)
-    return gemms + SCORES_IN_FORWARD * scores, 2 * gemms + SCORES_IN_BACKWARD * scores
+    gpu, size = run.cluster.gpu, run.element_bytes
+    gemms = gemm_seconds(gpu, call.queries, call.keys, call.size, call.heads, size)
+    gemms += gemm_seconds(gpu, call.queries, call.size, call.keys, call.heads, size)
+    scores = memory_seconds(run, call.heads * call.queries * call.keys * size)
+    if call.is_backward:
+        return 2 * gemms + SCORES_IN_BACKWARD * scores
+    return gemms + SCORES_IN_FORWARD * scores
 
 
-HIDDEN_ACCESSES = 10.0
-"""Reads and writes of the hidden states in a forward: two norms, two additions, dropout."""
-FUSED_SHARE = 0.7
-"""Share of these accesses that remains with fused kernels."""
-INNER_ACCESSES = 2.0
-"""Accesses of each element inside a block: one write, one read."""
-BACKWARD_ACCESSES = 1.5
-"""Ratio of memory accesses in backward to memory accesses in forward."""
-KERNELS = 30
-"""Kernels of a layer's forward; its backward has one and a half times as many."""
+def unit_work(run: PlannedRun, unit: UnitRecord) -> MicrobatchWork:
+    """Return the work of a unit, without full recomputation."""
+    forward = phase_work(run, unit.forward, "forward")
+    backward = phase_work(run, unit.backward, "backward")
+    weight = phase_work(run, unit.weight, "weight")
+    return MicrobatchWork(forward, backward, weight + WorkSeconds(memory_bound=_accumulation(run, unit)))
 
 
-def layer_work(run: PlannedRun) -> MicrobatchWork:
-    """Return the work of one layer, without recomputation."""
-    shapes = weight_shapes(run)
-    # The input gradient needs the same GEMMs as the forward, with the two dims of each weight swapped.
-    gemms = sum(_gemm(run, run.tokens, outputs, inputs) for outputs, inputs in shapes)
-    weight_gemms = sum(_gemm(run, outputs, inputs, run.tokens) for outputs, inputs in shapes)
-    forward_attention, backward_attention = attention_seconds(run)
-    memory = memory_seconds(run, _bytes_moved(run))
-    tp = run.program.tp_share * _tp_seconds(run)
-    forward = WorkSeconds(gemms, forward_attention, memory, tp=tp)
-    backward_input = WorkSeconds(
-        gemms, backward_attention, BACKWARD_ACCESSES * memory, tp=tp * (1 - run.program.tp_hidden_share)
+def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
+    """Return the work of one phase of a unit."""
+    work = WorkSeconds(
+        gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
+        attention=sum(attention_seconds(run, call) for call in phase.attention),
+        memory_bound=memory_seconds(run, phase.kernel_bytes),
+        tp=sum(tp_seconds(run, phase, name)),
     )
-    return MicrobatchWork(
-        _with_launches(forward, KERNELS),
-        _with_launches(backward_input, KERNELS),
-        _with_launches(WorkSeconds(weight_gemms, memory_bound=_accumulation(run)), KERNELS / 2),
-    )
+    return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
 
 
-def _with_launches(work: WorkSeconds, num_kernels: float) -> WorkSeconds:
-    """Add the time that the GPU waits for the host to launch the kernels."""
-    return replace(work, launch=max(0.0, num_kernels * LAUNCH_SECONDS - work.seconds))
+def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
+    return gemm_seconds(run.cluster.gpu, gemm.m, gemm.n, gemm.k, gemm.batch, gemm.element_bytes)
 
 
-def weight_shapes(run: PlannedRun) -> list[tuple[int, int]]:
-    """Return the output and input sizes of a layer's weights on one rank."""
-    model, tp = run.config.model, run.tp
-    heads = model.num_attention_heads * model.head_dim
-    qkv = (heads + 2 * model.num_kv_heads * model.head_dim) // tp
-    gates = 2 if model.is_gated else 1
+def _accumulation(run: PlannedRun, unit: UnitRecord) -> float:
+    """Return the seconds to add gradients to their sums, except for weights whose GEMMs do that."""
+    count = sum(weight.size for weight in unit.weights)
+    if run.program.fused_accumulation and run.config.parallel.gradient_accumulation_fusion:
+        gemms = (*unit.backward.gemms, *unit.weight.gemms)
+        added = sum(gemm.m * gemm.n * gemm.batch for gemm in gemms if gemm.adds)
+        count = max(0, count - added)  # a loss in chunks adds several times to the same sum
+    return memory_seconds(run, (run.element_bytes + _sum_bytes(run)) * count)
+
+
+def _sum_bytes(run: PlannedRun) -> int:
+    """Return the bytes per element to read and write the sum that a microbatch's gradient is added to.
+
+    With one microbatch, or with a reduction after each one (ZeRO 2 and 3), the gradient is only copied.
+    """
+    size = 2 if run.program.gradient_bytes == 2 else max(run.element_bytes, 4)
+    is_copied = run.num_microbatches == 1 or run.zero_stage >= 2
+    return size if is_copied else 2 * size
+
+
+def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
+    """Return the seconds by which each tensor-parallel collective of a phase lengthens it.
+
+    An all-gather that has another GEMM before the one that reads its result costs nothing. Unless the weight
+    gradients are computed later, their GEMMs hide a part of the other collectives in backward.
+    """
+    program, is_split = run.program, run.splits_backward
+    hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
-        (qkv, model.hidden_size),
-        (model.hidden_size, heads // tp),
-        (gates * model.ffn_size // tp, model.hidden_size),
-        (model.hidden_size, model.ffn_size // tp),
+        0.0
+        if each.is_hidden
+        else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
+        if each.gemm is not None and run.tp_comm_chunks > 1
+        else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)
+        for each in phase.collectives
     ]
 
 
-def _accumulation(run: PlannedRun) -> float:
-    """Return the seconds to add weight gradients to their fp32 sums, unless the GEMMs do that."""
-    is_fused = run.program.fused_accumulation and run.config.parallel.gradient_accumulation_fusion
-    if is_fused and run.zero_stage != 3:
-        return 0.0
-    return memory_seconds(run, (run.element_bytes + 8) * layer_parameters_of_rank(run))
+def _overlapped_collective(
+    run: PlannedRun, gemm: GemmCall, call: CollectiveCall, name: Phase, hidden: float
+) -> float:
+    """Return the seconds of a collective that overlaps in parts with its GEMM, if it does in this phase."""
+    sums, is_symmetric = call.kind != "all-gather", run.config.parallel.requests_symmetric_memory
+    if name == "backward" and sums and is_symmetric and not run.splits_backward:
+        return 0.0  # the GEMM of the weight's gradient hides it
+    in_parts = name == "forward" or (name == "backward" and (run.splits_backward if sums else is_symmetric))
+    if in_parts:
+        return _overlapped_seconds(run, gemm, call)
+    return (1 - hidden) * run.program.tp_share * _collective_seconds(run, call)
 
 
-def _bytes_moved(run: PlannedRun) -> float:
-    """Return the bytes that memory-bound kernels read and write in a layer's forward."""
-    model, tp = run.config.model, run.tp
-    share = FUSED_SHARE if run.program.fused_elementwise else 1.0
-    hidden = share * HIDDEN_ACCESSES * model.hidden_size / run.num_sequence_shards
-    widths: float = 2 * (model.num_attention_heads + model.num_kv_heads) * model.head_dim
-    widths += (3 if model.is_gated else 2) * model.ffn_size / INNER_ACCESSES
-    return run.tokens * run.element_bytes * (hidden + INNER_ACCESSES * widths / tp)
-
-
-def _tp_seconds(run: PlannedRun) -> float:
-    """Count an all-reduce per block, or an all-gather and a reduce-scatter with sequence parallelism."""
+def _collective_seconds(run: PlannedRun, call: CollectiveCall, num_calls: int = 1) -> float:
     group = Group(run.cluster, run.tp, 1)
-    if run.config.parallel.sequence_parallel:
-        return 4 * group.gather_seconds(run.hidden_bytes)
-    return 2 * group.reduce_seconds(run.hidden_bytes)
+    if call.kind == "all-reduce":
+        return group.reduce_seconds(call.num_bytes, num_calls)
+    return group.gather_seconds(call.num_bytes, num_calls)
 
 
-def recomputation(run: PlannedRun, layer: MicrobatchWork, num_layers: int) -> WorkSeconds:
-    """Return the work that a stage recomputes for one microbatch.
+def _overlapped_seconds(run: PlannedRun, gemm: GemmCall, call: CollectiveCall) -> float:
+    """Return how much longer a GEMM and its collective take than the GEMM alone if they overlap in parts."""
+    alone = _gemm(run, gemm)
+    if run.config.parallel.requests_symmetric_memory:
+        # torch multiplies the slices of all ranks on two streams, so they fill the multiprocessors like one
+        # GEMM. Copies take none, and a rank need not copy its own slice.
+        message = Group(run.cluster, run.tp, 1).message_seconds(call.num_bytes / run.tp)
+        return (run.tp - 1) * max(0.0, message - alone / run.tp)
+    num_chunks = run.tp_comm_chunks
+    batch = run.tp if run.config.parallel.sequence_parallel else 1
+    part = _gemm(run, gemm._replace(m=math.ceil(gemm.m / (num_chunks * batch)), batch=batch))
+    return overlapped_seconds(
+        alone, part, _collective_seconds(run, call, num_chunks) / num_chunks, num_chunks
+    )
+
+
+def overlapped_seconds(gemm: float, part: float, communication: float, num_parts: int) -> float:
+    """Return the seconds by which communication lengthens a GEMM if both overlap in equal parts.
+
+    Each part takes two steps on two machines, the GPU and the link. The steps of equal parts take the first
+    step of one part, the longer step of all others, and the last step (Johnson 1954). Overlapped parts share
+    the GPU.
 
     Args:
-        layer: the work of one layer.
-        num_layers: number of layers of the stage.
+        gemm: seconds of the whole GEMM.
+        part: seconds of the GEMM of a part.
+        communication: seconds of the communication of a part.
     """
-    recompute = run.config.recompute
-    if recompute.recompute_granularity == "full":
-        again = sum(len(group) for group, is_again in recompute.groups(num_layers) if is_again)
-        return layer.forward * again
-    return _recomputed_modules(run, layer) * num_layers
+    seconds = part + communication + (num_parts - 1) * max(part, communication)
+    hidden = num_parts * (part + communication) - seconds
+    return seconds - gemm + CONTENTION * hidden
 
 
-def _recomputed_modules(run: PlannedRun, layer: MicrobatchWork) -> WorkSeconds:
-    model, modules = run.config.model, run.config.recompute.modules
-    element = run.tokens * run.element_bytes
-    norm = memory_seconds(run, 2 * INNER_ACCESSES * element * model.hidden_size / run.num_sequence_shards)
-    activation = memory_seconds(run, 2 * INNER_ACCESSES * element * model.ffn_size / run.tp)
-    work = WorkSeconds()
-    if "core_attn" in modules:
-        work += WorkSeconds(attention=attention_seconds(run)[0])
-    if "layernorm" in modules:
-        work += WorkSeconds(memory_bound=norm)
-    if "mlp_act" in modules:
-        work += WorkSeconds(memory_bound=activation)
-    if "mlp" in modules:
-        _, _, (outputs, inputs), _ = weight_shapes(run)
-        gemm = _gemm(run, run.tokens, outputs, inputs)
-        work += WorkSeconds(gemm, memory_bound=norm + activation, tp=layer.forward.tp / 4)
-    return work
+class ModelWork(NamedTuple):
+    """The work of a model's units.
+
+    Attributes:
+        layers: of each kind of layer.
+        last_gemms: a layer's last GEMM and its collective, of each kind of layer.
+    """
+
+    embedding: MicrobatchWork
+    head: MicrobatchWork
+    layers: Mapping[int, MicrobatchWork]
+    last_gemms: Mapping[int, WorkSeconds]
 
 
-def offload_work(run: PlannedRun, layer: MicrobatchWork, num_layers: int) -> tuple[WorkSeconds, WorkSeconds]:
+def model_work(run: PlannedRun) -> ModelWork:
+    """Return the work of a run's units. Runs with the same records and settings of communication share it."""
+    units = run.units
+    return units.shared(
+        ("work", *work_key(run)),
+        lambda: ModelWork(
+            unit_work(run, units.embedding),
+            unit_work(run, units.head),
+            {kind: unit_work(run, layer) for kind, layer in units.layers.items()},
+            {kind: _last_gemm(run, layer) for kind, layer in units.layers.items()},
+        ),
+    )
+
+
+def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
+    """Return the settings of a run on which the work of its units depends, besides their records."""
+    parallel = run.config.parallel
+    return (
+        run.cluster,
+        run.tp_comm_chunks,
+        parallel.requests_symmetric_memory,
+        parallel.gradient_accumulation_fusion,
+        _sum_bytes(run),
+    )
+
+
+def recomputation(run: PlannedRun, kinds: Sequence[int], work: ModelWork) -> WorkSeconds:
+    """Return the work of whole layers that a stage recomputes for one microbatch.
+
+    Args:
+        kinds: kinds of the stage's layers.
+    """
+    groups = [group for group, is_again in run.config.recompute.groups(len(kinds)) if is_again]
+    again = Counter(kinds[i] for group in groups for i in group)
+    seconds = total_work(work.layers[kind].forward * count for kind, count in again.items())
+    if run.program.stops_recomputing:
+        last = Counter(kinds[group.stop - 1] for group in groups)
+        seconds += total_work(work.last_gemms[kind] * -count for kind, count in last.items())
+    return seconds
+
+
+def _last_gemm(run: PlannedRun, layer: UnitRecord) -> WorkSeconds:
+    """Return the work of a layer's last GEMM and its collective."""
+    phase, last = layer.forward, len(layer.forward.gemms) - 1
+    tp = zip(phase.collectives, tp_seconds(run, phase, "forward"), strict=True)
+    return WorkSeconds(
+        _gemm(run, phase.gemms[last]),
+        tp=sum(seconds for each, seconds in tp if each.gemm == last),
+    )
+
+
+def offload_work(
+    run: PlannedRun, kinds: Sequence[int], works: Mapping[int, MicrobatchWork]
+) -> tuple[WorkSeconds, WorkSeconds]:
     """Return how long a stage's forward and backward of one microbatch wait for copies of activations.
 
     A group's copies overlap with the next group's computation, in the order of forward or backward. If all
     groups are offloaded, nothing overlaps with the last group's copies back to the GPU.
 
     Args:
-        layer: the work of one layer.
-        num_layers: number of layers of the stage.
+        kinds: kinds of the stage's layers.
+        works: work of each kind of layer.
     """
     recompute, gpu = run.config.recompute, run.cluster.gpu
+    if recompute.cpu_offload_activations == 0:
+        return WorkSeconds(), WorkSeconds()
     bandwidth = gpu.host_link_bandwidth * gpu.link_share
-    groups = recompute.groups(num_layers)
+    groups = recompute.groups(len(kinds))
     down = up = 0.0
-    for (group, is_again), elements in zip(groups, group_elements(run, num_layers), strict=True):
+    for (group, is_again), size in zip(groups, group_bytes(run, kinds), strict=True):
         if group.start >= recompute.cpu_offload_activations:
             break
-        seconds = elements * run.element_bytes / bandwidth
-        forward = len(group) * layer.forward.seconds
-        backward = len(group) * layer.backward.seconds + (forward if is_again else 0.0)
-        is_first_in_backward = group.stop == num_layers
+        seconds = size / bandwidth
+        forward = sum(works[kinds[i]].forward.seconds for i in group)
+        backward = sum(works[kinds[i]].backward.seconds for i in group) + (forward if is_again else 0.0)
+        is_first_in_backward = group.stop == len(kinds)
         down += max(0.0, seconds - forward)
         up += max(0.0, seconds - (0.0 if is_first_in_backward else backward))
     return WorkSeconds(offload=down), WorkSeconds(offload=up)
-
-
-def embedding_work(run: PlannedRun) -> MicrobatchWork:
-    """Return the work of the embedding: lookup, sum over tp, and the gradient of the table."""
-    tp = Group(run.cluster, run.tp, 1).reduce_seconds(run.hidden_bytes)
-    table = table_parameters(run.config.model, run.tp) / run.tp
-    gradient = memory_seconds(run, 3 * run.hidden_bytes + (run.element_bytes * 2 + 8) * table)
-    return MicrobatchWork(
-        WorkSeconds(memory_bound=memory_seconds(run, 4 * run.hidden_bytes), tp=tp),
-        WorkSeconds(),
-        WorkSeconds(memory_bound=gradient),
-    )
-
-
-def head_work(run: PlannedRun) -> MicrobatchWork:
-    """Return the work of the output layer and the vocabulary-parallel loss."""
-    model = run.config.model
-    columns, hidden = model.padded_vocab_size(run.tp) // run.tp, model.hidden_size
-    tokens = round(run.tokens * model.predicted_share)
-    gemm = _gemm(run, tokens, columns, hidden)
-    weight_gemm = _gemm(run, columns, hidden, tokens)
-    logits = tokens * columns
-    tp = Group(run.cluster, run.tp, 1).reduce_seconds(run.hidden_bytes)
-    table = table_parameters(model, run.tp) / run.tp
-    accumulation = memory_seconds(run, (run.element_bytes + 8) * table)
-    return MicrobatchWork(
-        WorkSeconds(gemm, memory_bound=memory_seconds(run, logits * (2 * run.element_bytes + 5 * 4))),
-        WorkSeconds(gemm, memory_bound=memory_seconds(run, logits * 3 * 4), tp=tp),
-        WorkSeconds(weight_gemm, memory_bound=accumulation),
-    )

@@ -7,27 +7,11 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.config.flags import flag_tokens
+from megalite.config.layout_options import LAYOUT_FIELDS
 from megalite.config.stage_layers import SPLITS, even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
-LAYOUT_FIELDS = {
-    "tensor_model_parallel_size": "parallel",
-    "pipeline_model_parallel_size": "parallel",
-    "pipeline_schedule": "parallel",
-    "num_virtual_stages_per_pipeline_rank": "parallel",
-    "micro_batch_size": "training",
-    "recompute_granularity": "recompute",
-    "recompute_modules": "recompute",
-    "cpu_offload_activations": "recompute",
-    "zero_stage": "parallel",
-    "data_parallel_shard_degree": "parallel",
-    "sequence_parallel": "parallel",
-    "pipeline_layers": "parallel",
-    "optimizer_cpu_offload": "optimizer",
-    "optimizer_nvme_offload": "optimizer",
-}
-"""The fields that a search or memory advice varies, each with its group in the config."""
 _SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
 
 
@@ -77,7 +61,8 @@ def layout_name(run: PlannedRun) -> str:
     if parallel.schedule == "interleaved":
         suffix = f"v{run.stages.num_chunks}"
     shard = f"shard{run.num_shards}" if run.zero_stage and run.num_shards < run.num_sharing else ""
-    sizes = (f"tp{run.tp}", f"pp{run.pp}{suffix if run.pp > 1 else ''}", f"dp{run.dp}{shard}")
+    suffixes = {"pp": suffix if run.pp > 1 else ""}
+    sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
     switches = {
         "sp": parallel.sequence_parallel,
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
@@ -85,7 +70,7 @@ def layout_name(run: PlannedRun) -> str:
         "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,
     }
     named = "".join(f"+{switch}" for switch, is_on in switches.items() if is_on)
-    return f"{''.join(sizes)}mbs{run.config.training.micro_batch_size}{named}"
+    return f"{sizes}{shard}mbs{run.config.training.micro_batch_size}{named}"
 
 
 def layout_flags(config: Config) -> list[str]:

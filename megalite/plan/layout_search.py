@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd
 from typing import Any
@@ -15,7 +15,7 @@ from megalite.errors import UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_fields import with_even_stages, with_layout
+from megalite.plan.layout_fields import changed_fields, with_even_stages, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
@@ -23,6 +23,10 @@ from megalite.plan.rank_memory import node_host_bytes
 
 MAX_MICRO_BATCH = 16
 MAX_CHUNKS = 8
+NUM_NEAREST = 3
+"""Layouts to report if none fits."""
+SIMILAR = 1.03
+"""Ratio of times within which plans cannot tell layouts apart."""
 PIPELINE_FIELDS = {
     "pipeline_schedule",
     "num_virtual_stages_per_pipeline_rank",
@@ -42,13 +46,17 @@ class SearchResult:
         fitting: plans that fit in memory.
         rejected: number of layouts that training would reject, by kind of problem, with its first message.
         too_large: number of layouts that do not fit, by the kind of memory that takes most.
-        smallest: of the plans that do not fit, the one that needs the least memory.
+        closest: of the plans that do not fit, the one that needs the least memory for each tp and pp.
     """
 
     fitting: list[RunPlan] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
-    smallest: RunPlan | None = None
+    closest: dict[tuple[int, int], RunPlan] = field(default_factory=dict)
+
+    def nearest(self, count: int) -> list[RunPlan]:
+        """Return the `count` plans of different tp and pp that need the least memory, smallest first."""
+        return sorted(self.closest.values(), key=lambda plan: plan.memory_bytes)[:count]
 
 
 Watch = Callable[[str], None]
@@ -91,25 +99,33 @@ def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool)
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
     for number, config in enumerate(_configs(request, cluster), 1):
         watch(f"{number:,} layouts of {cluster.world_size:,} GPUs planned, {len(found.fitting):,} fit")
-        problem = first_problem(config, cluster, request.cp)
+        problem = first_problem(config, cluster)
         if problem is not None:
             found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
             continue
         if offloads:
             config = with_layout(config, cpu_offload_activations=max(layers_per_stage(config)))
-        plan = RunPlan(request.planned_run(config, cluster))
-        if plan.fits:
+        try:
+            plan = RunPlan(request.planned_run(config, cluster))
+            fits = plan.fits
+        except UserError as error:  # the program's own model does not support the layout
+            found.rejected[str(error)] += 1
+            continue
+        if fits:
             found.fitting.append(plan)
             continue
-        found.too_large[_largest_kind(plan)] += 1
-        if found.smallest is None or plan.memory_bytes < found.smallest.memory_bytes:
-            found.smallest = plan
+        found.too_large[largest_kind(plan)] += 1
+        smallest = found.closest.setdefault((plan.run.tp, plan.run.pp), plan)
+        if plan.memory_bytes < smallest.memory_bytes:
+            found.closest[plan.run.tp, plan.run.pp] = plan
     return found
 
 
-def _largest_kind(plan: RunPlan) -> str:
+def largest_kind(plan: RunPlan) -> str:
+    """Return the kind of memory that takes most on the largest rank."""
     memory = max(plan.memories, key=lambda each: each.total)
-    return max((each.name for each in fields(memory)), key=lambda name: getattr(memory, name))
+    kind, _ = max(memory._asdict().items(), key=lambda each: each[1])
+    return kind
 
 
 def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
@@ -124,9 +140,30 @@ def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> l
     return best
 
 
+def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
+    """Return the layout for --layout auto: the one with the fewest options of those that are almost fastest.
+
+    Plans that may run out of memory count only if there is no other.
+
+    Args:
+        ratio: maximum time, relative to the fastest plan.
+    """
+    plans = [plan for plan in plans if not plan.is_tight] or plans
+    (best,) = fastest(plans, 1)
+    longest = ratio * best.time.seconds
+    by_options = sorted(
+        plans,
+        key=lambda plan: (len(changed_fields(plan.run.config)), plan.run.zero_stage, plan.memory_bytes),
+    )
+    return next(
+        plan for plan in by_options if least_seconds(plan.run) <= longest and plan.time.seconds <= longest
+    )
+
+
 def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
     """Yield every layout whose sizes divide the cluster, with all options that have an effect in it."""
-    base, ranks = request.config, cluster.world_size // request.cp
+    base = request.config
+    ranks = cluster.world_size // base.parallel.mesh.num_position_slices
     if base.training.global_batch_size is None:
         raise UserError(
             "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
@@ -141,26 +178,26 @@ def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
             if name in request.fixed_fields
         ):
             continue
-        for values in _choices(request, tp, pp, ranks // (tp * pp)):
+        for values in _choices(request, request.planned_run(with_layout(base, **sizes), cluster)):
             yield with_even_stages(with_layout(base, **sizes, **values))
 
 
-def _choices(request: Request, tp: int, pp: int, dp: int) -> Iterator[dict[str, Any]]:
-    """Yield the values of the other fields for one choice of sizes; fixed fields keep their values."""
+def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
+    """Yield the values of the other fields for the sizes of `run`; fixed fields keep their values."""
     base, fixed = request.config, request.fixed_fields
     ways: dict[str, list[Any]] = {
-        "micro_batch_size": _micro_batches(base, dp),
-        "zero_stage": [0] if dp == 1 else [0, 1, 2, 3],
-        "sequence_parallel": [False, True] if tp > 1 else [False],
+        "micro_batch_size": _micro_batches(base, run.dp),
+        "zero_stage": [0] if run.num_sharing == 1 else [0, 1, 2, 3],
+        "sequence_parallel": [False, True] if run.tp > 1 else [False],
     }
     free = {name: values for name, values in ways.items() if name not in fixed}
     pipelines: list[dict[str, Any]] = [{}]
     if not fixed & PIPELINE_FIELDS:
-        pipelines = _pipelines(base, pp)
+        pipelines = _pipelines(base, run.pp)
     recomputes: list[dict[str, Any]] = [{}]
     if not fixed & {"recompute_granularity", "recompute_modules"}:
         recomputes = _recomputes(request.planned_run())
-    degree = _degree_within_node(request, tp, dp)
+    degree = _degree_within_node(request, run)
     for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
         choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
         yield choice
@@ -168,12 +205,12 @@ def _choices(request: Request, tp: int, pp: int, dp: int) -> Iterator[dict[str, 
             yield {**choice, "data_parallel_shard_degree": degree}
 
 
-def _degree_within_node(request: Request, tp: int, dp: int) -> int | None:
+def _degree_within_node(request: Request, run: PlannedRun) -> int | None:
     """Return the number of replicas on a node to shard over; None unless a node has some but not all."""
     if request.fixed_fields & {"data_parallel_shard_degree", "num_distributed_optimizer_instances"}:
         return None
-    degree = gcd(dp, request.cluster.gpus_per_node // tp)
-    return degree if 1 < degree < dp else None
+    degree = gcd(run.num_sharing, request.cluster.gpus_per_node // run.tp)
+    return degree if 1 < degree < run.num_sharing else None
 
 
 def _micro_batches(base: Config, dp: int) -> list[int]:
@@ -203,11 +240,14 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
 
 def _recomputes(run: PlannedRun) -> list[dict[str, Any]]:
     modules = (*CHEAP_MODULES, "core_attn") if run.program.keeps_scores else CHEAP_MODULES
-    return [
+    ways: list[dict[str, Any]] = [
         {"recompute_granularity": None},
         {"recompute_granularity": "selective", "recompute_modules": modules},
         {"recompute_granularity": "full"},
     ]
+    if run.provider is not None:
+        del ways[1]  # only a transformer's layers have these modules
+    return ways
 
 
 def _divisors(number: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.optim.offload_sizes import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
-from megalite.plan.model_parameters import rank_parameters
 from megalite.plan.planned_run import PlannedRun
 
 NODE_MEMORY_GB = 1000.0
@@ -41,8 +40,8 @@ class OffloadedState:
     disk: float
 
 
-def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
-    """Return the offloaded state of a pipeline rank; None if it offloads none.
+def offloaded_state(run: PlannedRun, num_parameters: int) -> OffloadedState | None:
+    """Return the offloaded state of a rank with this many parameters; None if it offloads none.
 
     Gradients are kept in host memory if they fit in a node's `NODE_MEMORY_GB`.
     Main weights are offloaded if they are separate from the model's weights: in 16 bits, without ZeRO 3.
@@ -51,7 +50,7 @@ def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
     if not optimizer.offloads_optimizer:
         return None
     shares = run.num_shards if run.zero_stage else 1
-    elements = optimizer.optimizer_offload_fraction * rank_parameters(run, rank) / shares
+    elements = optimizer.optimizer_offload_fraction * num_parameters / shares
     main = max(4, run.element_bytes)
     has_main = run.element_bytes == 2 and run.zero_stage != 3
     weight = main if run.zero_stage == 3 else run.element_bytes
@@ -76,8 +75,7 @@ def offloaded_state(run: PlannedRun, rank: int) -> OffloadedState | None:
 
 def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
     """Return the offloaded state of the rank with the most parameters."""
-    ranks = {0, run.pp - 1}
-    return offloaded_state(run, max(ranks, key=lambda rank: rank_parameters(run, rank)))
+    return offloaded_state(run, run.most_parameters)
 
 
 @dataclass(frozen=True)

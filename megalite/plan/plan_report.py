@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from megalite.commands import command_lines
+from megalite.config.model_flops import CONVENTION
 from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
+from megalite.plan.goodput_plan import GoodputPlan
 from megalite.plan.layout_fields import layout_name
 from megalite.plan.layout_search import (
+    NUM_NEAREST,
     SearchResult,
     Watch,
     fastest,
+    largest_kind,
     search,
     search_with_offload,
+    simplest,
     watch_nothing,
 )
-from megalite.plan.model_flops import CONVENTION
 from megalite.plan.offloaded_state import (
     NODE_MEMORY_GB,
     largest_offloaded_state,
     offload_seconds,
     updates_under_forward,
 )
+from megalite.plan.plan_options import Scaling
 from megalite.plan.plan_request import Request, read_request, start_command
-from megalite.plan.planned_run import OWN, run_problems
+from megalite.plan.planned_run import PlannedRun, run_problems
+from megalite.plan.programs import OWN
+from megalite.plan.quantities import counted, duration, large, plain
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, node_host_bytes
+from megalite.plan.scaling.scaling_plan import plan_scaling
+from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
 
 _GB = 1e9
 _KINDS = {
@@ -65,16 +73,29 @@ def answer(arguments: Sequence[str], watch: Watch = watch_nothing) -> Iterable[s
         UserError: the command line is invalid, or no layout fits the cluster.
     """
     request = read_request(arguments)
+    if request.scaling is not None:
+        return _scaling(request, request.scaling)
     return _one(request) if request.top is None else _all(request, request.top, watch)
 
 
 def _one(request: Request) -> Iterable[str]:
-    if problems := run_problems(request.config, request.cluster, request.cp):
+    if problems := run_problems(request.config, request.cluster):
         raise ConfigError(problems)
     plan = RunPlan(request.planned_run())
     if not request.is_json:
         return plan_lines(request, plan)
     return [json.dumps(_object(request, plan))]
+
+
+def _scaling(request: Request, scaling: Scaling) -> Iterable[str]:
+    points = list(plan_scaling(request))
+    if scaling.svg is not None:
+        save_scaling_svg(scaling.svg, points, scaling_title(request))
+    if request.is_json:
+        return [json.dumps({"scaling": as_objects(points), "notices": [*request.assumed, *request.notices]})]
+    rates = request.cluster.network_gbps, scaling.ethernet_gbps
+    networks = "GB/s per GPU to other nodes: InfiniBand {}, Ethernet {}".format(*map(plain, rates))
+    return [*_assumptions(request), *table_lines(points), networks]
 
 
 def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
@@ -84,7 +105,8 @@ def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
         found = offloaded if offloaded.fitting else found
     if not found.fitting:
         raise UserError(nothing_fits(request, found, watch))
-    best = fastest(found.fitting, top, watch)
+    is_chosen = request.layout == "auto" and top == 1
+    best = [simplest(found.fitting)] if is_chosen else fastest(found.fitting, top, watch)
     if not request.is_json:
         return search_lines(request, best, found)
     return [
@@ -100,8 +122,10 @@ def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
 
 
 def _object(request: Request, plan: RunPlan) -> dict[str, Any]:
+    goodput = goodput_of(request, plan)
     return {
         **as_object(plan, request.costs),
+        **({} if goodput is None else {"goodput": goodput.as_object()}),
         "assumed": list(request.assumed),
         "notices": list(request.notices),
         "command": start_command(request, plan.run.config),
@@ -113,9 +137,9 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     run, time = plan.run, plan.time
     yield from _assumptions(request)
     yield (
-        f"{_large(plan.parameters)} parameters on {_counted(run.cluster.world_size, 'GPU')}: tp {run.tp} x "
-        f"pp {run.pp} x dp {run.dp}, {_counted(run.num_microbatches, 'microbatch', 'es')} of "
-        f"{_counted(run.config.training.micro_batch_size, 'sample')} per replica"
+        f"{large(plan.parameters)} parameters on {counted(run.cluster.world_size, 'GPU')}: "
+        f"{' x '.join(_sizes(run))}, {counted(run.num_microbatches, 'microbatch', 'es')} of "
+        f"{counted(run.config.training.micro_batch_size, 'sample')} per replica"
     )
     yield ""
     yield from _memory_table(plan)
@@ -127,11 +151,16 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     parts = ", ".join(f"{name} {share:.0f}%" for name, share in shares.items() if share >= 0.5)
     yield f"iteration      {time.seconds:.3f} s, on the busiest rank: {parts}"
     yield f"tokens/s       {plan.tokens_per_second:,.0f}"
-    yield f"TFLOP/s        {_plain(plan.tflops_per_gpu)} per GPU, MFU {plan.mfu:.1%} ({CONVENTION})"
+    yield f"TFLOP/s        {plain(plan.tflops_per_gpu)} per GPU, MFU {plan.mfu:.1%} ({CONVENTION})"
     yield f"bubble         {time.bubble_fraction:.1%} of the time, for the average rank"
     yield from _cost_lines(request, plan)
+    yield from _goodput_lines(request, plan)
     yield ""
     yield from command_lines(start_command(request, run.config)) if plan.fits else [NO_COMMAND]
+
+
+def _sizes(run: PlannedRun) -> list[str]:
+    return [f"{name} {size}" for name, size in run.sizes.items()]
 
 
 def _assumptions(request: Request) -> Iterator[str]:
@@ -139,14 +168,12 @@ def _assumptions(request: Request) -> Iterator[str]:
         yield f"note: {text}"
     for text in request.assumed:
         yield f"assumed: {text}"
-    if request.program != OWN:
+    if request.program != OWN and request.provider is None:
         yield f"note: --program {request.program} is planned; the command below starts megalite"
-    if request.cp > 1:
-        yield f"note: --context-parallel-size {request.cp} is planned; megalite has no context parallelism"
 
 
 def _memory_table(plan: RunPlan) -> Iterator[str]:
-    names = [field.name for field in fields(RankMemory)]
+    names = RankMemory._fields
     widths = [max(len(name), 6) + 1 for name in (*names, "total")]
     yield "GB/rank" + "".join(
         f"{name:>{width}}" for name, width in zip((*names, "total"), widths, strict=True)
@@ -229,15 +256,27 @@ def _cost_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     if not costs:
         return
     yield (
-        f"whole run      {_large(costs['train_tokens'])} tokens: {_duration(costs['days'])}, "
-        f"{_plain(costs['gpu_hours'])} GPU hours"
+        f"whole run      {large(costs['train_tokens'])} tokens: {duration(costs['days'])}, "
+        f"{plain(costs['gpu_hours'])} GPU hours"
     )
     if "energy_mwh" in costs:
         energy = costs["energy_mwh"]
-        yield f"energy         {f'{_plain(energy)} MWh' if energy >= 1 else f'{_plain(1e3 * energy)} kWh'}"
+        yield f"energy         {f'{plain(energy)} MWh' if energy >= 1 else f'{plain(1e3 * energy)} kWh'}"
     if "price" in costs:
-        price = f"{_plain(costs['price'])} in the currency of --price-per-gpu-hour {request.costs.price:g}"
+        price = f"{plain(costs['price'])} in the currency of --price-per-gpu-hour {request.costs.price:g}"
         yield f"price          {price}"
+
+
+def goodput_of(request: Request, plan: RunPlan) -> GoodputPlan | None:
+    """Return the plan on nodes that fail; None without --node-mtbf."""
+    return None if request.reliability is None else GoodputPlan(plan, request.reliability, request.costs)
+
+
+def _goodput_lines(request: Request, plan: RunPlan) -> Iterator[str]:
+    goodput = goodput_of(request, plan)
+    if goodput is not None:
+        yield ""
+        yield from goodput.lines()
 
 
 def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
@@ -260,7 +299,7 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     costs = run_costs(best[0], request.costs)
     yield _cost_legend(request, costs) if costs else "bubble: share of the time, for the average rank"
     yield "layout: in the notation of --verify-layouts; --json has the command for each"
-    yield f"{_counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
+    yield f"{counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):
         yield (
@@ -273,6 +312,7 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
         yield f"{number} more do not fit in {available:.1f} GB; largest part of their memory: {kinds}"
     for text, count in found.rejected.most_common():
         yield f"{count} more are rejected, for example: {text}"
+    yield from _goodput_lines(request, best[0])
     yield ""
     if best[0].is_tight:
         yield f"warning: {_tight(best[0])}"
@@ -284,33 +324,38 @@ def _row(request: Request, plan: RunPlan) -> dict[str, str]:
     costs = run_costs(plan, request.costs)
     row = {
         "s/iter": f"{plan.time.seconds:.3f}",
-        "TFLOP/s": _plain(plan.tflops_per_gpu),
+        "TFLOP/s": plain(plan.tflops_per_gpu),
         "MFU": f"{plan.mfu:.1%}",
         "GB ": f"{plan.memory_bytes / _GB:.1f}{'!' if plan.is_tight else ' '}",
     }
     if not costs:
         return row | {"bubble": f"{plan.time.bubble_fraction:.1%}"}
-    return row | {name: _plain(costs[key]) for name, key in _COST_COLUMNS.items() if key in costs}
+    return row | {name: plain(costs[key]) for name, key in _COST_COLUMNS.items() if key in costs}
 
 
 def _cost_legend(request: Request, costs: Mapping[str, float]) -> str:
     currency = ""
     if "price" in costs:
         currency = f"; price in the currency of --price-per-gpu-hour {request.costs.price:g}"
-    return f"days and costs: for {_large(costs['train_tokens'])} tokens{currency}"
+    return f"days and costs: for {large(costs['train_tokens'])} tokens{currency}"
 
 
 def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_nothing) -> str:
-    """Return by how much the smallest layout is too large, and a cluster that is large enough."""
-    cluster, plan = request.cluster, found.smallest
-    if plan is None:
+    """Return by how much the smallest layouts are too large, and a cluster that is large enough."""
+    cluster, nearest = request.cluster, found.nearest(NUM_NEAREST)
+    if not nearest:
         reasons = "; ".join(text for text, _ in found.rejected.most_common(3)) or "no tp x pp divides it"
         return f"--world-size {cluster.world_size}: training rejects every layout: {reasons}"
+    plan, *others = nearest
     needed, available = plan.memory_bytes / _GB, cluster.gpu.memory_bytes / _GB
+    more = "".join(
+        f", {layout_name(each.run)} lacks {each.memory_bytes / _GB - available:.1f} GB" for each in others
+    )
     return (
-        f"no layout fits {_counted(cluster.world_size, 'GPU')} of {available:.1f} GB: the smallest of "
+        f"no layout fits {counted(cluster.world_size, 'GPU')} of {available:.1f} GB: the smallest of "
         f"{sum(found.too_large.values())} layouts needs {needed:.1f} GB per GPU, {needed - available:.1f} GB "
-        f"too much (tp {plan.run.tp}, pp {plan.run.pp}, dp {plan.run.dp}); {_remedy(request, plan, watch)}"
+        f"too much ({', '.join(_sizes(plan.run))}; most of it is "
+        f"{largest_kind(plan)}{more}); {_remedy(request, plan, watch)}"
     )
 
 
@@ -328,32 +373,3 @@ def _remedy(request: Request, smallest: RunPlan, watch: Watch) -> str:
     if not remedies:
         return "use a smaller model, shorter samples or more GPUs"
     return f"pass {', or '.join(remedies)}"
-
-
-def _large(number: float) -> str:
-    """Return a count in trillions, billions or millions, or in full below a million."""
-    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= unit:
-            return f"{_plain(number / unit)} {name}"
-    return f"{number:,.0f}"
-
-
-def _plain(number: float) -> str:
-    """Return a number with at least four significant digits and no exponent."""
-    if number == 0:
-        return "0"
-    decimals = max(0, 3 - math.floor(math.log10(number)))
-    text = f"{number:,.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if decimals else text
-
-
-def _duration(days: float) -> str:
-    """Return a length of time in the largest unit that it contains at least once."""
-    for name, unit in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
-        if days * unit >= 1:
-            return f"{_plain(days * unit)} {name}"
-    return f"{_plain(days * 86400)} seconds"
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

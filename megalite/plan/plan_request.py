@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from megalite.commands import torchrun_arguments
@@ -14,19 +15,33 @@ from megalite.config.arguments import split_tokens
 from megalite.config.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
+from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.parallel import LayoutSource
+from megalite.config.rules.parallel_rules import layout as layout_problems
 from megalite.config.stage_layers import num_stages
 from megalite.config.tool_parser import ToolParser, positive_int, positive_number
-from megalite.errors import UserError
+from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
+from megalite.plan.calibration_file import read_calibration, write_calibration
 from megalite.plan.estimate import Costs
+from megalite.plan.goodput_plan import Reliability
 from megalite.plan.layout_fields import (
-    LAYOUT_FIELDS,
     changed_fields,
     layout_flags,
     with_even_stages,
     with_layout,
 )
-from megalite.plan.planned_run import OWN, PROGRAMS, Cluster, PlannedRun, program_named
+from megalite.plan.own_program import SUFFIX, model_of
+from megalite.plan.plan_options import (
+    Scaling,
+    add_failures,
+    add_scaling,
+    reliability_of,
+    scaling_of,
+    unused_options,
+)
+from megalite.plan.planned_run import Cluster, PlannedRun, with_context_parallel
+from megalite.plan.programs import OWN, PROGRAMS, program_named
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 
@@ -50,8 +65,11 @@ class Request:
         fixed_fields: fields that a flag or a file sets: a search does not change them.
         assumed: the assumptions, one line each.
         top: number of layouts that a search prints; None to plan one layout.
-        cp: context-parallel size.
-        program: the training program, OWN or one of PROGRAMS.
+        program: the training program: OWN, one of PROGRAMS, or the file of a program with its own model.
+        provider: builds the stages of that model.
+        reliability: how often nodes fail; None to plan a run without failures.
+        layout: --layout; with auto, the plan searches the layout that training would choose.
+        scaling: numbers of nodes to plan; None to plan one cluster.
     """
 
     config: Config
@@ -64,13 +82,32 @@ class Request:
     notices: tuple[str, ...]
     top: int | None
     is_json: bool
-    cp: int
     program: str
+    provider: Callable[..., Any] | None = None
+    reliability: Reliability | None = None
+    layout: LayoutSource | None = None
+    scaling: Scaling | None = None
 
     def planned_run(self, config: Config | None = None, cluster: Cluster | None = None) -> PlannedRun:
         """Return the requested run, or the run with another config and cluster."""
         config, cluster = config or self.config, cluster or self.cluster
-        return PlannedRun(config, cluster, program_named(self.program, config.model, cluster.gpu), self.cp)
+        name = self.program if self.provider is None else OWN
+        program = program_named(name, config.model, cluster.gpu)
+        return PlannedRun(config, cluster, program, provider=self.provider)
+
+    @property
+    def launched(self) -> str:
+        """Return torchrun's arguments that start the program."""
+        if self.provider is not None:
+            return shlex.quote(self.program)
+        return torchrun_arguments(TRAINED_BY[self.config.model.architecture])
+
+    @property
+    def program_arguments(self) -> tuple[str, ...]:
+        """Return Python's arguments that start the program where megalite is installed."""
+        if self.provider is not None:
+            return (self.program,)
+        return "-m", "megalite", TRAINED_BY[self.config.model.architecture]
 
     def with_fixed(self, values: Mapping[str, Any]) -> Request:
         """Return the request with these fields of the layout fixed too."""
@@ -87,17 +124,28 @@ def read_request(arguments: Sequence[str]) -> Request:
         UserError: the command line, or the config that it describes, is invalid.
     """
     own, rest = _parser().parse_known_args(arguments)
-    config, notices = parse(rest, NEEDED_TO_TRAIN)
+    config, notices = parse(_saving(rest) if own.node_mtbf else rest, NEEDED_TO_TRAIN)
     if config.training.fp8_format is not None:
         raise UserError(
             f"--fp8-format {config.training.fp8_format} cannot be planned, since the speed of 8-bit GEMMs "
             "has not been measured: remove it to plan the run in bf16"
         )
-    notices += _unused_options(own, config)
+    layout = config.parallel.layout
+    if problems := [problem.text for problem in layout_problems(config, None)]:
+        raise ConfigError(problems)
+    config = replace(config, parallel=replace(config.parallel, layout=None))
+    num_layouts = own.top or (DEFAULT_TOP if own.search else 1)
+    own.search = own.search or layout == "auto"
+    notices += unused_options(own, config)
     table, (flags, _) = fields_by_flag(), split_tokens(rest)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
     has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, has_model)
+    config = with_context_parallel(config, own.context_parallel_size)
+    if own.context_parallel_size > 1:
+        size = own.context_parallel_size
+        notices.append(f"--context-parallel-size {size} is planned; megalite has no context parallelism")
+    provider = _provider_of(own.program)
     cluster = _cluster(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
@@ -112,11 +160,20 @@ def read_request(arguments: Sequence[str]) -> Request:
         fixed_fields=frozenset(set_fields) | changed_fields(config),
         assumed=assumed,
         notices=tuple(notices),
-        top=(own.top or DEFAULT_TOP) if own.search else None,
+        top=num_layouts if own.search else None,
         is_json=own.json,
-        cp=own.context_parallel_size,
         program=own.program,
+        provider=provider,
+        reliability=reliability_of(own),
+        layout=layout,
+        scaling=scaling_of(own, config, cluster),
     )
+
+
+def _saving(tokens: Sequence[str]) -> list[str]:
+    """Return training's flags with --save, without which other flags of checkpoints have no effect."""
+    has_save = any(flag.flag == "--save" for flag in split_tokens(tokens)[0])
+    return list(tokens) if has_save else [*tokens, "--save", "runs"]
 
 
 def planning_flags() -> frozenset[str]:
@@ -155,43 +212,46 @@ def _parser() -> ToolParser:
     )
     add(
         "--context-parallel-size",
+        "--cp",
         type=positive_int,
         default=1,
         help="context-parallel size of another program's run; megalite has no context parallelism",
     )
     add(
         "--program",
-        choices=(OWN, *PROGRAMS),
+        type=_program,
         default=OWN,
-        metavar="NAME",
-        help=f"plan the run of another program: {', '.join(PROGRAMS)} (default: {OWN})",
+        metavar="NAME|FILE.py",
+        help=f"plan the run of another program: {', '.join(PROGRAMS)}; or of your own, with the model that "
+        f"it passes to megalite.pretrain (default: {OWN})",
     )
     add("--train-tokens", type=positive_number, help="tokens of the whole run, such as 300e9, to show days")
     add("--watts", type=positive_number, help="power of a GPU with its part of the node, to show the energy")
     add("--price-per-gpu-hour", type=positive_number, help="price of a GPU per hour, to show the price")
+    add_failures(parser)
+    add_scaling(parser)
     add("--search", action="store_true", help="try every layout; options that flags set stay fixed")
     add("--top", type=positive_int, help=f"layouts that --search prints (default: {DEFAULT_TOP})")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _unused_options(own: argparse.Namespace, config: Config) -> list[str]:
-    """Return a line for each option of the plan that has no effect because of other options."""
-    training, lines = config.training, list[str]()
-    lengths = {"--train-iters": training.train_iters, "--train-samples": training.train_samples}
-    other = [f"{flag} {value}" for flag, value in lengths.items() if value is not None]
-    if own.train_tokens is not None and other:
-        lines.append(f"{other[0]} has no effect on the plan: --train-tokens is the length of the run")
-    elif own.train_tokens is None and not other:
-        costs = {"--watts": own.watts, "--price-per-gpu-hour": own.price_per_gpu_hour}
-        lines += [
-            f"{flag} {value:g} has no effect: the run has no length, pass --train-tokens or --train-iters"
-            for flag, value in costs.items()
-            if value is not None
-        ]
-    if own.top is not None and not own.search:
-        lines.append(f"--top {own.top} has no effect without --search")
-    return lines
+def _program(text: str) -> str:
+    if text not in (OWN, *PROGRAMS) and not text.endswith(SUFFIX):
+        names = ", ".join((OWN, *PROGRAMS))
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a Python file nor one of {names}")
+    return text
+
+
+def _provider_of(program: str) -> Callable[..., Any] | None:
+    """Return the model of a program's file; None for a program with a name."""
+    if not program.endswith(SUFFIX):
+        return None
+    from megalite.model.provider import check_model_provider  # imports torch
+
+    provider = model_of(Path(program))
+    check_model_provider(provider)
+    return provider
 
 
 def _complete(
@@ -216,7 +276,8 @@ def _complete(
         raise UserError("the vocabulary size is unknown: pass --padded-vocab-size or --vocab-size")
     if own.padded_vocab_size is not None:
         tokens += ["--pad-vocab-size-to", str(own.padded_vocab_size)]
-    if own.program == OWN and "attention_dropout" not in set_fields and not has_model:
+    is_own = own.program == OWN or own.program.endswith(SUFFIX)
+    if is_own and "attention_dropout" not in set_fields and not has_model:
         why = _why_no_dropout(config)
         if why is not None:
             model = replace(model, attention_dropout=0.0)
@@ -246,6 +307,7 @@ def _why_no_dropout(config: Config) -> str | None:
 
 
 def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
+    file = config.parallel.calibration
     if own.calibrate:
         if own.gpu is not None:
             raise UserError(
@@ -254,6 +316,12 @@ def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
         from megalite.plan.calibrate import measured_gpu  # imports torch
 
         gpu = measured_gpu(config.model.params_dtype)
+        if file is not None:
+            write_calibration(file, gpu)
+    elif file is not None:
+        if own.gpu is not None:
+            raise UserError(f"--calibration {file} and --gpu {own.gpu} plan for different GPUs: remove one")
+        gpu = read_calibration(file)
     elif own.gpu is None:
         raise UserError(
             f"--gpu is missing: pass one of {', '.join(GPUS)}, or --calibrate to measure this machine"
@@ -261,16 +329,9 @@ def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
     else:
         gpu = find_gpu(own.gpu)
     gpu = _changed(gpu, own.gpu_set)
-    parallel, cp = config.parallel, own.context_parallel_size
-    if own.world_size is not None and own.world_size % cp:
-        raise UserError(
-            f"--world-size {own.world_size} is not divisible by --context-parallel-size {cp}: "
-            f"pass --world-size {-(-own.world_size // cp) * cp}"
-        )
-    smallest = parallel.tp * parallel.pp * cp
     return Cluster(
         gpu,
-        own.world_size or smallest * (parallel.data_parallel_size or 1),
+        own.world_size or config.parallel.mesh.smallest_world,
         own.gpus_per_node or gpu.gpus_per_node,
         own.node_gbps or gpu.node_gbps,
         own.network_gbps or gpu.network_gbps,
@@ -299,9 +360,18 @@ def training_tokens(request: Request, config: Config) -> list[str]:
     table, (flags, _) = fields_by_flag(), split_tokens(request.training_tokens)
     kept: list[str] = []
     for flag in flags:
-        if flag.flag not in table or table[flag.flag].name not in LAYOUT_FIELDS:
+        if flag.flag not in table or table[flag.flag].name not in (*LAYOUT_FIELDS, "layout"):
             kept += flag.tokens
-    return [*kept, *layout_flags(config), *request.assumed_tokens]
+    is_in_file = request.layout == "auto" and not any(flag.flag == "--layout" for flag in flags)
+    source = ["--layout", "manual"] if is_in_file else []
+    return [*kept, *layout_flags(config), *source, *request.assumed_tokens]
+
+
+def job_tokens(request: Request, config: Config) -> list[str]:
+    """Return the training flags of a job: with --layout auto, each start chooses its layout again."""
+    if request.layout == "auto":
+        return [*request.training_tokens, *request.assumed_tokens]
+    return training_tokens(request, config)
 
 
 def start_command(request: Request, config: Config) -> str:
@@ -310,5 +380,4 @@ def start_command(request: Request, config: Config) -> str:
     nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     flags = shlex.join(training_tokens(request, config))
-    program = torchrun_arguments(TRAINED_BY[config.model.architecture])
-    return f"torchrun {nodes}--nproc-per-node {ranks} {program} {flags}"
+    return f"torchrun {nodes}--nproc-per-node {ranks} {request.launched} {flags}"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
-from megalite.config import Config, ModelConfig
-from megalite.config.stage_layers import layers_per_stage, stage_map
+from megalite.config import Config, ParallelConfig
+from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
+from megalite.distributed.axes import MODEL, AxisEntry, Role
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
 from megalite.pipeline.schedules import SCHEDULES, StageMap
+from megalite.plan.programs import MAX_TRITON_HEAD, Program
+from megalite.plan.units import ModelUnits, RankUnits, UnitsKey, units_of
+from megalite.recording.unit_key import UnitKey
+from megalite.recording.unit_record import WeightRecord
 
 
 @dataclass(frozen=True)
@@ -36,112 +43,30 @@ class Cluster:
         return -(-self.world_size // self.gpus_per_node)
 
 
+_CP = AxisEntry(
+    "cp", "context-parallel", "context_parallel_size", frozenset({"positions", "losses", "replicas"})
+)
+
+
 @dataclass(frozen=True)
-class Program:
-    """A training program, as far as a plan depends on it. The defaults describe megalite.
+class ForeignParallelConfig(ParallelConfig):
+    """Describe the layout of another program's run, which may have context parallelism.
 
     Attributes:
-        fused_attention: attention scores are never stored in GPU memory.
-        cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
-        triton_attention: fused attention is megalite's own, with dropout.
-        keeps_scores: the outputs of softmax and of its dropout are saved for backward.
-        fused_elementwise: norms, activations and additions of a layer run as a few kernels.
-        tp_share: share of the tensor-parallel communication that is not hidden under split GEMMs.
-        tp_hidden_share: share of the tensor-parallel communication in backward that runs under the GEMM of
-            the weight gradient. Megatron-LM has overlapped them since the end of 2021.
-        fused_accumulation: the weight gradient's GEMM adds it to its fp32 sum, and hides the memory accesses.
-            It has no effect with ZeRO 3, where each gradient is reduced at once.
-        gradient_bytes: bytes per element of the gradient kept between microbatches, with 16-bit weights.
-        shared_copy_bytes: bytes per element of a gradient copy that is sharded with the optimizer state.
-        keeps_gathered: with sequence parallelism, a GEMM's gathered input is saved for backward.
-        keeps_gate: SwiGLU saves the output of its gate besides both of its halves.
-        logit_copy_bytes: bytes per logit that the loss needs at its peak besides the 16-bit logits: 4 for a
-            copy in fp32, 8 for a copy and its softmax.
-        buffer_bytes: maximum size of the communication buffers: three buckets of gradients. A bucket is never
-            larger than the rank's gradients. DeepSpeed's buckets have 5e8 elements.
-        sum_buffer_bytes: maximum size of a bucket of fp32 sums, which is flattened while it is reduced.
-        splits_messages: each tensor-parallel rank sends its part of the hidden states to the next stage,
-            which gathers them inside its node (Narayanan et al. 2021, section 4.1).
-        one_adapter: collectives over nodes have the bandwidth of one network adapter per node.
-        gathers_under_forward: with ZeRO 1 and 2, weights are gathered under the next forward by default.
-        copies_slices: with ZeRO 1, the host copies gathered weights into the parameters in slices, one per
-            parameter and replica (nanotron, distributed.py, all_gather_coalesced).
+        context_parallel_size: number of ranks that share the tokens of a sample.
     """
 
-    fused_attention: bool
-    cudnn_attention: bool = False
-    triton_attention: bool = False
-    keeps_scores: bool = False
-    fused_elementwise: bool = False
-    tp_share: float = 1.0
-    tp_hidden_share: float = 0.5
-    fused_accumulation: bool = False
-    gradient_bytes: int = 4
-    shared_copy_bytes: int = 0
-    keeps_gathered: bool = False
-    keeps_gate: bool = False
-    logit_copy_bytes: int = 0
-    buffer_bytes: float = 0.0
-    sum_buffer_bytes: float = 0.0
-    splits_messages: bool = False
-    one_adapter: bool = False
-    gathers_under_forward: bool = False
-    copies_slices: bool = False
+    table = (replace(MODEL, axes=(*MODEL.axes[:-1], _CP, MODEL.axes[-1])),)
+
+    context_parallel_size: int = 1
 
 
-def own_program(model: ModelConfig, gpu: Gpu) -> Program:
-    """Return megalite as a program, with the attention that this GPU runs."""
-    has_dropout = model.attention_dropout > 0.0
-    can_run_triton = gpu.has_triton and model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
-    is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
-    return Program(
-        fused_attention=not is_written_out,
-        triton_attention=has_dropout,
-        fused_accumulation=True,
-        gathers_under_forward=True,
-    )
-
-
-MAX_TRITON_HEAD = 256
-"""Largest head size of megalite's Triton attention."""
-OWN = "megalite"
-_MEGATRON = Program(
-    fused_attention=False,
-    keeps_scores=True,
-    fused_elementwise=True,
-    tp_hidden_share=0.0,
-    logit_copy_bytes=8,
-    splits_messages=True,
-)
-PROGRAMS: Mapping[str, Program] = {
-    "megatron-2021": _MEGATRON,
-    "megatron-deepspeed": replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9),
-    "megatron-core": Program(
-        fused_attention=True,
-        cudnn_attention=True,
-        fused_elementwise=True,
-        tp_share=0.4,
-        fused_accumulation=True,
-        gradient_bytes=2,
-        logit_copy_bytes=4,
-    ),
-    "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
-    "plain-torch": Program(fused_attention=True, keeps_gate=True, logit_copy_bytes=4),
-}
-"""Other programs: Megatron-LM before fused attention, BLOOM's fork of it on DeepSpeed, NVIDIA's version of
-2024, DeepSpeed of early 2021, and programs that use torch's own attention and sharding."""
-
-
-def program_named(name: str, model: ModelConfig, gpu: Gpu) -> Program:
-    """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
-    return own_program(model, gpu) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
-
-
-def in_dtype(program: Program, params_dtype: str) -> Program:
-    """Return a program as it trains in a precision: DeepSpeed has fp32 sums only with bf16 gradients."""
-    if program.shared_copy_bytes and params_dtype == "bf16":
-        return replace(program, gradient_bytes=6, shared_copy_bytes=0, sum_buffer_bytes=2e9)
-    return program
+def with_context_parallel(config: Config, size: int) -> Config:
+    """Return the config with `size` context-parallel ranks, for a plan: megalite itself has none."""
+    if size == 1:
+        return config
+    given = {field.name: getattr(config.parallel, field.name) for field in fields(config.parallel)}
+    return replace(config, parallel=ForeignParallelConfig(**{**given, "context_parallel_size": size}))
 
 
 @dataclass(frozen=True)
@@ -150,17 +75,16 @@ class PlannedRun:
 
     Attributes:
         program: the training program.
-        cp: context-parallel size: number of ranks that share a sample's positions. megalite has no context
-            parallelism, but another program's run may have it.
         full_weights_fit: in a pipeline with ZeRO stage 3, whether a stage's full weights fit. Set by
             `choose_gathering`.
+        provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
     config: Config
     cluster: Cluster
     program: Program
-    cp: int = 1
     full_weights_fit: bool = False
+    provider: Callable[..., Any] | None = None
 
     @property
     def tp(self) -> int:
@@ -170,17 +94,33 @@ class PlannedRun:
     def pp(self) -> int:
         return self.config.parallel.pp
 
+    @property
+    def cp(self) -> int:
+        """Return the number of ranks that share the tokens of a sample."""
+        return self.config.parallel.mesh.num_position_slices
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the size of each axis, in the order of layout names; dp has the ranks that others leave."""
+        mesh = self.config.parallel.mesh
+        fixed = {axis.name: mesh.sizes[axis.name] or 1 for axis in mesh.model.axes if not axis.takes_rest}
+        rest = self.cluster.world_size // math.prod(fixed.values())
+        return {axis.name: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
+
+    def _num_ranks(self, role: Role) -> int:
+        return math.prod(self.sizes[name] for name in self.config.parallel.mesh.model.with_role(role))
+
     @cached_property
     def dp(self) -> int:
-        """Return the number of replicas of the model."""
-        return self.cluster.world_size // (self.tp * self.pp * self.cp)
+        """Return the number of ranks that read different samples."""
+        return self._num_ranks("samples")
 
-    @property
+    @cached_property
     def num_sharing(self) -> int:
         """Return the number of ranks with the same weights, which reduce gradients or shard their state."""
-        return self.dp * self.cp
+        return self._num_ranks("replicas")
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """Return the number of ranks that ZeRO shards over. Groups of that size replicate the shards."""
         return self.config.parallel.shard_degree_among(self.num_sharing, self.cluster.gpus_per_node)
@@ -196,29 +136,23 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """Return the tokens of a microbatch on one rank."""
-        return self.config.training.micro_batch_size * self.config.model.seq_length // self.cp
+        return self.config.microbatch_tokens
 
     @property
+    def tp_comm_chunks(self) -> int:
+        """Return the number of parts in which tensor-parallel collectives overlap with GEMMs."""
+        return self.config.parallel.tp_comm_chunks(self.tokens, "cuda") if self.program.overlaps_tp else 1
+
+    @cached_property
     def zero_stage(self) -> int:
         return self.config.parallel.zero_stage_among(self.num_shards)
 
-    @property
+    @cached_property
     def gathers_once(self) -> bool:
         """Return whether ZeRO stage 3 gathers each weight once per iteration, not for each microbatch."""
         choice = self.config.parallel.fsdp_reshard_after_forward
         fits = choice == "default" and self.pp > 1 and self.full_weights_fit
         return self.zero_stage == 3 and (choice == "never" or fits)
-
-    @property
-    def all_reduces_once(self) -> bool:
-        """Return whether, with ZeRO stage 3, ranks with the same shards all-reduce once per iteration.
-
-        They all-reduce for each microbatch if messages have 16 bits, since sums in 16 bits would lose digits,
-        and if a zero-bubble schedule reduces a layer's gradients in two messages.
-        """
-        parallel = self.config.parallel
-        is_exact = parallel.grad_communication_dtype in (None, "fp32")
-        return is_exact and not SCHEDULES[parallel.schedule].splits_backward
 
     @property
     def gathers_under_forward(self) -> bool:
@@ -240,6 +174,73 @@ class PlannedRun:
         """Return the layers of each global stage."""
         return layers_per_stage(self.config)
 
+    @cached_property
+    def units(self) -> ModelUnits:
+        """Return the records of the model's units."""
+        config, model = self.config, self.config.model
+        # Attention is one call in the record, and the program says how it is computed. megalite writes
+        # attention out if a head is too large for its kernel with dropout.
+        drops = model.attention_dropout > 0.0
+        recorded = 0.0 if model.head_dim > MAX_TRITON_HEAD else model.attention_dropout
+        key = UnitKey(
+            replace(model, attention_backend="auto", attention_dropout=recorded),
+            0,
+            self.tp,
+            positions=config.model.seq_length // self.cp,
+            micro_batch_size=config.training.micro_batch_size,
+            sequence_parallel=config.parallel.sequence_parallel and self.tp > 1,
+            has_documents=config.data.reset_attention_mask or not config.model.is_causal,
+            splits_backward=self.splits_backward,
+            recomputed_modules=tuple(sorted(config.recompute.modules)),
+            cross_entropy_chunks=config.recompute.cross_entropy_chunks,
+            provider=self.provider,
+        )
+        return units_of(UnitsKey(key, self.program, self.cp, drops))
+
+    @cached_property
+    def stage_kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Return the kinds of the layers of each global stage, in order."""
+
+        def find() -> tuple[tuple[int, ...], ...]:
+            kinds = self.units.kinds
+            return tuple(kinds[part.start : part.stop] for part in layers_of_stages(len(kinds), self.layers))
+
+        return self.units.shared(("stage kinds", self.layers), find)
+
+    @cached_property
+    def ranks(self) -> list[RankUnits]:
+        """Return the units of each pipeline rank. Ranks with the same units have the same object."""
+        return self.units.shared(("ranks", self.stages, self.layers), self._units_of_ranks)
+
+    @property
+    def most_parameters(self) -> int:
+        """Return the parameters of the first or the last pipeline rank, whichever has more."""
+        return max(self.ranks[0].size, self.ranks[-1].size)
+
+    def matrices_of(self, units: RankUnits) -> list[WeightRecord]:
+        """Return the weights of a pipeline rank that Muon updates; none with another optimizer."""
+        if self.config.optimizer.optimizer != "muon":
+            return []
+        layers = [self.units.layers[kind] for kind in units.kinds]
+        return [weight for layer in layers for weight in layer.weights if weight.matrices]
+
+    def _units_of_ranks(self) -> list[RankUnits]:
+        units, found = self.units, dict[Hashable, RankUnits]()
+        ranks = []
+        for rank in range(self.pp):
+            stages = self.stages.stages_of(rank)
+            ends = 0 in stages, self.stages.num_stages - 1 in stages
+            kinds = tuple(kind for stage in stages for kind in self.stage_kinds[stage])
+            edge = units.edge_sizes[ends]
+            size = edge + sum(units.layer_sizes[kind] for kind in kinds)
+            ranks.append(found.setdefault((kinds, ends), RankUnits(kinds, *ends, edge, size)))
+        return ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether the schedule computes weight gradients after the rest of backward."""
+        return SCHEDULES[self.config.parallel.schedule].splits_backward
+
     @property
     def element_bytes(self) -> int:
         """Return the bytes per element of weights and activations."""
@@ -255,16 +256,16 @@ _ANY_LENGTH = 1
 """Iterations of a run without a length. A plan does not need one, and no layout rule depends on it."""
 
 
-def run_problems(config: Config, cluster: Cluster, cp: int = 1) -> list[str]:
+def run_problems(config: Config, cluster: Cluster) -> list[str]:
     """Return the problems because of which training would reject the run."""
-    return problems_of(_with_length(config), cluster.world_size // cp)
+    return problems_of(_with_length(config), cluster.world_size)
 
 
-def first_problem(config: Config, cluster: Cluster, cp: int = 1) -> Problem | None:
+def first_problem(config: Config, cluster: Cluster) -> Problem | None:
     """Return the first rule between fields that the layout breaks; the fields themselves are valid."""
     config = _with_length(config)
     for rule in RULES:
-        for problem in rule(config, cluster.world_size // cp):
+        for problem in rule(config, cluster.world_size):
             return problem
     return None
 

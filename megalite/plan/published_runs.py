@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.config.model import Activation, PositionEmbedding
 from megalite.config.recompute import Module
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.layout_fields import with_even_stages
-from megalite.plan.planned_run import PROGRAMS, Cluster, PlannedRun, Program, in_dtype
+from megalite.plan.planned_run import Cluster, PlannedRun, with_context_parallel
+from megalite.plan.programs import MEGATRON_LOSS_BYTES, PROGRAMS, Program, in_dtype
 
 OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
 """Gigabytes per second from a GPU to other nodes, in sources with unusual nodes.
@@ -23,21 +26,36 @@ is a node's bandwidth, each of its GPUs has 0.63 GB/s; if it is one adapter's, e
 is their geometric mean, over `link_share`. The nodes were repaired on 25 February 2022, during these runs.
 
 The 16 V100s of the autotuner's table have one adapter of 100 Gb/s for eight GPUs."""
-_MODERN = PROGRAMS["plain-torch"]
-PROGRAM_OF: Mapping[str, Program] = {
-    "Megatron-LM README Sep": PROGRAMS["megatron-2021"],
-    "Megatron-LM README H100": PROGRAMS["megatron-core"],
-    "Narayanan": PROGRAMS["megatron-2021"],
-    "Korthikanti": replace(PROGRAMS["megatron-2021"], tp_hidden_share=0.5, fused_accumulation=True),
-    "Megatron-Turing": PROGRAMS["megatron-2021"],
-    "BigScience": PROGRAMS["megatron-deepspeed"],
-    "Azure ML guide": replace(PROGRAMS["megatron-deepspeed"], fused_elementwise=False, buffer_bytes=1e9),
-    "NVIDIA DGX": PROGRAMS["megatron-core"],
-    "karpathy": replace(_MODERN, cudnn_attention=True, fused_elementwise=True),
-    "Llama-3": PROGRAMS["megatron-core"],
-    "nanotron": replace(_MODERN, keeps_gathered=True, copies_slices=True),
+TRITON_SLOWDOWN = math.sqrt(1.3 * 2.5)
+"""Time of FlashAttention in Triton of 2022, relative to FlashAttention-2: the geometric mean of the published
+range (Dao 2023, arXiv 2307.08691, section 4)."""
+PROGRAM_NAMES: Mapping[str, str] = {
+    "Megatron-LM README Sep": "megatron-2021",
+    "Megatron-LM README H100": "megatron-core",
+    "Narayanan": "megatron-2021",
+    "Korthikanti": "megatron-2021",
+    "Megatron-Turing": "megatron-2021",
+    "BigScience": "megatron-deepspeed",
+    "Azure ML guide": "megatron-deepspeed",
+    "NVIDIA DGX": "megatron-core",
+    "Llama-3": "megatron-core",
 }
-"""Programs, by the prefix of the source's name. Other sources run programs with torch's fused attention."""
+"""Names of programs, by the prefix of the source's name. Other sources run plain PyTorch."""
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "Korthikanti": {"tp_hidden_share": 0.5, "fused_accumulation": True},
+    "Azure ML guide": {"fused_elementwise": False, "buffer_bytes": 1e9},
+    "karpathy": {"cudnn_attention": True, "fused_elementwise": True},
+    "nanotron": {  # its loss has Megatron-LM's steps (functional.py, sharded_cross_entropy)
+        "copies_slices": True,
+        "logit_copy_bytes": 8,
+        "loss_bytes": MEGATRON_LOSS_BYTES,
+    },
+    # The benchmarks' attn_impl is triton (submit_benchmarks.py), and MPT's loss is fused by default.
+    "MosaicML": {"attention_slowdown": TRITON_SLOWDOWN, "logit_copy_bytes": 0},
+    "IBM fms-fsdp": {"fused_elementwise": True, "stops_recomputing": True},  # torch.compile
+    "torchtitan": {"stops_recomputing": True},
+}
+"""What a source's program does differently from the named one, by the prefix of the source's name."""
 ARCH_POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
 ARCH_ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
 SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
@@ -96,18 +114,29 @@ def planned_run_of(row: Mapping[str, str]) -> PlannedRun:
     usual = next((gbps for name, gbps in OTHER_NETWORKS.items() if name in row["source"]), gpu.network_gbps)
     network = _number(row.get("network_gbps", "")) or usual
     cluster = Cluster(gpu, int(row["n_gpus"]), int(row["gpus_per_node"]), gpu.node_gbps, network)
-    return PlannedRun(_config(row), cluster, program_of(row), cp)
+    return PlannedRun(with_context_parallel(_config(row), cp), cluster, program_of(row))
+
+
+def program_name_of(row: Mapping[str, str]) -> str:
+    """Return the name of the program that is most similar to that of a row's source."""
+    if row["zero"] == "3" and row["source"].startswith("Narayanan"):  # its baseline: DeepSpeed, early in 2021
+        return "deepspeed-2021"
+    return _by_source(row, PROGRAM_NAMES, "plain-torch")
 
 
 def program_of(row: Mapping[str, str]) -> Program:
     """Return the program of a row's source."""
-    if row["zero"] == "3" and row["source"].startswith("Narayanan"):  # its baseline: DeepSpeed, early in 2021
-        return in_dtype(PROGRAMS["deepspeed-2021"], row["dtype"])
-    found = (program for source, program in PROGRAM_OF.items() if row["source"].startswith(source))
-    program = next(found, _MODERN)
+    program = replace(PROGRAMS[program_name_of(row)], **_by_source(row, CHANGES, {}))
+    if row["case_id"].endswith("_compile"):
+        program = replace(program, fused_elementwise=True)
     if row["zero"] == "0" and "autotuning" in row["source"]:  # torch's AMP: gradients in fp32
         program = replace(program, gradient_bytes=4, shared_copy_bytes=0)
     return in_dtype(program, row["dtype"])
+
+
+def _by_source(row: Mapping[str, str], table: Mapping[str, Any], default: Any) -> Any:
+    """Return the entry of a table whose key is a prefix of the row's source."""
+    return next((found for prefix, found in table.items() if row["source"].startswith(prefix)), default)
 
 
 def _config(row: Mapping[str, str]) -> Config:
@@ -121,6 +150,7 @@ def _config(row: Mapping[str, str]) -> Config:
         zero_stage=int(row["zero"]),
         overlap_grad_reduce=program_of(row).fused_attention,
         num_virtual_stages_per_pipeline_rank=_chunks(row),
+        pipeline_layers=split_by_cost(row) if row["source"].startswith("nanotron") else None,
     )
     config = Config(
         model=_model(row),
@@ -131,6 +161,25 @@ def _config(row: Mapping[str, str]) -> Config:
         ),
     )
     return with_even_stages(config)
+
+
+def split_by_cost(row: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the layers of each stage as nanotron splits them; None with one stage.
+
+    A stage gets layers, and the last one the head, until the sum of their weights is above its share
+    (nanotron, src/nanotron/models/base.py, build_model).
+    """
+    stages, layers, hidden = int(row["pp"]), int(row["layers"]), int(row["hidden"])
+    if stages == 1:
+        return None
+    layer = 4 * hidden**2 + 3 * int(row["ffn"]) * hidden
+    share = (layers * layer + int(row["vocab"]) * hidden) / stages
+    counts = [0] * stages
+    stage = 0
+    for number in range(1, layers + 1):
+        counts[stage] += 1
+        stage += number * layer > (stage + 1) * share
+    return tuple(counts)
 
 
 def _chunks(row: Mapping[str, str]) -> int | None:
@@ -157,6 +206,7 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
         normalization="RMSNorm" if is_llama else "LayerNorm",
         activation=ARCH_ACTIVATIONS.get(arch, "gelu"),
         add_bias_linear=arch == "gpt",
+        hidden_dropout=ModelConfig.hidden_dropout if arch == "gpt" else 0.0,
         untie_embeddings_and_output_weights=row["tied"] == "0",
         params_dtype=row["dtype"],  # type: ignore[arg-type]
     )

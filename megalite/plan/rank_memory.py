@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
-from megalite.plan.model_parameters import (
-    edge_parameters,
-    layer_parameters_of_rank,
-    rank_parameters,
-    table_parameters,
-)
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import (
-    kept_elements,
-    layer_elements,
-    linear_input_elements,
-    offloaded_elements,
-    stage_elements,
-)
+from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, stage_bytes
+from megalite.plan.units import RankUnits
 
 FRAGMENTS = 0.06
 """Memory lost to fragmentation, as a share of the memory in tensors."""
@@ -31,12 +21,11 @@ TIGHT_SHARE = 0.94
 Plans of published runs are typically off by 4 to 8%."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """The bytes of one rank, by kind.
 
     Attributes:
-        weights: parameters in the precision of the model.
+        weights: parameters in the precision of the model, and their copies in FP8.
         gradients: gradient sums.
         optimizer: main weights and moments that are not offloaded.
         activations: activations saved for backward, at the peak.
@@ -55,30 +44,19 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        # Written out for speed: a search adds up the memory of a hundred thousand ranks.
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.workspace
-            + self.residual
-        )
+        return sum(self)
 
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
-    """Return the memory of each pipeline rank. Ranks with the same stages only differ in activations."""
-    stages, last = _stage_activations(run), run.stages.num_stages - 1
-    known: dict[tuple[int, bool, bool], _LastingMemory] = {}
-    found = []
-    for rank, peak in enumerate(peaks_in_flight(run)):
-        own = run.stages.stages_of(rank)
-        key = sum(run.layers[stage] for stage in own), 0 in own, last in own
-        if key not in known:
-            known[key] = _lasting_memory(run, rank)
-        found.append(_rank_memory(run, known[key], _activations(run, rank, peak, stages)))
-    return found
+    """Return the memory of each pipeline rank. Ranks with the same units only differ in activations."""
+    recompute, schedule = run.config.recompute, run.config.parallel.schedule
+    # Layouts that differ only in the ZeRO stage have the same activations.
+    key = ("activations", run.stages, run.layers, recompute, schedule, run.num_microbatches)
+    activations = run.units.shared(key, lambda: _activations(run))
+    lasting = {units: _lasting_memory(run, units) for units in dict.fromkeys(run.ranks)}
+    return [
+        _rank_memory(run, lasting[units], size) for units, size in zip(run.ranks, activations, strict=True)
+    ]
 
 
 def choose_gathering(run: PlannedRun) -> PlannedRun:
@@ -96,16 +74,15 @@ def choose_gathering(run: PlannedRun) -> PlannedRun:
 
 def host_activations(run: PlannedRun) -> list[float]:
     """Return each pipeline rank's bytes of activations in host memory."""
-    offloaded = [sum(offloaded_elements(run, num_layers)) for num_layers in run.layers]
-    return [
-        peak * _average(run, rank, offloaded) * run.element_bytes
-        for rank, peak in enumerate(peaks_in_flight(run))
-    ]
+    if run.config.recompute.cpu_offload_activations == 0:
+        return [0.0] * run.pp
+    offloaded = [sum(offloaded_bytes(run, kinds)) for kinds in run.stage_kinds]
+    return [peak * _average(run, rank, offloaded) for rank, peak in enumerate(peaks_in_flight(run))]
 
 
 def node_host_bytes(run: PlannedRun) -> float:
     """Return a node's bytes of host memory, if all its ranks need as much as the largest rank."""
-    states = [offloaded_state(run, rank) for rank in range(run.pp)]
+    states = [offloaded_state(run, units.size) for units in run.ranks]
     both = [
         activations + (state.host if state else 0.0)
         for activations, state in zip(host_activations(run), states, strict=True)
@@ -119,30 +96,30 @@ def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
     return sum(by_stage[stage] for stage in stages) / len(stages)
 
 
-class _StageActivations(NamedTuple):
-    """Elements of one microbatch that a stage saves.
+def _activations(run: PlannedRun) -> list[float]:
+    """Return the activations on the device of all microbatches in flight, of each pipeline rank.
 
-    Attributes:
-        held: elements on the device until backward.
-        moving: elements of the two largest offloaded groups, which are on the device at the same time.
-        deferred: elements of offloaded groups that deferred weight gradients need.
+    Of offloaded layers, they include the two largest groups, which are in transfer at the same time, and the
+    linear layers' inputs of microbatches with deferred weight gradients.
     """
-
-    held: float
-    moving: float
-    deferred: float
-
-
-def _stage_activations(run: PlannedRun) -> list[_StageActivations]:
-    of_size = {}
-    for num_layers in set(run.layers):
-        offloaded = offloaded_elements(run, num_layers)
-        of_size[num_layers] = _StageActivations(
-            stage_elements(run, num_layers) - sum(offloaded),
+    found = {}
+    for kinds in dict.fromkeys(run.stage_kinds):
+        offloaded = offloaded_bytes(run, kinds)
+        inputs = sum(deferred_input_bytes(run, kind) for kind in kinds) if offloaded else 0.0
+        found[kinds] = (
+            stage_bytes(run, kinds) - sum(offloaded),
             sum(sorted(offloaded)[-2:]),
-            min(sum(offloaded), linear_input_elements(run) * len(offloaded)),
+            min(sum(offloaded), inputs * len(offloaded) / max(len(kinds), 1)),
         )
-    return [of_size[num_layers] for num_layers in run.layers]
+    held, moving, deferred = zip(*(found[kinds] for kinds in run.stage_kinds), strict=True)
+    return [
+        in_flight * _average(run, rank, held)
+        + max(moving[stage] for stage in run.stages.stages_of(rank))
+        + num_deferred * _average(run, rank, deferred)
+        for rank, (in_flight, num_deferred) in enumerate(
+            zip(peaks_in_flight(run), peaks_deferred(run), strict=True)
+        )
+    ]
 
 
 class _LastingMemory(NamedTuple):
@@ -155,14 +132,13 @@ class _LastingMemory(NamedTuple):
     workspace: float
 
 
-def _lasting_memory(run: PlannedRun, rank: int) -> _LastingMemory:
-    weights, gradients, optimizer = _state(run, rank)
-    if (offloaded := offloaded_state(run, rank)) is not None:
+def _lasting_memory(run: PlannedRun, units: RankUnits) -> _LastingMemory:
+    weights, gradients, optimizer = _state(run, units)
+    if (offloaded := offloaded_state(run, units.size)) is not None:
         optimizer -= offloaded.state
-    logits = _logits(run) if run.stages.num_stages - 1 in run.stages.stages_of(rank) else 0.0
-    workspace = max(0.0, _workspace(run, rank) - logits)  # they never exist at the same time
-    workspace += _buffers(run, rank)
-    return _LastingMemory(weights, gradients, optimizer, logits, workspace)
+    logits = _logits(run) if units.is_last else 0.0
+    workspace = max(0.0, _workspace(run, units) - logits)  # they never exist at the same time
+    return _LastingMemory(weights, gradients, optimizer, logits, workspace + _buffers(run, units))
 
 
 def _rank_memory(run: PlannedRun, lasting: _LastingMemory, activations: float) -> RankMemory:
@@ -172,93 +148,83 @@ def _rank_memory(run: PlannedRun, lasting: _LastingMemory, activations: float) -
     return RankMemory(weights, gradients, optimizer, activations, logits, workspace, residual)
 
 
-def _buffers(run: PlannedRun, rank: int) -> float:
+def _buffers(run: PlannedRun, units: RankUnits) -> float:
     """Return the bytes of communication buffers."""
-    program, count = run.program, rank_parameters(run, rank)
+    program, count = run.program, units.size
     buckets = min(program.buffer_bytes, 3 * run.element_bytes * count)
     return buckets + (min(program.sum_buffer_bytes, 4 * count) if run.num_sharing > 1 else 0.0)
 
 
-def _state(run: PlannedRun, rank: int) -> tuple[float, float, float]:
+def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     """Return weights, gradients and optimizer state, sharded by the ZeRO stage."""
-    count, zero, shares = rank_parameters(run, rank), run.zero_stage, run.num_shards
+    count, zero, shares = units.size, run.zero_stage, run.num_shards
     element = run.element_bytes
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
     main += run.program.shared_copy_bytes
-    full = _tied_parameters(run, rank) if zero == 2 else 0.0
+    full = _tied_parameters(run, units) if zero == 2 else 0.0
+    # Muon has one moment.
+    second_moments = max(element, 4) * sum(weight.size for weight in run.matrices_of(units))
     weights = element * count / (shares if zero == 3 else 1)
     if zero == 3:
-        weights += element * (count if run.gathers_once else _kept_edge(run, rank))
+        weights += element * (count if run.gathers_once else _kept_edge(run, units))
     return (
-        weights,
+        weights + _fp8_copies(run, units),
         summed * (full + (count - full) / (shares if zero >= 2 else 1)),
-        main * count / (shares if zero >= 1 else 1),
+        (main * count - second_moments) / (shares if zero >= 1 else 1),
     )
 
 
-def _kept_edge(run: PlannedRun, rank: int) -> float:
+def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
+    """Return the bytes of the two 8-bit copies of each linear layer's weight, if the run keeps them."""
+    training, schedule = run.config.training, SCHEDULES[run.config.parallel.schedule]
+    is_in_graph = training.compile and run.tp == 1 and not schedule.splits_backward
+    if training.fp8_format is None or not training.fp8_weight_cache or is_in_graph:
+        return 0.0
+    if run.zero_stage == 3 or run.num_microbatches == 1:
+        return 0.0
+    weights = [weight for kind in units.kinds for weight in run.units.layers[kind].weights]
+    return 2.0 * sum(weight.size for weight in weights if weight.is_cut and len(weight.shape) > 1)
+
+
+def _kept_edge(run: PlannedRun, units: RankUnits) -> float:
     """Return the parameters outside layers, which a pipeline with ZeRO 3 keeps full during an iteration."""
-    stages = run.stages.stages_of(rank)
-    return edge_parameters(run, 0 in stages, run.stages.num_stages - 1 in stages) if run.pp > 1 else 0.0
+    return units.edge_size if run.pp > 1 else 0.0
 
 
-def _tied_parameters(run: PlannedRun, rank: int) -> float:
+def _tied_parameters(run: PlannedRun, units: RankUnits) -> float:
     """Return the parameters of a tied embedding that a rank's stage shares with another stage.
 
     ZeRO stage 2 keeps their gradient full until both stages' parts are added.
     """
-    model, stages = run.config.model, run.stages.stages_of(rank)
-    is_first_or_last = 0 in stages or run.stages.num_stages - 1 in stages
-    if model.untie_embeddings_and_output_weights or run.pp == 1 or not is_first_or_last:
-        return 0.0
-    return table_parameters(model, run.tp) / run.tp
-
-
-def _activations(run: PlannedRun, rank: int, peak: int, stages: Sequence[_StageActivations]) -> float:
-    """Return the activations on the device of all microbatches in flight.
-
-    Of offloaded layers, they include two groups in transfer, and the linear layers' inputs of microbatches
-    with deferred weight gradients.
-    """
-    elements = peak * _average(run, rank, [stage.held for stage in stages])
-    elements += max(stages[stage].moving for stage in run.stages.stages_of(rank))
-    if run.config.recompute.cpu_offload_activations > 0:
-        elements += peaks_deferred(run)[rank] * _average(run, rank, [stage.deferred for stage in stages])
-    return elements * run.element_bytes
+    return run.units.tied_size if run.pp > 1 and (units.is_first or units.is_last) else 0.0
 
 
 def _logits(run: PlannedRun) -> float:
-    """Return the bytes of this rank's logits, with fp32 copies; the gradient replaces the logits in place."""
-    model, copy = run.config.model, run.program.logit_copy_bytes
-    elements = run.tokens * model.predicted_share * (model.padded_vocab_size(run.tp) // run.tp)
-    return elements * (run.element_bytes + copy) / run.config.recompute.cross_entropy_chunks
+    """Return the bytes of the head at the loss' peak; the gradient replaces the logits in place."""
+    head = run.units.head
+    return head.saved_bytes + head.workspace_bytes
 
 
-def _workspace(run: PlannedRun, rank: int) -> float:
+def _workspace(run: PlannedRun, units: RankUnits) -> float:
     """Return the largest temporary memory: a recomputed group, and with ZeRO 3 the weights of two layers."""
-    recompute = run.config.recompute
-    work = 0.0
-    parts = layer_elements(run)
-    if recompute.recompute_granularity == "full":
-        longest = max(
-            (len(group) for group, is_again in recompute.groups(max(run.layers)) if is_again), default=0
-        )
-        work = longest * sum(parts.values())
-    else:
-        work = sum(parts.values()) - kept_elements(run)
-    # Gradients of the running layer's activations.
-    work += 2 * run.tokens * (run.config.model.ffn_size / run.tp + run.config.model.hidden_size)
+    layers = run.units.layers
+    work = max(layer.workspace_bytes for layer in layers.values())
+    longest = max(
+        (len(group) for group, is_again in run.config.recompute.groups(max(run.layers)) if is_again),
+        default=0,
+    )
+    work += longest * max(layer.saved_bytes for layer in layers.values())
     if run.zero_stage == 3:
-        work += _gathered_parameters(run, rank)
-    return work * run.element_bytes
+        work += _gathered_parameters(run, units) * run.element_bytes
+    return work
 
 
-def _gathered_parameters(run: PlannedRun, rank: int) -> float:
+def _gathered_parameters(run: PlannedRun, units: RankUnits) -> float:
     """Return the elements of weights that ZeRO 3 gathers for two layers, and the elements of gradients."""
-    layer = layer_parameters_of_rank(run)
+    layer = run.units.largest_layer
     if run.gathers_once:
-        return max(layer, _kept_edge(run, rank))  # only gradients: the weights stay gathered
+        return max(layer, _kept_edge(run, units))  # only gradients: the weights stay gathered
     if run.pp > 1:
-        return 2 * layer + max(layer, _kept_edge(run, rank))
-    return 3 * layer + 2 * table_parameters(run.config.model, run.tp) / run.tp
+        return 2 * layer + max(layer, _kept_edge(run, units))
+    return 3 * layer + 2 * run.units.head_size

@@ -12,6 +12,7 @@ from typing import Any
 from megalite.errors import UserError
 from megalite.report.chart import COLOURS, figure_of, short_number
 from megalite.report.panels import SMOOTHED_SHARE, charts_of
+from megalite.report.plan_comparison import waterfall_figure
 from megalite.report.run_folder import Run
 from megalite.report.run_history import HistoryRow
 from megalite.report.time_report import (
@@ -24,6 +25,7 @@ from megalite.report.time_report import (
     time_summary,
 )
 from megalite.report.trace_picture import read_trace, trace_figure
+from megalite.train.telemetry.time_terms import TimeComparison
 
 MAX_RUNS = 8
 """Number of runs that can have their own colours."""
@@ -31,8 +33,12 @@ RECENT_SHARE = 0.02
 """Share of a run's last lines that "last training loss" averages."""
 
 
-def page(runs: Sequence[Run], x: str = "iteration") -> str:
-    """Return the whole page; `x` is a key of `panels.X_NAMES`.
+def page(runs: Sequence[Run], x: str = "iteration", comparisons: Sequence[TimeComparison | None] = ()) -> str:
+    """Return the whole page.
+
+    Args:
+        x: a key of `panels.X_NAMES`.
+        comparisons: where the time of each run's iterations went; None for a run that has not recorded it.
 
     Raises:
         UserError: plotly is not installed, or a run has no metric `x`.
@@ -50,6 +56,7 @@ def page(runs: Sequence[Run], x: str = "iteration") -> str:
         *_curves(runs, x),
         "<h2>Where the time went</h2>",
         *map(_time, runs),
+        *_iteration_times(runs, comparisons),
         *_traces(runs),
         "<h2>What was slow</h2>",
         *(part for run in runs for part in _slow(run, len(runs) > 1)),
@@ -256,6 +263,19 @@ def _time(run: Run) -> str:
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
     keys = (f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in entries)
     return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def _iteration_times(runs: Sequence[Run], comparisons: Sequence[TimeComparison | None]) -> Iterator[str]:
+    """Yield a waterfall of each run's mean iteration, and what made it slow."""
+    for index, (run, comparison) in enumerate(zip(runs, comparisons, strict=False)):
+        if comparison is None:
+            continue
+        yield f"<h2>Time of an iteration of {escape(run.name)}</h2>"
+        yield "".join(f"<p><b>{escape(line)}</b></p>" for line in comparison.findings())
+        yield _plotly(waterfall_figure(comparison), f"waterfall{index}")
+        heads, *rows = comparison.table()
+        yield _table(Table("", heads, tuple(rows)))
+        yield f'<p class="note">{escape(comparison.note())}</p>'
 
 
 def _traces(runs: Sequence[Run]) -> Iterator[str]:

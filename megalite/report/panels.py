@@ -38,7 +38,6 @@ class Panel:
 
 LOSS = Panel("Training loss", (("lm_loss", ""),), is_smoothed=True)
 PANELS = (
-    Panel("Loss of BERT's segment order", (("sop_loss", ""),), is_smoothed=True),
     Panel("Gradient norm", (("grad_norm", ""),), is_smoothed=True),
     Panel("Learning rate", (("learning_rate", ""),), from_zero=True),
     Panel("Learning rate of embedding and output layer", (("decoupled_learning_rate", ""),), from_zero=True),
@@ -131,7 +130,7 @@ def _others(runs: Sequence[Run]) -> Iterator[Panel]:
     known = {name for panel in (LOSS, *PANELS) for name, _ in panel.metrics} | _NOT_DRAWN
     names = {name for run in runs for row in run.history.iterations for name in row.values} - known
     for name in sorted(names):
-        yield Panel(name.replace("_", " "), ((name, ""),))
+        yield Panel(name.replace("_", " "), ((name, ""),), is_smoothed=name.endswith("_loss"))
 
 
 def _curves(panel: Panel, runs: Sequence[Run], x: str) -> list[Curve]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
+from megalite.train.telemetry.time_terms import TimeSample, sample_in
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Spelling of the floats that JSON cannot represent."""
@@ -36,12 +37,14 @@ class HistoryRow:
         values: the metrics in the line, by their names in the file.
         name: split and dataset of an evaluation; empty for an iteration.
         device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
+        sample: where the iteration's time went; None if it was not recorded.
     """
 
     iteration: int
     values: Mapping[str, float]
     name: str = ""
     device: str = ""
+    sample: TimeSample | None = None
 
     @property
     def first(self) -> int:
@@ -95,6 +98,13 @@ class History:
     def iterations(self) -> list[HistoryRow]:
         """Return the rows that count: the last one of each repeated iteration."""
         return [row for segment in self.segments for row in segment.kept]
+
+    @property
+    def samples(self) -> list[TimeSample]:
+        """Return where the time of iterations went. The first of each start is omitted if there are more."""
+        by_start = [[row.sample for row in segment.kept if row.sample] for segment in self.segments]
+        later = [sample for samples in by_start for sample in samples[1:]]
+        return later or [sample for samples in by_start for sample in samples]
 
     @property
     def device(self) -> str:
@@ -173,7 +183,8 @@ def _row(line: str) -> HistoryRow | None:
     iteration = values.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None
-    return HistoryRow(iteration, dict(_numbers(values)), name, str(values.get("device", "")))
+    sample = sample_in(record.get("time_breakdown"))
+    return HistoryRow(iteration, dict(_numbers(values)), name, str(values.get("device", "")), sample)
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -13,7 +13,6 @@ from megalite.report.run_history import History, HistoryRow, segments_of
 EVENTS = "events.out.tfevents"
 _TAGS = {
     "lm loss": ("lm_loss", 1.0),
-    "sop loss": ("sop_loss", 1.0),
     "learning-rate": ("learning_rate", 1.0),
     "decoupled-learning-rate": ("decoupled_learning_rate", 1.0),
     "grad-norm": ("grad_norm", 1.0),
@@ -101,8 +100,8 @@ def _rows(events: Any, start_time: float | None) -> list[HistoryRow]:
             times = {"wall_time": event.wall_time, **started}
             if name := _evaluation(tag):
                 rows.append(HistoryRow(event.step, {"lm_loss": event.value, **times}, name))
-            elif tag in _TAGS:
-                key, factor = _TAGS[tag]
+            elif tag in _TAGS or tag.endswith(" loss"):  # a term of the loss
+                key, factor = _TAGS.get(tag, (tag.replace(" ", "_"), 1.0))
                 iterations.setdefault(event.step, times)[key] = event.value * factor
     # Each row covers the iterations since the previous row.
     steps = sorted(iterations)

@@ -6,6 +6,7 @@ Each number is a function of the seed, a global name and an element's global ind
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, axis_of, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, seed: int, topology: Topology) -> None:
-    """Fill this rank's slices of all parameters of `module` by their specs, without communication.
+    """Fill this rank's boxes of all parameters of `module` by their specs, without communication.
 
     Args:
         module: module whose parameters have global names, which are the same in every layout.
@@ -30,10 +31,10 @@ def initialize(module: nn.Module, seed: int, topology: Topology) -> None:
 
 @torch.no_grad()
 def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topology: Topology) -> None:
-    """Fill `out` with this rank's slice of a parameter's initial weights.
+    """Fill `out` with this rank's box of a parameter's initial weights.
 
     Args:
-        out: contiguous tensor in the slice's shape; for bf16 and fp16, fp32 weights are rounded.
+        out: contiguous tensor in the box's shape; for bf16 and fp16, fp32 weights are rounded.
         name: the parameter's global name.
     """
     if spec.initial is not None:
@@ -42,18 +43,23 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
     if spec.std == 0.0:
         out.fill_(spec.mean)
         return
-    axis = axis_of(spec, topology)
-    dim = 0 if spec.shard is None else spec.shard.dim
-    run_length = math.prod(out.shape[dim:])  # elements in a row in the full tensor
-    fill_normal_(
-        out,
-        site_key(seed, name),
-        std=spec.std,
-        mean=spec.mean,
-        base=0 if axis is None else axis.rank * run_length,
-        run_length=run_length,
-        run_stride=math.prod(spec.full_shape[dim:]),
-    )
+    (starts, shape), full = spec.box(topology), spec.full_shape
+    strides = [math.prod(full[dim + 1 :]) for dim in range(len(full))]
+    base = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    # A box consists of runs of consecutive elements of the full tensor, which begin at its last cut dim. They
+    # are evenly spaced up to the cut dim before it.
+    *_, before, last = 0, 0, *(dim for dim, size in enumerate(shape) if size < full[dim])
+    parts = out.view(math.prod(shape[:before]), *shape[before:])
+    for part, index in zip(parts, itertools.product(*map(range, shape[:before])), strict=True):
+        fill_normal_(
+            part,
+            site_key(seed, name),
+            std=spec.std,
+            mean=spec.mean,
+            base=base + sum(i * stride for i, stride in zip(index, strides, strict=False)),
+            run_length=math.prod(shape[last:]),
+            run_stride=math.prod(full[last:]),
+        )
 
 
 class Dropout(nn.Module):
@@ -67,7 +73,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float, context: LayerContext, site: str) -> None:
         super().__init__()
         self.p = p
-        self.context = context
+        self.slice_index = context.sequence_slice.index
         self.key = site_key(context.seed, site)
         self.key_tensor = key_tensor(self.key)
 
@@ -114,4 +120,4 @@ class Dropout(nn.Module):
 
     def _first_element(self, x: Tensor) -> int:
         """Return the index of this rank's first element of ``[s, b, h]`` among all elements of a sample."""
-        return self.context.first_position(x.shape[0]) * x.shape[-1]
+        return self.slice_index * x.shape[0] * x.shape[-1]

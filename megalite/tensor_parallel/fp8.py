@@ -7,10 +7,16 @@ rounded like the full tensor; this takes an all-reduce of two numbers in each fo
 
 The weight's gradient is computed in 16 bits: ``torch._scaled_mm`` cannot add it to the fp32 gradient buffer,
 and fp8 would need a transposed copy of both operands.
+
+Weights only change between iterations. `Fp8Weights` keeps their magnitudes and 8-bit copies for the GEMMs of
+an iteration, in row order for forward and transposed for backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.topology import Axis
 from megalite.errors import UserError
 from megalite.kernels.library import at_run_time
-from megalite.torch_private import scaled_mm, unsafe_view
+from megalite.torch_private import scaled_mm, storage_number, unsafe_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}
@@ -79,31 +85,96 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
     )
 
 
+@dataclass
+class Fp8Weight:
+    """Holds what is known of a weight ``[out, in]``.
+
+    Attributes:
+        weight: the weight. While this object holds it, no other weight is at its place in memory.
+        largest: largest magnitude over the ranks of tp; None if it has not been measured.
+        copies: copies in 8 bits, by whether they are transposed.
+    """
+
+    weight: Tensor
+    largest: Tensor | None = None
+    copies: dict[bool, Fp8] = field(default_factory=dict)
+
+
+class Fp8Weights:
+    """Holds the magnitudes and the 8-bit copies of a rank's weights during an iteration.
+
+    Outside of `iteration`, where weights may change at any time, nothing is kept. A graph of torch.compile
+    does not keep anything either.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Fp8Weight] | None = None
+        self._keeps_copies = False
+
+    @contextmanager
+    def iteration(self, *, keeps_copies: bool) -> Iterator[None]:
+        """Keep what GEMMs in this block compute from weights, which do not change in it.
+
+        Args:
+            keeps_copies: keep the copies, 2 bytes per weight, and not only the magnitudes.
+        """
+        self._known, self._keeps_copies = {}, keeps_copies
+        try:
+            yield
+        finally:
+            self._known = None
+
+    def of(self, weight: Tensor) -> Fp8Weight:
+        """Return what is known of a weight; of a new one, nothing."""
+        if torch.compiler.is_compiling() or self._known is None:
+            return Fp8Weight(weight)
+        place = storage_number(weight.untyped_storage()), int(weight.storage_offset())
+        return self._known.setdefault(place, Fp8Weight(weight))
+
+    def copy_of(self, weight: Tensor, largest: Tensor, *, is_transposed: bool) -> Fp8:
+        """Return a weight in 8 bits, rounded now unless a copy was kept."""
+        copies = self.of(weight).copies
+        if is_transposed in copies:
+            return copies[is_transposed]
+        copy = in_fp8(weight.t() if is_transposed else weight, E4M3, largest)
+        if self._keeps_copies:
+            copies[is_transposed] = copy
+        return copy
+
+
 class Fp8Gemm:
     """Runs the GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
 
     Args:
         fp8_format: a key of `GRADIENT_DTYPES`.
         tp: the axis that the layers' tensors are sharded along.
+        weights: holds the weights in 8 bits during an iteration; None to round them in each GEMM.
     """
 
-    def __init__(self, fp8_format: str, tp: Axis) -> None:
+    def __init__(self, fp8_format: str, tp: Axis, weights: Fp8Weights | None = None) -> None:
         self.gradient_dtype = GRADIENT_DTYPES[fp8_format]
         self.tp = tp
+        self.weights = weights or Fp8Weights()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
         rows, weight = x.detach().flatten(0, -2), weight.detach()
-        largest_x, largest_weight = self._largest(rows, weight)
-        operands = in_fp8(rows, E4M3, largest_x), in_fp8(weight, E4M3, largest_weight)
-        y = scaled_gemm(*operands, None if bias is None else bias.detach(), x.dtype, is_fast=True)
+        largest_x, largest_weight = self.scales(rows, weight)
+        weight_in_fp8 = self.weights.copy_of(weight, largest_weight, is_transposed=False)
+        own_bias = None if bias is None else bias.detach()
+        y = scaled_gemm(in_fp8(rows, E4M3, largest_x), weight_in_fp8, own_bias, x.dtype, is_fast=True)
         return _with_rows_of(x, y)
 
-    def scales(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Return the largest magnitude of each operand over the ranks of tp, ``[2]``."""
-        return self._largest(grad, weight)
+    def scales(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest magnitudes of an operand and a weight over tp, whose ranks may hold slices."""
+        known = self.weights.of(weight)
+        if known.largest is not None:
+            (largest_x,) = self._largest(x)
+            return largest_x, known.largest
+        largest_x, known.largest = self._largest(x, weight)
+        return largest_x, known.largest
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
         """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``.
 
         Args:
@@ -111,18 +182,17 @@ class Fp8Gemm:
         """
         assert scales is not None
         largest_grad, largest_weight = scales
-        rows = grad.flatten(0, -2)
-        operands = in_fp8(rows, self.gradient_dtype, largest_grad), in_fp8(weight.t(), E4M3, largest_weight)
-        return _with_rows_of(grad, scaled_gemm(*operands, None, grad.dtype, is_fast=False))
+        grad_in_fp8 = in_fp8(grad.flatten(0, -2), self.gradient_dtype, largest_grad)
+        weight_in_fp8 = self.weights.copy_of(weight, largest_weight, is_transposed=True)
+        return _with_rows_of(grad, scaled_gemm(grad_in_fp8, weight_in_fp8, None, grad.dtype, is_fast=False))
 
     def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
         y: Tensor = _Traced.apply(x, weight.flatten(0, -2), None if bias is None else bias.flatten(), self)
         return y
 
-    def _largest(self, *tensors: Tensor) -> Tensor:
-        """Return the largest magnitude of each tensor over the ranks of tp, which may hold its slices."""
-        return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX)
+    def _largest(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return all_reduce(torch.stack([amax(x) for x in tensors]), self.tp, dist.ReduceOp.MAX).unbind()
 
 
 def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:

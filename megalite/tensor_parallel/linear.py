@@ -10,7 +10,7 @@
 (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.)
 
 The column layer's backward overlaps its collectives with its GEMMs. With sequence parallelism, it saves the
-rank's slice of the input and gathers the input again.
+rank's slice of the input and gathers the input again. `gemm_collectives` can overlap the other collectives.
 
 Shapes: s sequence, b microbatch, tp = tp.size, in and out features of a layer. ``[s/tp, b, in]`` is a rank's
 slice of the sequence, ``[out/tp, in]`` its slice of a weight.
@@ -21,22 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.distributed.collectives import (
-    Pending,
-    reduce_from_tensor_parallel,
-    reduce_scatter_to_sequence_parallel,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from megalite.distributed.topology import Axis
+from megalite import torch_private
+from megalite.distributed.axis import Axis
 from megalite.kernels import (
     add_weight_and_bias_gradient_,
     add_weight_gradient_,
@@ -45,24 +38,11 @@ from megalite.kernels import (
     linear_gelu,
 )
 from megalite.tensor_parallel.fp8 import Fp8Gemm
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, Gemm, PendingSum, SeparateCollectives
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
-
-
-class Gemm(Protocol):
-    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
-
-    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
-        """Compute the scales of `input_gradient`'s operands over tp; None if it needs none."""
-
-    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
-        """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
-
-    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
+from megalite.wrapping import communication_point
 
 
 class WideGemm:
@@ -72,13 +52,14 @@ class WideGemm:
         """Compute ``x weight^T + bias``."""
         # torch selects the kernel by whether the weight requires grad, and the kernels round differently.
         # A detached weight gives the same bits with and without gradients.
-        return F.linear(x.contiguous(), weight.detach(), bias)
+        # In 2D, since torch multiplies row by row if a permuted dim of size 1 has another stride.
+        y = F.linear(x.contiguous().flatten(0, -2), weight.detach(), bias)
+        return torch_private.unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
-    def scales(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+    def scales(self, grad: Tensor, weight: Tensor) -> None:
         """Return None: operands are not scaled."""
-        return None
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
         """Compute ``grad weight``."""
         return (grad.flatten(0, -2) @ weight).view(*grad.shape[:-1], -1)
 
@@ -92,26 +73,34 @@ class LinearContext:
     """Holds the settings of a linear layer's forward and backward.
 
     Attributes:
+        collectives: runs the GEMMs whose collectives only they can hide.
+        hidden_collectives: runs the GEMM of a column layer's input gradient, whose sum the GEMM of the weight
+            gradient hides, unless this is stored.
         store: stores weight gradients to compute later; None to compute them in backward.
         fuses_weight_gradient: add weight gradients to `weight.main_grad` if the weight has it.
+        fuses_bias_gradient: sum a bias' gradient in the GEMM of such a weight gradient, if the device can.
     """
 
     tp: Axis
-    sequence_parallel: bool
     gemm: Gemm
+    collectives: SeparateCollectives
+    hidden_collectives: SeparateCollectives
     store: WeightGradientStore | None
     fuses_weight_gradient: bool
+    fuses_bias_gradient: bool = True
 
     @staticmethod
     def of(context: LayerContext) -> LinearContext:
         """Return the part of a model's context that its linear layers need."""
-        return LinearContext(
-            context.tp,
-            context.sequence_parallel and context.tp.size > 1,
-            WideGemm() if context.fp8_format is None else Fp8Gemm(context.fp8_format, context.tp),
-            context.weight_gradient_store,
-            context.fuses_weight_gradients,
-        )
+        tp, store, overlap = context.tp, context.weight_gradient_store, context.overlap
+        gemm: Gemm = WideGemm()
+        if context.fp8_format is not None:
+            gemm = Fp8Gemm(context.fp8_format, tp, context.fp8_weights)
+        separate = SeparateCollectives(gemm, tp, context.sequence_parallel)
+        kind = COLLECTIVES[overlap.method]
+        collectives = kind(gemm, tp, context.sequence_parallel, overlap.num_chunks)
+        hidden = separate if store is None else collectives
+        return LinearContext(tp, gemm, collectives, hidden, store, context.fuses_weight_gradients)
 
     @property
     def needs_only_autograd(self) -> bool:
@@ -162,15 +151,15 @@ def row_linear(
     elif context.needs_only_autograd:
         return context.gemm.differentiable(x, weight, bias)
     own_bias = bias if tp.size == 1 else None
-    y: Tensor = _apply(_RowLinear, x, weight, own_bias, context, before, before_bias)
-    if tp.size == 1:
-        return y
-    # The collective is not part of _RowLinear: recomputation stops at the last saved tensor, before it.
-    if context.sequence_parallel:
-        y = reduce_scatter_to_sequence_parallel(y, tp)
-    else:
-        y = reduce_from_tensor_parallel(y, tp, in_place=True)
-    return y if bias is None else y.add_(bias)
+    stand_in = _apply(_RowLinear, x, weight, own_bias, context, before, before_bias)
+
+    def compute() -> Tensor:
+        return context.collectives.summed_forward(x, weight.flatten(0, -2), own_bias)
+
+    # The GEMM and its collective are not part of _RowLinear: recomputation stops at the last saved tensor,
+    # before both.
+    y: Tensor = _Computed.apply(stand_in, compute)
+    return y if bias is None or tp.size == 1 else y.add_(bias)
 
 
 class Activated(NamedTuple):
@@ -250,10 +239,9 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.parameters, ctx.context = parameters, context
-        if context.sequence_parallel:
-            x = start_all_gather(x, context.tp).wait()  # [s/tp, b, in] -> [s, b, in]
         if epilogue is None:
-            return context.gemm.forward(x, weight, bias)
+            return context.collectives.forward_of_gathered(x, weight, bias)  # [s, b, out/tp]
+        x = context.collectives.start_gather(x).wait()  # [s, b, in]
         value, before = linear_gelu(x, weight.detach(), epilogue.bias)
         ctx.mark_non_differentiable(value)
         ctx.set_materialize_grads(False)  # otherwise value's gradient would be a tensor of zeros
@@ -266,23 +254,16 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         context: LinearContext = ctx.context
-        tp, gemm = context.tp, context.gemm
-
-        def start_gather_x() -> Pending:
-            return start_all_gather(x, tp) if context.sequence_parallel else Pending(x, None)
+        collectives = context.hidden_collectives
 
         # The all-gather of x overlaps the GEMM of x's gradient, and the reduction of x's gradient overlaps
         # the GEMM of the weight's gradient.
-        scales = gemm.scales(grad, weight) if needs_x else None
+        scales = context.gemm.scales(grad, weight) if needs_x else None
         # With a store, `_apply` has detached the weight: the store takes its gradient below.
-        gathered_x = start_gather_x() if needs_weight else None
-        x_grad: Pending | None = None
+        gathered_x = collectives.start_gather(x) if needs_weight else None
+        x_grad: PendingSum | None = None
         if needs_x:
-            partial_sum = gemm.input_gradient(grad, weight, scales)  # [s, b, in]
-            if context.sequence_parallel:
-                x_grad = start_reduce_scatter(partial_sum, tp)  # [s/tp, b, in]
-            else:
-                x_grad = start_all_reduce(partial_sum, tp)
+            x_grad = collectives.start_summed_input_gradient(grad, weight, scales)
         weight_grad = bias_grad = None
         if gathered_x is not None:
             weight_grad, bias_grad = _gradients(
@@ -291,12 +272,15 @@ class _ColumnLinear(torch.autograd.Function):
         elif needs_bias:
             bias_grad = _bias_gradient(grad)
         if context.store is not None:
-            _store_gradients(ctx.parameters, grad, lambda: start_gather_x().wait(), context)
+            _store_gradients(ctx.parameters, grad, lambda: collectives.start_gather(x).wait(), context)
         return None if x_grad is None else x_grad.wait(), weight_grad, bias_grad, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
-    """Computes the rank's GEMM; `row_linear` sums the results over the ranks."""
+    """Saves what backward needs, and returns a tensor that stands in for the result, without memory.
+
+    `_Computed` replaces it by the result.
+    """
 
     @staticmethod
     def forward(
@@ -311,7 +295,8 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, before)
         ctx.parameters, ctx.context = parameters, context
-        return context.gemm.forward(x, weight, bias)
+        num_positions = x.shape[0] // (context.tp.size if context.collectives.sequence_parallel else 1)
+        return x.new_empty(1).expand(num_positions, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -320,10 +305,12 @@ class _RowLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_, needs_before_bias = ctx.needs_input_grad
         context: LinearContext = ctx.context
         x_grad = before_grad = before_bias_grad = None
+        if before is None and needs_x:
+            x_grad, grad = context.collectives.input_gradient_of_gathered(grad, weight)
+        else:
+            grad = context.collectives.start_gather(grad).wait()  # [s, b, out]
         if before is not None:  # x = GELU(before)
             before_grad, before_bias_grad = gelu_linear_backward(grad, weight, before, needs_before_bias)
-        elif needs_x:
-            x_grad = context.gemm.input_gradient(grad, weight, context.gemm.scales(grad, weight))
         weight_grad = bias_grad = None
         if needs_weight:
             weight_grad, bias_grad = _gradients(ctx.parameters.weight, grad, x, needs_bias, context)
@@ -332,6 +319,18 @@ class _RowLinear(torch.autograd.Function):
         if context.store is not None:
             _store_gradients(ctx.parameters, grad, lambda: x, context)
         return x_grad, weight_grad, bias_grad, None, None, before_grad, before_bias_grad
+
+
+class _Computed(torch.autograd.Function):
+    """Returns the result of `compute`, whose gradient is the gradient of the tensor that stands in for it."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context: LinearContext) -> Tensor:
@@ -377,10 +376,12 @@ def _gradients(
         return grad.t() @ x, _bias_gradient(grad) if needs_bias else None
     total, is_stale = main_grad.claim()
     bias_grad = None
-    if needs_bias:
+    if needs_bias and context.fuses_bias_gradient:
         bias_grad = add_weight_and_bias_gradient_(total, grad, x, overwrite=is_stale)
     else:
         add_weight_gradient_(total, grad, x, overwrite=is_stale)
+        if needs_bias:
+            bias_grad = _bias_gradient(grad)
     if context.store is not None:
         main_grad.on_added()  # without a store, autograd runs the weight's hooks
     return None, bias_grad
@@ -420,6 +421,7 @@ class ColumnParallelLinear(nn.Module):
         std: std of the initial weights; `ModelConfig.init_method_std` has the same default.
         skip_bias_add: do not add `bias`; the next kernel adds it.
         fuses_gelu: add `bias` and apply GELU (tanh form) in the GEMM, if the device supports it.
+        fused_rows: numbers of output features of the matrices that the weight fuses; see `ParameterSpec`.
     """
 
     def __init__(
@@ -432,19 +434,23 @@ class ColumnParallelLinear(nn.Module):
         std: float = 0.02,
         skip_bias_add: bool = False,
         fuses_gelu: bool = False,
+        fused_rows: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
         out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        shard = Shard("tp", len(out_shape) - 1)
-        weight = ParameterSpec((*out_shape, in_features), shard, std=std)  # [..., out, in]
+        cut = Cut("tp", len(out_shape) - 1)
+        shape = (*out_shape, in_features)
+        weight = ParameterSpec(shape, cut, std=std, fused_rows=fused_rows)  # [..., out, in]
         self.weight = new_parameter(weight, context)  # [..., out/tp, in]
         self.bias = (
-            new_parameter(ParameterSpec(out_shape, shard, decay=False), context) if bias else None
+            new_parameter(ParameterSpec(out_shape, cut, decay=False), context) if bias else None
         )  # [..., out/tp]
         self.skip_bias_add = skip_bias_add
-        self.fuses_gelu = fuses_gelu and isinstance(self.context.gemm, WideGemm)
+        is_whole = not self.context.collectives.splits_column_gemm
+        self.fuses_gelu = fuses_gelu and isinstance(self.context.gemm, WideGemm) and is_whole
 
+    @communication_point
     def forward(self, x: Tensor) -> Tensor | Activated:
         """Map ``[s, b, in]``, or ``[s/tp, b, in]`` if sequence parallel, to ``[s, b, out/tp]``."""
         if self.fuses_gelu and has_linear_gelu(self.weight, self.bias is not None):
@@ -473,13 +479,14 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
-        weight = ParameterSpec((out_features, in_features), Shard("tp", 1), std=std)
+        weight = ParameterSpec((out_features, in_features), Cut("tp", 1), std=std)
         self.weight = new_parameter(weight, context)  # [out, in/tp]
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None
         )  # [out], replicated on every rank
         self.skip_bias_add = skip_bias_add
 
+    @communication_point
     def forward(self, x: Tensor | Activated) -> Tensor:
         """Map ``[s, b, in/tp]`` to ``[s, b, out]``, or to ``[s/tp, b, out]`` if sequence parallel."""
         return row_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)

@@ -1,24 +1,22 @@
-"""Define the slice of each parameter that a rank holds: one plain slice of the full tensor along one dim."""
+"""Describe parameters and buffers independently of the layout, and make the boxes that a rank holds."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.distributed.topology import Axis, Topology
+from megalite.distributed.axes import Slice
+from megalite.distributed.axis import Axis
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.tensor_parallel.fp8 import Fp8Weights
+from megalite.tensor_parallel.overlap import SEPARATE, Overlap
+from megalite.tensor_parallel.placement import Box, Cut, Spread
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Cuts the full tensor along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
-
-    axis: str
-    dim: int
 
 
 @dataclass(frozen=True)
@@ -27,45 +25,113 @@ class ParameterSpec:
 
     Attributes:
         full_shape: shape of the full parameter over all ranks.
-        shard: how it is cut; None if it is replicated on every rank.
+        cut: how it is cut: one cut, several, or None if it is replicated on every rank. Of several along one
+            dim, the first is the outermost.
         mean, std: mean and std of the normal distribution of its initial values (std 0: a constant).
         decay: whether weight decay applies; it does not apply to biases and norms.
         num_padding: number of unused indices at the end of dim 0; it depends on the layout.
         is_vocabulary: whether the rows are tokens: the word embedding's or the output layer's weight, which
             may have its own learning rate.
+        maps_features: whether a weight of two or more dims maps features to features. Embeddings do not, and
+            neither do output layers. See `is_matrix`.
+        fused_rows: numbers of consecutive rows (of the last dim but one) of several matrices that are fused
+            into one weight. They repeat until the last row: a QKV weight has them for each key/value head.
         initial: initial values, instead of mean and std, until the optimizer has read them.
+        partial_over: names of axes over which a rank's gradient is a partial sum even if its samples are
+            complete. None for the axes along which the context cuts the sequence, except for those that cut
+            or replicate the parameter; `new_parameter` replaces it by their names.
     """
 
     full_shape: tuple[int, ...]
-    shard: Shard | None = None
+    cut: Cut | tuple[Cut, ...] | None = None
     mean: float = 0.0
     std: float = 0.0
     decay: bool = True
     num_padding: int = 0
     is_vocabulary: bool = False
+    maps_features: bool = True
+    fused_rows: tuple[int, ...] = ()
     initial: Tensor | None = field(default=None, compare=False, repr=False)
+    partial_over: tuple[str, ...] | None = None
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Return all cuts."""
+        if self.cut is None:
+            return ()
+        return self.cut if isinstance(self.cut, tuple) else (self.cut,)
 
     @property
     def used_shape(self) -> tuple[int, ...]:
         """Return the full shape without padding: the same in every layout."""
-        return (self.full_shape[0] - self.num_padding, *self.full_shape[1:])
+        return (*(rows - self.num_padding for rows in self.full_shape[:1]), *self.full_shape[1:])
 
-    def local_shape(self, axis_size: int) -> tuple[int, ...]:
-        """Return the shape of one slice for an axis of `axis_size` ranks.
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether it is a matrix, or several of equal shape along the leading dims, for Muon."""
+        return self.maps_features and self.decay and not self.is_vocabulary and len(self.full_shape) > 1
+
+    @property
+    def spread(self) -> Spread:
+        """Return which ranks hold it."""
+        cut_over = {cut.axis for cut in self.cuts}
+        return Spread(tuple(sorted(cut_over)), tuple(sorted(set(self.partial_over or ()))))
+
+    def box(self, topology: Topology, coordinates: Mapping[str, int] | None = None) -> Box:
+        """Return the box of the full tensor that this rank holds.
+
+        Args:
+            coordinates: coordinates along the axes that cut it, for the box of another rank.
 
         Raises:
-            UserError: the dim is not divisible into equal slices.
+            UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
         """
-        if self.shard is None:
-            return self.full_shape
-        shape = list(self.full_shape)
-        if shape[self.shard.dim] % axis_size != 0:
-            raise UserError(
-                f"a parameter of shape {self.full_shape} cannot be cut along dim {self.shard.dim} over "
-                f"--{self.shard.axis} {axis_size}: choose model sizes that are divisible by it"
-            )
-        shape[self.shard.dim] //= axis_size
-        return tuple(shape)
+        axes = self.spread.axes(topology).axes
+        starts, shape = [0] * len(self.full_shape), list(self.full_shape)
+        for cut in self.cuts:
+            axis = axes[cut.axis]
+            if shape[cut.dim] % axis.size != 0:
+                raise UserError(
+                    f"a parameter of shape {self.full_shape} cannot be cut along dim {cut.dim} over "
+                    f"--{cut.axis} {axis.size}: choose model sizes that are divisible by it"
+                )
+            shape[cut.dim] //= axis.size
+            rank = axis.rank if coordinates is None else coordinates[cut.axis]
+            starts[cut.dim] += rank * shape[cut.dim]
+        return Box(tuple(starts), tuple(shape))
+
+    def dim_cut_over(self, axis: str) -> int | None:
+        """Return the dim that an axis cuts; None if it does not cut the parameter."""
+        return next((cut.dim for cut in self.cuts if cut.axis == axis), None)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, its state, or a buffer.
+
+    Attributes:
+        tensor: these elements, ``[n]``; n may be 0.
+        start: position of the first element in the slice.
+        shape: shape of the slice.
+        spec: spec of the parameter or buffer.
+        is_replicated: whether every data-parallel rank has these elements; otherwise the other ranks that
+            ZeRO shards over have the rest.
+        is_buffer: whether it is a module's buffer, which forward may change.
+    """
+
+    tensor: Tensor
+    start: int
+    shape: tuple[int, ...]
+    spec: ParameterSpec
+    is_replicated: bool
+    is_buffer: bool = False
+
+    @staticmethod
+    def whole(held: Tensor, spec: ParameterSpec, *, is_buffer: bool = False) -> ParameterShard:
+        """Return a rank's whole slice, as a view."""
+        return ParameterShard(
+            held.view(-1), 0, tuple(held.shape), spec, is_replicated=True, is_buffer=is_buffer
+        )
 
 
 @dataclass(frozen=True)
@@ -76,13 +142,16 @@ class LayerContext:
         dtype: dtype of parameters and hidden states.
         seed: seed of initial weights and dropout.
         sequence_parallel: hidden states are cut over tp along the sequence, ``[s/tp, b, h]``, outside of
-            attention and MLP (Korthikanti et al. 2022). The gradient of a replicated parameter is then a
-            partial sum over the rank's positions, which the optimizer sums over tp.
+            attention and MLP (Korthikanti et al. 2022). The gradient of a parameter that tp does not cut is
+            then a partial sum over the rank's positions, which the optimizer sums over tp.
         has_documents: samples are packed documents or end with padding, and attention stays within documents.
         weight_gradient_store: stores the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
-        has_weights: False to make parameters on device meta, for a caller that replaces them.
+        has_weights: False to make parameters on device meta, for a caller that only reads their shapes.
+        has_memory: False to make parameters without memory, for ZeRO stage 3, which gathers them.
         fp8_format: FP8 format of the linear layers' GEMMs; None for GEMMs in `dtype`.
+        fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
+        overlap: how the linear layers' collectives overlap with their GEMMs.
     """
 
     topology: Topology
@@ -93,7 +162,10 @@ class LayerContext:
     weight_gradient_store: WeightGradientStore | None = None
     fuses_weight_gradients: bool = False
     has_weights: bool = True
+    has_memory: bool = True
     fp8_format: str | None = None
+    fp8_weights: Fp8Weights | None = None
+    overlap: Overlap = SEPARATE
 
     @property
     def tp(self) -> Axis:
@@ -103,25 +175,91 @@ class LayerContext:
     def device(self) -> torch.device:
         return self.topology.device
 
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        """Return the names of the axes along which hidden states are cut along the sequence."""
+        return (*self.topology.model.factoring.with_role("positions"), *self._axes_within_tokens)
+
+    @property
+    def _axes_within_tokens(self) -> tuple[str, ...]:
+        """Return the names of the axes along which the hidden states of a rank's tokens are cut."""
+        return ("tp",) if self.sequence_parallel else ()
+
+    @property
+    def sequence_slice(self) -> Slice:
+        """Return the slice of a sample's hidden states that this rank holds."""
+        return self.topology.model.slice_along(*self.sequence_axes)
+
     def first_position(self, num_positions: int) -> int:
         """Return the sample position of the first of this rank's `num_positions` hidden states."""
-        return self.tp.rank * num_positions if self.sequence_parallel else 0
+        return self.sequence_slice.index * num_positions
+
+    def own_tokens(self, num_positions: int) -> slice:
+        """Return which of a microbatch's tokens this rank's `num_positions` hidden states belong to."""
+        first = self.topology.model.slice_along(*self._axes_within_tokens).index * num_positions
+        return slice(first, first + num_positions)
 
 
-def new_parameter(spec: ParameterSpec, context: LayerContext) -> nn.Parameter:
-    """Create this rank's uninitialized slice with its spec; `counter_random.initialize` fills it."""
-    shape = spec.local_shape(context.tp.size if spec.shard else 1)
+def new_parameter(
+    spec: ParameterSpec, context: LayerContext, *, used_by_cut_heads: bool = False
+) -> nn.Parameter:
+    """Create this rank's uninitialized box with its spec; `counter_random.initialize` fills it.
+
+    Args:
+        used_by_cut_heads: each tp rank uses a replicated parameter for its own heads, so its gradient is a
+            partial sum over tp, with and without sequence parallelism.
+
+    Raises:
+        UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
+    """
+    factoring = spec.spread.axes(context.topology).factoring
+    if spec.partial_over is None:
+        complete = {*spec.spread.cut_over, *factoring.with_role("replicas")}
+        summed = (*context.sequence_axes, *(("tp",) if used_by_cut_heads else ()))
+        partial = [name for name in dict.fromkeys(summed) if name in set(factoring.names) - complete]
+        spec = replace(spec, partial_over=tuple(partial))
+    shape = spec.box(context.topology).shape
     device = context.device if context.has_weights else "meta"
     parameter = nn.Parameter(torch.empty(shape, dtype=context.dtype, device=device))
+    if not context.has_memory:
+        parameter.data.untyped_storage().resize_(0)
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
+
+
+def new_buffer(full: Tensor, context: LayerContext, cut: Cut | tuple[Cut, ...] | None = None) -> Tensor:
+    """Return this rank's box of a buffer, to register it with `register_buffer`.
+
+    A buffer that this function did not make is replicated, like the parameters of torch's modules.
+
+    Args:
+        full: its initial values, the same full tensor on every rank.
+        cut: how it is cut; see `ParameterSpec`.
+
+    Raises:
+        UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
+    """
+    spec = ParameterSpec(tuple(full.shape), cut)
+    box = spec.box(context.topology)
+    buffer = torch.empty(box.shape, dtype=full.dtype, device=context.device).copy_(box.of(full))
+    buffer.spec = spec  # type: ignore[attr-defined]
+    return buffer
+
+
+def buffer_spec(buffer: Tensor) -> ParameterSpec:
+    """Return the spec that `new_buffer` attached; without one, the buffer is replicated."""
+    spec = getattr(buffer, "spec", None) or ParameterSpec(tuple(buffer.shape))
+    assert isinstance(spec, ParameterSpec)
+    return spec
 
 
 def replicate_parameters(module: nn.Module, context: LayerContext) -> None:
     """Replicate parameters without a spec, from torch's own modules, on every rank; keep their values.
 
-    Weight decay applies to parameters of two or more dims. Buffers are moved to the device.
+    Weight decay applies to parameters of two or more dims. Weights of two dims map features to features,
+    except for those of `nn.Embedding`. Buffers are moved to the device.
     """
+    tables = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)}
     specs: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -129,7 +267,12 @@ def replicate_parameters(module: nn.Module, context: LayerContext) -> None:
                 continue
             if parameter not in specs:
                 values = parameter.detach()
-                spec = ParameterSpec(tuple(values.shape), decay=values.dim() > 1, initial=values)
+                spec = ParameterSpec(
+                    tuple(values.shape),
+                    decay=values.dim() > 1,
+                    maps_features=values.dim() == 2 and parameter not in tables,
+                    initial=values,
+                )
                 specs[parameter] = new_parameter(spec, context)
                 specs[parameter].requires_grad_(parameter.requires_grad)
             setattr(owner, name, specs[parameter])
@@ -149,25 +292,19 @@ def spec_of(parameter: nn.Parameter) -> ParameterSpec:
     return spec
 
 
-def axis_of(spec: ParameterSpec, topology: Topology) -> Axis | None:
-    """Return the mesh axis that a parameter is cut along, or None if it is replicated on every rank."""
-    return None if spec.shard is None else getattr(topology, spec.shard.axis)
-
-
 def num_used(spec: ParameterSpec, topology: Topology) -> int:
-    """Return how many elements of this rank's flattened slice come before its padding."""
-    axis = axis_of(spec, topology)
-    num_rows, *row = spec.local_shape(1 if axis is None else axis.size)
-    is_cut_by_rows = axis is not None and spec.shard is not None and spec.shard.dim == 0
-    first_row = axis.rank * num_rows if axis is not None and is_cut_by_rows else 0
-    return min(max(spec.used_shape[0] - first_row, 0), num_rows) * math.prod(row)
+    """Return how many elements of this rank's flattened box come before its padding."""
+    return spec.box(topology).num_before(spec.used_shape[0])
 
 
 def gather_full(local: Tensor, spec: ParameterSpec, topology: Topology) -> Tensor:
-    """All-gather the slices of a parameter, or of its gradient, into the full tensor; only for checks."""
-    axis = axis_of(spec, topology)
-    if axis is None or axis.size == 1 or spec.shard is None:
-        return local.detach().clone()
-    slices = [torch.empty_like(local) for _ in range(axis.size)]
-    torch.distributed.all_gather(slices, local.detach().contiguous(), group=axis.group)
-    return torch.cat(slices, dim=spec.shard.dim)
+    """All-gather the boxes of a parameter, or of its gradient, into the full tensor; only for checks."""
+    axes = spec.spread.axes(topology).axes
+    full = local.detach().contiguous().clone()
+    for cut in reversed(spec.cuts):  # innermost first
+        axis = axes[cut.axis]
+        if axis.size > 1:
+            slices = [torch.empty_like(full) for _ in range(axis.size)]
+            dist.all_gather(slices, full, group=axis.group)
+            full = torch.cat(slices, cut.dim)
+    return full

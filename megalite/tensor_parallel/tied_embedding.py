@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.distributed.topology import Axis
+from megalite.distributed.axis import Axis
 
 EMBEDDING_GRADS = "embedding-grads-all-reduce"
 """Name of the wait in `sum_tied_embedding_grads`, as in Megatron-LM's timers."""

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.topology import Axis
 from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
 
 

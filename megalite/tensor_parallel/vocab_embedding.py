@@ -9,7 +9,8 @@ from megalite.distributed.collectives import (
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
 )
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, Shard, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -27,7 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         sp = context.sequence_parallel
         self.reduce = reduce_scatter_to_sequence_parallel if sp else reduce_from_tensor_parallel
         spec = ParameterSpec(
-            (num_rows, hidden_size), Shard("tp", 0), std=std, num_padding=num_padding, is_vocabulary=True
+            (num_rows, hidden_size), Cut("tp", 0), std=std, num_padding=num_padding, is_vocabulary=True
         )
         self.weight = new_parameter(spec, context)  # [rows/tp, h]
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from megalite.config import Config
 from megalite.distributed.topology import Topology
 from megalite.model.stage import DTYPES, Stage
-from megalite.optim.optimizer import BaseOptimizer, Optimizer
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.sharded_weights import ChunkModules
 from megalite.tensor_parallel.parameter_spec import forget_initial_values
 from megalite.tensor_parallel.tied_embedding import TiedWeight
 from megalite.train.model_chunks import named_parameters
@@ -20,42 +21,29 @@ def build_optimizer(
     *,
     fuses_weight_gradients: bool = False,
     keeps_weights: bool = False,
-) -> BaseOptimizer:
+) -> Optimizer:
     """Build the optimizer of the chunks' weights. The fp32 main weights start unrounded.
 
     Args:
         fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
         keeps_weights: with ZeRO stage 3, gather each weight once an iteration.
     """
-    dtype = DTYPES[config.model.params_dtype]
-    if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
-        from megalite.optim.fully_sharded import FullyShardedOptimizer  # torch imports DTensor for seconds
-
-        optimizer: BaseOptimizer = FullyShardedOptimizer(
-            [(chunk, list(chunk.layers.values())) for chunk in chunks],
-            _tied_weight(chunks, topology),
-            config.optimizer,
-            config.parallel,
-            topology,
-            dtype,
-            config.training.seed,
-            keeps_weights=keeps_weights,
-        )
-    else:
-        optimizer = Optimizer(
-            named_parameters(chunks),
-            _tied_weight(chunks, topology),
-            config.optimizer,
-            config.parallel,
-            topology,
-            dtype,
-            [unit for chunk in chunks for unit in chunk.units()],
-            fuses_weight_gradients,
-            # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
-            # PyTorch compares the buffer's version with the version in forward.
-            graphs_add=config.training.compile and not config.recompute.modules,
-        )
-        optimizer.initialize_main(config.training.seed)
+    optimizer = Optimizer(
+        named_parameters(chunks),
+        _tied_weight(chunks, topology),
+        config.optimizer,
+        config.parallel,
+        topology,
+        DTYPES[config.model.params_dtype],
+        [unit for chunk in chunks for unit in chunk.units()],
+        fuses_weight_gradients,
+        # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
+        # PyTorch compares the buffer's version with the version in forward.
+        graphs_add=config.training.compile and not config.recompute.modules,
+        chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
+        keeps_weights=keeps_weights,
+    )
+    optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)
     return optimizer

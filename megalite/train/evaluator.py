@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from megalite.data.batch_loader import BatchLoader
 from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
+from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.run_context import RunContext
 from megalite.train.train_step import GlobalBatches, LossMasks, global_losses
@@ -26,24 +26,25 @@ class Evaluator:
         num_batches: number of global batches in an evaluation.
     """
 
-    def __init__(self, run: RunContext, chunks: Sequence[nn.Module], pipeline: Pipeline[Microbatch]) -> None:
+    def __init__(self, run: RunContext, chunks: Sequence[Stage], pipeline: Pipeline[Microbatch]) -> None:
         self.run = run
         self.chunks = chunks
         self.pipeline = pipeline
-        self.global_batch_size = run.config.global_batch(run.topology.dp.size)
-        self.num_batches = run.config.num_eval_iters(run.topology.dp.size)
-        self.num_microbatches = run.config.num_microbatches(run.topology.dp.size)
+        self.global_batch_size = run.config.global_batch(run.topology.sample_ranks.size)
+        self.num_batches = run.config.num_eval_iters(run.topology.sample_ranks.size)
+        self.num_microbatches = run.config.num_microbatches(run.topology.sample_ranks.size)
         self.batches = GlobalBatches(run)
 
     def __call__(
         self, dataset: Dataset, first_sample: int, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Return the mean of each loss by its name over `num_batches` global batches, without dropout.
+        """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
 
-        The mean is over all tokens that have a loss. An error that `before_batch` raises ends the evaluation.
+        A term's mean is over all tokens that have a loss, or over all samples. An error that `before_batch`
+        raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology
-        names = config.model.loss_names
+        names = self.chunks[0].loss_names
         for chunk in self.chunks:
             chunk.eval()
         masks = LossMasks()
@@ -56,9 +57,9 @@ class Evaluator:
                 def read(index: int, consumed: int = consumed) -> Microbatch:
                     return masks.counted(loader(consumed, index))
 
-                load, divisor = self.batches.open(read, self.num_microbatches, self.global_batch_size)
-                losses = self.pipeline.evaluate(self.num_microbatches, load, num_tokens=divisor)
-                total += global_losses(losses, len(names), topology)
+                load, divisors = self.batches.open(read, self.num_microbatches, self.global_batch_size)
+                losses = self.pipeline.evaluate(self.num_microbatches, load, divisors=divisors)
+                total += global_losses(losses, names, topology)
         if config.data.eod_mask_loss:
             total *= masks.token_ratio(topology)
         means = (topology.to_host(total) / self.num_batches).tolist()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.optim.parameter_schedules import OptimizerSchedules
+from megalite.config.parameter_schedules import OptimizerSchedules
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from megalite.checkpoint.callback_states import CallbackStates, recorded_state
 from megalite.errors import UserError, check_call, kind_of
 from megalite.log import log
-from megalite.train.stopping import Stop, StopConditions
+from megalite.loss_terms import LM_LOSS
+from megalite.train.stopping import Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
@@ -21,6 +24,10 @@ class Callback:
     communicate. Only the time of `after_step` counts as time of the iteration.
 
     To stop the run, call `loop.request_stop` on every rank. The run ends after the iteration's last hook.
+    `loop.evaluate` and `loop.save` evaluate and save at any time, on every rank, and notify all callbacks.
+
+    A callback whose decisions depend on earlier iterations overrides `state` and `load_state`, so that a
+    resumed run continues with them.
     """
 
     @contextmanager
@@ -48,6 +55,19 @@ class Callback:
     def on_save(self, loop: TrainingLoop) -> None:
         """Run after a checkpoint was saved, or after its save in the background has begun."""
 
+    def state(self) -> dict[str, Any]:
+        """Return the state to save in each checkpoint, under the name of the class: a dict of JSON's types.
+
+        It must be the same on every rank. Every rank calls this, and rank 0's state is saved.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state` of a checkpoint, on every rank, before `running` and `on_start`.
+
+        It is not called in a new run, or if the checkpoint has no state of this callback.
+        """
+
     def on_end(self, loop: TrainingLoop) -> None:
         """Run after the last iteration, unless an error has ended the run.
 
@@ -59,24 +79,39 @@ HOOKS = {name: hook for name, hook in vars(Callback).items() if not name.startsw
 """Names of a callback's hooks."""
 
 
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(type(callback), hook) is not HOOKS[hook]
+
+
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Check that each callback is a Callback, and that its hooks accept their arguments.
 
     Raises:
-        UserError: a callback has another type, overrides no hook, or overrides one with other arguments.
+        UserError: a callback has another type, overrides no hook, or overrides one with other arguments; it
+            overrides only one of `state` and `load_state`, or another callback has a state of the same name.
     """
+    with_state: set[str] = set()
     if not isinstance(callbacks, Sequence):
         raise UserError(f"callbacks is {kind_of(callbacks)}: pass a list of callbacks")
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks holds {kind_of(callback)}: pass instances of subclasses of Callback")
         name = type(callback).__name__
-        own = [hook for hook in HOOKS if getattr(type(callback), hook) is not HOOKS[hook]]
+        own = [hook for hook in HOOKS if _overrides(callback, hook)]
         if not own:
             raise UserError(f"{name} overrides no hook of Callback: define one of {', '.join(HOOKS)}")
         for hook in own:
             _, *arguments = inspect.signature(HOOKS[hook]).parameters
             check_call(getattr(callback, hook), f"{name}.{hook}", *arguments)
+        if ("state" in own) != ("load_state" in own):
+            missing = "load_state" if "state" in own else "state"
+            raise UserError(f"{name} does not define {missing}: define state and load_state, or neither")
+        if "state" in own and name in with_state:
+            raise UserError(
+                f"callbacks holds two {name} with a state, which a checkpoint saves by the class's name: "
+                "make a subclass for one of them"
+            )
+        with_state |= {name} if "state" in own else set()
 
 
 class TrainingLoop:
@@ -92,8 +127,8 @@ class TrainingLoop:
     ) -> None:
         self.trainer = trainer
         self.stop_conditions = stop_conditions
-        self.callbacks = tuple(callbacks)
-        self.num_iterations = trainer.config.num_iterations(trainer.topology.dp.size)
+        self._callbacks = tuple(callbacks)
+        self.num_iterations = trainer.config.num_iterations(trainer.topology.sample_ranks.size)
         self.stop: Stop | None = None
 
     @property
@@ -111,35 +146,112 @@ class TrainingLoop:
         """Return whether the run's last iteration is finished."""
         return self.iteration >= self.num_iterations
 
+    @property
+    def is_ending(self) -> bool:
+        """Return whether the run ends after this iteration, finished or not."""
+        return self.stop is not None or self.is_finished
+
     def request_stop(self, stop: Stop | None) -> None:
         """Stop the run after this iteration, unless it is the last one or the run is already stopping."""
         if self.stop is None and not self.is_finished:
             self.stop = stop
 
+    def evaluate(self, split: str) -> None:
+        """Evaluate on each dataset of a split, and notify the callbacks; an urgent stop interrupts it.
+
+        Args:
+            split: "valid" or "test".
+        """
+        trainer, progress = self.trainer, self.trainer.progress
+        if trainer.evaluator.num_batches == 0:
+            return
+        first_sample = trainer.evaluator.first_sample(split, progress.iteration)
+        for name, dataset in trainer.datasets.evaluated(split):
+            try:
+                with trainer.timers("eval-time"):
+                    losses = trainer.evaluate(dataset, first_sample, self.stop_conditions.raise_if_urgent)
+            except Stopped as stopped:
+                log.warning(
+                    "the evaluation at iteration %d was interrupted: it has no result", progress.iteration
+                )
+                self.stop = stopped.stop
+                return
+            metrics = ValidationMetrics(
+                progress.iteration,
+                progress.consumed_samples,
+                split,
+                losses.pop(LM_LOSS),
+                name,
+                other_losses=losses,
+            )
+            for callback in self._callbacks:
+                callback.on_evaluation(self, metrics)
+
+    def save(self) -> None:
+        """Save a checkpoint with the callbacks' states, and notify the callbacks; see `Trainer.save`."""
+        self.trainer.save(is_last=self.is_ending, callbacks=self.states())
+        for callback in self._callbacks:
+            callback.on_save(self)
+
+    def save_local(self) -> None:
+        """Make a non-persistent save with the callbacks' states; see `Trainer.save_local`."""
+        self.trainer.save_local(self.states())
+
+    def states(self) -> dict[str, str]:
+        """Return the states of the callbacks that have one, as JSON, by the name of the class.
+
+        Raises:
+            UserError: a checkpoint cannot hold one of them.
+        """
+        return {name: recorded_state(name, callback.state()) for name, callback in self._with_state().items()}
+
+    def load_states(self, states: CallbackStates) -> None:
+        """Load the callbacks' states from a checkpoint; log those that only one of the two runs has."""
+        here = self._with_state()
+        for name, callback in here.items():
+            if name in states:
+                callback.load_state(states[name])
+            else:
+                log.info("the checkpoint has no state of callback %s: it begins anew", name)
+        for name in sorted(states.keys() - here.keys()):
+            log.warning("the checkpoint's state of callback %s is not used: this run has none", name)
+
+    def _with_state(self) -> dict[str, Callback]:
+        return {type(each).__name__: each for each in self._callbacks if _overrides(each, "state")}
+
     def run(self) -> Stop | None:
         """Train. Return why the run ended early, or None if it is finished."""
         with ExitStack() as stack:
             self.stop = self.stop_conditions.now()
-            for callback in self.callbacks:
+            for callback in self._callbacks:
                 stack.enter_context(callback.running(self))
-            while self.stop is None and not self.is_finished:
+            self.states()  # reports a state that cannot be saved now, rather than at the first save
+            while not self.is_ending:
                 self._run_iteration()
         return self.stop
 
     def _run_iteration(self) -> None:
-        for callback in self.callbacks:
+        for callback in self._callbacks:
             callback.before_step(self)
         result = self.trainer.step()
         if not self.is_finished:
             self.request_stop(self.stop_conditions.after(self.iteration))
-        for callback in self.callbacks:
+        for callback in self._callbacks:
             callback.after_step(self, result)
-        for callback in self.callbacks:
+        for callback in self._callbacks:
             callback.after_iteration(self, result)
 
 
-def train(trainer: Trainer, stop_conditions: StopConditions, callbacks: Sequence[Callback]) -> int:
+def train(
+    trainer: Trainer,
+    stop_conditions: StopConditions,
+    callbacks: Sequence[Callback],
+    states: CallbackStates | None = None,
+) -> int:
     """Train from the trainer's progress to the end of the run or to a stop condition.
+
+    Args:
+        states: the callbacks' states in the checkpoint that was loaded; None for a new run.
 
     Returns:
         The exit status of the process.
@@ -148,6 +260,8 @@ def train(trainer: Trainer, stop_conditions: StopConditions, callbacks: Sequence
     requeue_note = stop_conditions.signals.requeue_note
     requeue_note.remove()
     loop = TrainingLoop(trainer, stop_conditions, callbacks)
+    if states is not None:
+        loop.load_states(states)
     stop = loop.run()
     if stop is None:
         return 0

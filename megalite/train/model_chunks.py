@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
+from megalite.checkpoint.tensor_files import DTYPE_CODES
 from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
+from megalite.model.provider import is_own
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider
-from megalite.tensor_parallel.fp8 import check_device
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
+from megalite.tensor_parallel.overlap import choose_overlap
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, buffer_spec
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
-from megalite.train.own_model import OutputCheck, check_stage, is_own
+from megalite.train.own_model import OutputCheck, check_stage
 
 
-def hidden_shape(config: Config, tp: int) -> tuple[int, int, int]:
-    """Return the shape of a microbatch's hidden states between two stages, on each of `tp` ranks."""
-    num_positions = config.model.seq_length // (tp if config.parallel.sequence_parallel else 1)
+def hidden_shape(config: Config) -> tuple[int, int, int]:
+    """Return the shape of a microbatch's hidden states between two stages, on each rank."""
+    num_positions = config.model.seq_length // config.parallel.num_hidden_slices
     return num_positions, config.training.micro_batch_size, config.model.hidden_size
 
 
@@ -32,6 +38,7 @@ def build_chunks(
     store: WeightGradientStore | None = None,
     *,
     fuses_weight_gradients: bool = False,
+    fp8_weights: Fp8Weights | None = None,
     offload: ActivationOffload | None = None,
     build_stage: StageProvider | None = None,
 ) -> list[Stage]:
@@ -42,6 +49,7 @@ def build_chunks(
     Args:
         store: collects the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
+        fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
         offload: holds the activations that the config offloads; None without offload.
         build_stage: builds a stage of your own model; by default a stage of the config's architecture.
 
@@ -52,7 +60,7 @@ def build_chunks(
     if training.fp8_format is not None and has_device:
         with topology.agreed():
             check_device(topology.device, training.fp8_format)
-    context = _layer_context(config, topology, store, fuses_weight_gradients)
+    context = _layer_context(config, topology, store, fuses_weight_gradients, fp8_weights)
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
     is_own_model = is_own(build_stage)
@@ -71,9 +79,8 @@ def build_chunks(
         )
         if is_own_model:
             check_stage(chunk, build_stage)
-            chunk.register_forward_hook(
-                OutputCheck(config.model, hidden_shape(config, topology.tp.size), chunk)
-            )
+            saved_buffers([chunk], topology)
+            chunk.register_forward_hook(OutputCheck(hidden_shape(config), chunk))
         apply_recompute(chunk, config.recompute)
         if offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, offload)
@@ -81,13 +88,17 @@ def build_chunks(
     if training.compile and has_device:
         with topology.agreed():
             check_compiler(topology.device)
-        for chunk in chunks:
-            compile_layers(chunk)
+            for chunk in chunks:
+                compile_layers(chunk)
     return chunks
 
 
 def _layer_context(
-    config: Config, topology: Topology, store: WeightGradientStore | None, fuses_weight_gradients: bool
+    config: Config,
+    topology: Topology,
+    store: WeightGradientStore | None,
+    fuses_weight_gradients: bool,
+    fp8_weights: Fp8Weights | None,
 ) -> LayerContext:
     return LayerContext(
         topology,
@@ -97,8 +108,16 @@ def _layer_context(
         has_documents=config.data.reset_attention_mask or not config.model.is_causal,
         weight_gradient_store=store,
         fuses_weight_gradients=fuses_weight_gradients,
-        has_weights=config.parallel.zero_stage_among(topology.dp.shard.size) < 3,
+        has_memory=config.parallel.zero_stage_among(topology.replicas.shard.size) < 3,
         fp8_format=config.training.fp8_format,
+        fp8_weights=fp8_weights,
+        overlap=choose_overlap(
+            config.parallel,
+            topology,
+            config.microbatch_tokens,
+            DTYPES[config.model.params_dtype],
+            is_fp8=config.training.fp8_format is not None,
+        ),
     )
 
 
@@ -110,3 +129,48 @@ def named_parameters(chunks: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
             if parameter not in seen:
                 seen.add(parameter)
                 yield name, parameter
+
+
+def saved_buffers(chunks: Sequence[Stage], topology: Topology) -> dict[str, ParameterShard]:
+    """Return the buffers of a rank's chunks that checkpoints hold, by their global names, as views.
+
+    These are all buffers that are not registered with ``persistent=False``. Every rank of `Spread.replicas`
+    must have the same values.
+
+    Raises:
+        UserError: a buffer has another shape than when it was built, or cannot be stored.
+    """
+    found: dict[str, ParameterShard] = {}
+    for chunk in chunks:
+        persistent = chunk.state_dict(keep_vars=True).keys()
+        for name, buffer in chunk.named_buffers():
+            if name not in persistent:
+                continue
+            spec, shape = chunk.buffer_specs.get(name) or buffer_spec(buffer), tuple(buffer.shape)
+            if shape != (built := spec.box(topology).shape):
+                raise UserError(f"buffer {name} has shape {list(shape)}, not {list(built)}: keep its shape")
+            if buffer.dtype not in DTYPE_CODES or not buffer.is_contiguous():
+                fault = "is not contiguous" if buffer.dtype in DTYPE_CODES else f"is {buffer.dtype}"
+                raise UserError(
+                    f"buffer {name} {fault}, and cannot be saved: register a contiguous tensor of a common "
+                    "dtype, or pass persistent=False if it is a constant"
+                )
+            found[name] = ParameterShard.whole(buffer, spec, is_buffer=True)
+    return found
+
+
+@contextmanager
+def unchanged_buffers(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Give all buffers their values back after this block, which runs forward outside of training."""
+    owners = [owner for chunk in chunks for owner in chunk.modules()]
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in owners
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, values in before:
+                setattr(owner, name, buffer.copy_(values))

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
+from megalite.optim.optimizer import Optimizer
 from megalite.torch_private import (
     TorchDispatchMode,
     cpu_attention,
@@ -37,7 +38,7 @@ from megalite.torch_private import (
     storage_number,
     tree_leaves,
 )
-from megalite.train.model_chunks import named_parameters
+from megalite.train.model_chunks import named_parameters, unchanged_buffers
 from megalite.train.trainer import Trainer
 
 K = TypeVar("K")
@@ -106,7 +107,7 @@ def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
     """
     costs = {name: ModuleCosts(name) for chunk in trainer.chunks for name, _ in chunk.named_modules()}
     _count_state(trainer, costs)
-    with run_as_written(trainer.config.training.compile):
+    with run_as_written(trainer.config.training.compile), unchanged_buffers(trainer.chunks):
         _count_flops(trainer, costs)
         _count_activations(trainer, costs)
         for number in range(NUM_TIMED):
@@ -117,7 +118,7 @@ def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
 def _run_microbatch(trainer: Trainer) -> None:
     """Run forward and backward of the next iteration's first microbatch."""
     plan = trainer.train_step.plan_iteration(trainer.progress)
-    num_samples = trainer.config.training.micro_batch_size * trainer.topology.dp.size
+    num_samples = trainer.config.training.micro_batch_size * trainer.topology.sample_ranks.size
     for chunk in trainer.chunks:
         chunk.train()
     trainer.train_step.compute_gradients(replace(plan, num_microbatches=1, num_samples=num_samples))
@@ -127,9 +128,31 @@ def _count_state(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
     for name, parameter in named_parameters(trainer.chunks):
         for each in _lineage(name, costs):
             each.num_parameters += parameter.numel()
-    for name, num_bytes in trainer.optimizer.parameter_bytes().items():
+    for name, num_bytes in _parameter_bytes(trainer.optimizer):
         for each in _lineage(name, costs):
-            each.state_bytes.update(num_bytes._asdict())
+            each.state_bytes.update(num_bytes)
+
+
+def _parameter_bytes(optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, int]]]:
+    """Yield the bytes that this rank holds for each parameter between iterations, without padding."""
+    buffer_of = {buffer.bucket: buffer for buffer in optimizer.buffers}
+    for state in optimizer.states:
+        buffer = buffer_of[state.bucket]
+        for entry in state.entries:
+            weights = entry.parameter.nbytes
+            if state.bucket.main is not None:  # rounded copies only exist while they are used
+                weights = 0 if state.has_own_main else state.parameter_shard(state.main, entry).tensor.nbytes
+            held = min(entry.end, buffer.held.stop) - max(entry.start, buffer.held.start)
+            yield (
+                entry.name,
+                {
+                    "weights": weights,
+                    "gradients": max(0, held) * buffer.dtype.itemsize,
+                    "optimizer": sum(
+                        state.parameter_shard(tensor, entry).tensor.nbytes for _, tensor in state.tensors()
+                    ),
+                },
+            )
 
 
 def _count_flops(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
@@ -158,10 +181,11 @@ def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> No
     output is sent and freed.
     """
 
-    def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         time.sleep(_SETTLING_SECONDS)
+        sent = {_identity(tensor) for tensor in _plain_tensors(output)}
         for owner, storage in made.take_alive():
-            if storage_number(storage) != _identity(output):
+            if storage_number(storage) not in sent:
                 for each in _lineage(owner, costs):
                     each.activation_bytes += storage.nbytes()
         costs[""].activation_bytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor))
@@ -216,7 +240,7 @@ class _CostReader:
         self,
         read: Callable[[], int],
         add: Callable[[str, Phase, int], None],
-        after_forward: Callable[[nn.Module, tuple[Any, ...], Tensor], None] = lambda *_: None,
+        after_forward: Callable[[nn.Module, tuple[Any, ...], Any], None] = lambda *_: None,
     ) -> None:
         self._read, self._add, self._after_forward = read, add, after_forward
         self._open: list[_Span] = []
@@ -268,7 +292,7 @@ class _CostReader:
             self._first_nodes.append(next_node_number())
             self._modules.append(self.running_module())
 
-    def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         for node in _graph_of(output):
             index = bisect_right(self._first_nodes, node_number(node)) - 1
             name = self._modules[index] if index >= 0 else None
@@ -284,9 +308,9 @@ class _CostReader:
         self._end()
 
 
-def _graph_of(output: Tensor) -> Iterator[Node]:
-    """Yield the nodes of the graph that computed a tensor; a stage without layers has none."""
-    waiting = [] if output.grad_fn is None else [output.grad_fn]
+def _graph_of(output: Any) -> Iterator[Node]:
+    """Yield the nodes of the graph that computed a stage's output; a stage without layers has none."""
+    waiting = [each.grad_fn for each in _plain_tensors(output) if each.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -1,95 +1,110 @@
-"""Check the arguments, the stage and the results of a program's own model provider."""
+"""Check the stage and the results of a program's own model provider."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, check_call, few, kind_of
+from megalite.errors import UserError, few, kind_of
 from megalite.log import log
+from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
+from megalite.model.provider import name_of
 from megalite.model.stage import Stage, StageProvider
-
-
-def name_of(provider: StageProvider) -> str:
-    """Return the name of a class or function, for messages."""
-    return getattr(provider, "__qualname__", None) or type(provider).__name__
-
-
-def is_own(provider: StageProvider | None) -> bool:
-    """Return whether a model is the program's own; None means the model of the config."""
-    return provider is not None and not str(getattr(provider, "__module__", "")).startswith("megalite.")
-
-
-def check_model_provider(provider: StageProvider) -> None:
-    """Check that a model provider can be called like `StageProvider`.
-
-    Raises:
-        UserError: it cannot.
-    """
-    name = name_of(provider)
-    if not callable(provider) or (isinstance(provider, type) and not issubclass(provider, Stage)):
-        raise UserError(
-            f"the model provider is {kind_of(provider)}: pass a subclass of GPT or SequentialStage, or a "
-            "function with the same arguments"
-        )
-    if missing := sorted(getattr(provider, "__abstractmethods__", ())):
-        raise UserError(f"{name} lacks {', '.join(missing)}: define each in the class")
-    check_call(provider, name, "config", "context", "layers", keywords=("is_first", "is_last"))
+from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.tensor_parallel.placement import Box
 
 
 def check_stage(stage: Any, provider: StageProvider) -> None:
     """Check a stage that a model provider has built.
 
     Raises:
-        UserError: it is not a stage, or has frozen parameters.
+        UserError: it is not a stage, or has frozen parameters, or names the terms of its loss wrongly.
     """
     if not isinstance(stage, Stage):
         raise UserError(f"{name_of(provider)} returns {kind_of(stage)}: return the Stage that it builds")
     if frozen := [name for name, weight in stage.named_parameters() if not weight.requires_grad]:
         raise UserError(
             f"{few(frozen)} of {type(stage).__name__}: requires_grad is False, and every parameter is "
-            "trained: use register_buffer for constants"
+            "trained: use register_buffer(…, persistent=False) for constants"
+        )
+    names = stage.loss_names
+    if LM_LOSS not in names or not all(name.endswith("_loss") for name in names):
+        raise UserError(
+            f"loss_names of {type(stage).__name__} is {names}: name all terms of the loss, the first "
+            f"'{LM_LOSS}', and end each name in _loss"
         )
 
 
-def check_first_iteration(unreached: list[str], loss: float, topology: Topology) -> None:
+_Findings = tuple[list[str], float, dict[str, tuple[Box, float, float]]]
+"""Unreached parameters, loss and fingerprints of buffers on one rank."""
+
+
+def check_first_iteration(
+    unreached: list[str], loss: float, buffers: Mapping[str, ParameterShard], topology: Topology
+) -> None:
     """Check a model of your own after its first whole iteration; a collective.
 
     Args:
         unreached: parameters that backward has not reached on this rank; a warning names them.
         loss: loss of the iteration, on this rank.
+        buffers: buffers that checkpoints hold, on this rank.
 
     Raises:
-        UserError: the loss differs between tensor-parallel ranks; on every rank.
+        UserError: the loss differs between tensor-parallel ranks, or a buffer between ranks that hold the
+            same elements; on every rank.
     """
-    everywhere: list[tuple[list[str], float]] = [([], 0.0) for _ in range(topology.world_size)]
-    dist.all_gather_object(everywhere, (unreached, loss))
-    names = sorted({name for each, _ in everywhere for name in each})
+    mine: _Findings = unreached, loss, {name: _fingerprint(each, topology) for name, each in buffers.items()}
+    everywhere: list[_Findings] = [mine] * topology.world_size
+    dist.all_gather_object(everywhere, mine)
+    names = sorted({name for each, *_ in everywhere for name in each})
     if names and topology.rank == 0:
         log.warning(
             "no gradient reached %s in the first iteration: is it used in forward? Weight decay alone "
             "changes it",
             few(names),
         )
-    losses = [each for _, each in everywhere]
+    losses = [each for _, each, _ in everywhere]
     if max(losses) - min(losses) > 1e-6 * abs(max(losses)):  # never true for NaN
         raise UserError(
             f"the loss differs between the ranks of --tp {topology.tp.size}, from {min(losses):.6f} to "
             f"{max(losses):.6f}: if it sums over a cut dim, such as the columns of the logits, pass the sum "
             "to reduce_from_tensor_parallel"
         )
+    values: dict[tuple[str, Box], list[tuple[float, float]]] = {}
+    for *_, found in everywhere:
+        for name, (box, *value) in found.items():
+            values.setdefault((name, box), []).append((value[0], value[1]))
+    if differing := sorted({name for (name, _), each in values.items() if not _are_close(each)}):
+        raise UserError(
+            f"the values of the buffer {few(differing)} differ between ranks that should have the same: sum "
+            "them over topology.loss_ranks, cut the buffer with new_buffer, or register it with "
+            "persistent=False if checkpoints need not have it"
+        )
+
+
+def _fingerprint(buffer: ParameterShard, topology: Topology) -> tuple[Box, float, float]:
+    """Return which elements a rank holds, and two sums of them whose terms have different factors."""
+    values = buffer.tensor.double()
+    weighted = values * torch.arange(1, values.numel() + 1, dtype=values.dtype, device=values.device)
+    return buffer.spec.box(topology), weighted.sum().item(), weighted.abs().sum().item()
+
+
+def _are_close(values: Sequence[tuple[float, float]]) -> bool:
+    """Return whether all fingerprints are equal up to rounding."""
+    sums, sizes = zip(*values, strict=True)
+    return not max(sums) - min(sums) > 1e-6 * max(sizes)  # never true for NaN
 
 
 class OutputCheck:
     """Checks the output of a stage of your own model, as a forward hook of the stage."""
 
-    def __init__(self, config: ModelConfig, hidden_shape: tuple[int, ...], stage: Stage) -> None:
-        self._num_losses = len(config.loss_names)
+    def __init__(self, hidden_shape: tuple[int, ...], stage: Stage) -> None:
+        self._loss_names = stage.loss_names
         self._hidden_shape = hidden_shape
         self._dtype = stage.context.dtype
         self._is_last = stage.is_last
@@ -104,6 +119,11 @@ class OutputCheck:
 
     def _fault(self, output: Any) -> str | None:
         """Return what is wrong with an output and how to fix it, or None."""
+        if isinstance(output, WithTerms):
+            faults = [self._term_fault(name, term) for name, term in output.terms.items()]
+            if not self._is_last:
+                faults.append(self._fault(output.hidden))
+            return next((fault for fault in faults if fault is not None), None)
         if not isinstance(output, Tensor):
             wanted = "the sum of the losses, a scalar" if self._is_last else "hidden states, a tensor"
             return f"{kind_of(output)} from forward: return {wanted}"
@@ -115,11 +135,23 @@ class OutputCheck:
                 f"hidden states of shape {shape} in {output.dtype}: the next stage receives [s, b, h] = "
                 f"{list(self._hidden_shape)} in {self._dtype}"
             )
-        if shape not in ([self._num_losses], [] if self._num_losses == 1 else [self._num_losses]):
-            return (
-                f"a loss of shape {shape}: return the sum of the losses of the microbatch's tokens, a "
-                "scalar, such as self.masked_sum(losses, microbatch)"
-            )
-        if torch.is_grad_enabled() and not output.requires_grad:
-            return "a loss without a gradient: compute it from the output without detach() and .item()"
-        return None
+        return _loss_fault(output)
+
+    def _term_fault(self, name: str, term: Any) -> str | None:
+        if name not in self._loss_names:
+            names = ", ".join(map(repr, (*self._loss_names, name)))
+            return f"the term {name} of the loss: name it in the class, loss_names = ({names})"
+        if not isinstance(term, LossTerm) or not isinstance(term.total, Tensor):
+            return f"{kind_of(term)} as the term {name} of the loss: return a LossTerm of a tensor"
+        return _loss_fault(term.total)
+
+
+def _loss_fault(loss: Tensor) -> str | None:
+    if loss.shape != ():
+        return (
+            f"a loss of shape {list(loss.shape)}: return the sum of the losses of the microbatch's tokens, a "
+            "scalar, such as self.masked_sum(losses, microbatch)"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        return "a loss without a gradient: compute it from the output without detach() and .item()"
+    return None

@@ -7,26 +7,32 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint.callback_states import CallbackStates
+from megalite.checkpoint.load import LoadPlan
 from megalite.distributed.collectives import largest_of_all
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.train.trainer import Trainer
 
 
-def resume(trainer: Trainer, launch: Launch) -> None:
+def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
     """Load the latest checkpoint of --load, if there is one; a restarted run prefers its own.
+
+    Returns:
+        The saved states of callbacks; None for a new run.
 
     Raises:
         UserError: --load holds no checkpoint, and is not the --save folder.
     """
-    if _is_restart(launch, trainer.topology) and _resume_own(trainer):
-        return
+    if _is_restart(launch, trainer.topology) and (own := _resume_own(trainer)) is not None:
+        return own.callbacks
     folder = trainer.config.checkpoint.load
     if not folder:
         _warn_of_other_checkpoints(trainer)
-        return
-    if trainer.load():
+        return None
+    if (loaded := trainer.load()) is not None:
         iteration = trainer.progress.iteration
         if trainer.config.checkpoint.finetune:
             _warn_of_other_checkpoints(trainer)
@@ -34,7 +40,7 @@ def resume(trainer: Trainer, launch: Launch) -> None:
             log.info("resumed from %s at iteration %d", folder, iteration)
         if skipped := trainer.progress.num_skipped:
             log.info("so far the updates of %d iterations were skipped", skipped)
-        if iteration >= trainer.config.num_iterations(trainer.topology.dp.size):
+        if iteration >= trainer.config.num_iterations(trainer.topology.sample_ranks.size):
             flag = "--train-samples" if trainer.config.training.is_counted_in_samples else "--train-iters"
             log.warning("nothing is left to train: raise %s to continue", flag)
     elif trainer.config.checkpoint.loads_own:  # first start of a run that loads from its own --save folder
@@ -42,6 +48,7 @@ def resume(trainer: Trainer, launch: Launch) -> None:
     else:
         there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
         raise UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")
+    return None if loaded is None else loaded.callbacks
 
 
 def _is_restart(launch: Launch, topology: Topology) -> bool:
@@ -49,27 +56,27 @@ def _is_restart(launch: Launch, topology: Topology) -> bool:
     return bool(largest_of_all(torch.tensor(launch.restarts, device=topology.device), topology))
 
 
-def _resume_own(trainer: Trainer) -> bool:
+def _resume_own(trainer: Trainer) -> LoadPlan | None:
     """Resume a restarted run from --save; its options describe the first start.
 
     Returns:
-        False if it did not resume: there is no checkpoint yet, or the options load the run's own latest one.
+        What was loaded; None if there is no checkpoint yet, or the options load the run's own latest one.
     """
     config = trainer.config
     options = config.checkpoint
     loads_own_latest = options.loads_own and options.load_iteration is None and not options.finetune
     if options.save is None or loads_own_latest:
-        return False
+        return None
     own = dataclasses.replace(
         options, load=options.save, load_iteration=None, finetune=False, load_optim=options.save_optim
     )
     trainer.config = dataclasses.replace(config, checkpoint=own)
-    if not trainer.load():
+    if (loaded := trainer.load()) is None:
         trainer.config = config
-        return False
+        return None
     iteration = trainer.progress.iteration
     log.warning("restarted: resuming from --save %s at iteration %d", options.save, iteration)
-    return True
+    return loaded
 
 
 def _warn_of_other_checkpoints(trainer: Trainer) -> None:

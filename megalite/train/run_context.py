@@ -19,8 +19,8 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, check_call, kind_of
+from megalite.model.provider import check_model_provider
 from megalite.model.stage import StageProvider
-from megalite.train.own_model import check_model_provider
 from megalite.train.telemetry.timers import Timers
 
 DatasetProvider = Callable[["RunContext"], DatasetSplits]
@@ -107,7 +107,7 @@ def resolve_run(
         if tokenizer is not None:
             if topology.rank == 0:
                 check_tokenizer(_prefixes(sources), tokenizer)
-            config = _with_vocab_size(config, tokenizer)
+            config = with_vocab_size(config, tokenizer)
         samples = providers.samples or SAMPLES[config.model.architecture](config, tokenizer)
     if tokenizer is not None:
         record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}
@@ -180,7 +180,7 @@ def document_ends(config: Config, tokenizer: Tokenizer | None) -> DocumentEnds |
     )
 
 
-def _with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
+def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     """Fill in the vocabulary size from the tokenizer, unless the config sets a larger one."""
     size, requested = tokenizer.vocab_size, config.model.vocab_size
     # The null tokenizer adds an end-of-document token to the requested size.

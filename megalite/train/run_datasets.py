@@ -43,7 +43,7 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
     config, topology = run.config, run.topology
     num_train, num_valid, num_test = (
         number if split in splits else 0
-        for split, number in zip(SPLIT_NAMES, num_samples_of(config, topology.dp.size), strict=True)
+        for split, number in zip(SPLIT_NAMES, num_samples_of(config, topology.sample_ranks.size), strict=True)
     )
     num_samples = num_train, num_valid, num_test
     if run.providers.datasets is not None:
@@ -55,14 +55,18 @@ def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> Datase
         opened, record = _open_corpora(run)
         with topology.agreed():
             cache = IndexCache(config.data.data_cache_path)
-            batch_size = config.global_batch(topology.dp.size)
+            batch_size = config.global_batch(topology.sample_ranks.size)
             options = BuildOptions(run.samples, config.data.blend_by, cache, batch_size)
             if record is not None:
                 datasets = build_from_corpora(run.sources, opened, num_samples, options)
                 datasets = _fill_in_middle(run, datasets)
     datasets = datasets_on_every_stage(datasets, topology)
     datasets = dataclasses.replace(datasets, record=record)
-    if config.num_eval_iters(topology.dp.size) > 0 and "valid" in splits and not datasets.evaluated("valid"):
+    if (
+        config.num_eval_iters(topology.sample_ranks.size) > 0
+        and "valid" in splits
+        and not datasets.evaluated("valid")
+    ):
         log.warning("there is nothing to validate on: --split leaves no sequence for validation")
     return datasets
 

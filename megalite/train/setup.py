@@ -11,20 +11,22 @@ import torch
 from megalite import kernels
 from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.flags import flag_of
+from megalite.config.model_flops import CONVENTION
 from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.distributed.agreement import code_record
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.hardware.cuda_environment import describe, settings_for
+from megalite.hardware.numa import bind_to_gpu
 from megalite.log import configure_logging, log
 from megalite.optim.offload import OffloadBytes
-from megalite.plan.model_flops import CONVENTION
+from megalite.optim.sharded_weights import WeightGathering
 from megalite.torch_versions import untested_warning
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
-from megalite.train.weight_gathering import WeightGathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
 
@@ -53,6 +55,12 @@ def settings_of(config: Config) -> dict[str, str]:
     }
 
 
+def bind_to_cores(parallel: ParallelConfig, device: torch.device) -> None:
+    """Bind a GPU rank to the cores next to its GPU, before it allocates host memory and starts threads."""
+    if device.type == "cuda" and parallel.numa_binding:
+        log.info("CPU cores of rank 0: %s", bind_to_gpu(device))
+
+
 def listen(config: Config, launch: Launch) -> AbstractContextManager[StopSignals]:
     """Listen for signals that end the run early; rank 0 writes the requeue note for a scheduler."""
     note = RequeueNote(config.checkpoint.save if launch.rank == 0 else None)
@@ -70,11 +78,19 @@ def open_writers(run: RunContext) -> Writers:
         return Writers(config.logging, run.topology, to_yaml(config), config.checkpoint.save, run.lease)
 
 
+_NAMED = ("dp", "tp", "pp")
+"""Axes that Megatron-LM names in an order and with words of its own."""
+
+
 def startup_line(topology: Topology) -> str:
     """Return the line of the run's layout, in the format that parsers of Megatron-LM's logs read."""
+    entries = {entry.name: entry for each in topology.factorings.values() for entry in each.factoring.axes}
+    sizes = {name: axis.size for each in topology.factorings.values() for name, axis in each.axes.items()}
+    more = [f", {entry.meaning} size: {sizes[name]}" for name, entry in entries.items() if name not in _NAMED]
     return (
         f"using world size: {topology.world_size}, data-parallel-size: {topology.dp.size}, "
         f"tensor-model-parallel size: {topology.tp.size}, pipeline-model-parallel size: {topology.pp.size}"
+        f"{''.join(more)}"
     )
 
 
@@ -82,21 +98,26 @@ def announce(trainer: Trainer) -> None:
     """Log the run's resolved settings: layout, kernels, batch, data and model size."""
     config, topology = trainer.config, trainer.topology
     log.info(startup_line(topology))
-    log.info("kernels on %s: %s", topology.device, kernels.describe(topology.device.type))
+    described = kernels.describe(topology.device.type), trainer.epilogues
+    log.info("kernels on %s: %s", topology.device, "; ".join(filter(None, described)))
     if topology.device.type == "cuda":
-        log.info("CUDA: %s", describe(settings_for(config.parallel.tp, config.parallel.zero_stage)))
+        parallel, symmetric = config.parallel, config.parallel.requests_symmetric_memory
+        settings = settings_for(parallel.tp, parallel.zero_stage, has_symmetric_memory=symmetric)
+        log.info("CUDA: %s", describe(settings))
     if description := trainer.chunks[0].description:
         log.info("%s", description)
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)
-    if topology.dp.size > 1:
+    if topology.tp.size > 1:
+        log.info("tensor-parallel collectives %s", trainer.chunks[0].context.overlap.description)
+    if topology.replicas.size > 1:
         log.info(
             "between replicas: %s",
-            describe_replication(config.parallel, topology.dp.shard.size, topology.device.type),
+            describe_replication(config.parallel, topology.replicas.shard.size, topology.device.type),
         )
-        if config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
+        if config.parallel.zero_stage_among(topology.replicas.shard.size) == 3:
             log.info("gathered weights: %s", describe_gathering(trainer.gathering, topology.pp.size))
-    if topology.dp.replicate is not None and topology.dp.shard.size > 1:
-        groups = topology.dp.replicate.size, topology.dp.shard.size
+    if topology.replicas.replicate is not None and topology.replicas.shard.size > 1:
+        groups = topology.replicas.replicate.size, topology.replicas.shard.size
         log.info(
             "ZeRO %d shards within %d groups of %d neighbouring replicas", config.parallel.zero_stage, *groups
         )
@@ -119,7 +140,7 @@ def announce(trainer: Trainer) -> None:
     log.info(
         "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
         trainer.global_batch_size,
-        topology.dp.size,
+        topology.sample_ranks.size,
         trainer.num_microbatches,
         config.training.micro_batch_size,
     )
@@ -176,7 +197,7 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
 
 def _log_datasets(trainer: Trainer) -> None:
     """Log how many samples of each dataset the run uses: a dataset holds whole epochs, often more."""
-    config, dp = trainer.config, trainer.topology.dp.size
+    config, dp = trainer.config, trainer.topology.sample_ranks.size
     num_iterations, eval_iters = config.num_iterations(dp), config.num_eval_iters(dp)
     num_trained = config.batch_size(dp).consumed_before(num_iterations + 1)
     num_evaluated = eval_iters * trainer.global_batch_size

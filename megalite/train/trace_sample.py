@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.data.provenance import SampleSpan, sample_spans
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
@@ -58,7 +59,7 @@ def trace_iteration(config: Config, iteration: int) -> Iterator[TracedSample]:
         parallel=ParallelConfig(distributed_backend="gloo"),
         training=replace(config.training, global_batch_size=config.global_batch(dp or 1)),
     )
-    with Topology.start(one_rank.parallel, Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(one_rank.mesh, Launch(0, 1, 0, 1)) as topology:
         dataset = build_data(resolve_run(one_rank, topology)).train
     assert dataset is not None
     batch_size, block = one_rank.batch_size(1), config.training.micro_batch_size

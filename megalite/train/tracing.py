@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megalite.distributed.mesh import REPLICATE, SHARD
+from megalite.distributed.axes import MODEL, coordinates_text, whole_axis
+from megalite.distributed.axis import WORLD
 from megalite.distributed.observer import Observer, Wait
 from megalite.files import replace_file
 from megalite.pipeline.schedules import Action
@@ -24,8 +24,8 @@ from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed
 ITERATION = "iteration"
 DATA = "data"
 PART = "part"
-_WAITS = {"pp": "pp wait", "tp": "tp wait", **dict.fromkeys(("dp", REPLICATE, SHARD), "dp wait")}
-OTHER_WAIT = "other wait"
+WAIT = " wait"
+OTHER_WAIT = f"other{WAIT}"
 
 
 class TraceSpan(NamedTuple):
@@ -97,7 +97,8 @@ def _span(what: Timed, category: str | None, start: float, end: float) -> TraceS
     if isinstance(what, Action):
         return TraceSpan(str(what), what.kind.value, start, end, what.microbatch, what.chunk)
     if isinstance(what, Wait):
-        return TraceSpan(what.what, _WAITS.get(what.axis, OTHER_WAIT), start, end)
+        category = OTHER_WAIT if what.axis == WORLD else f"{whole_axis(what.axis)}{WAIT}"
+        return TraceSpan(what.what, category, start, end)
     return TraceSpan(what, category or (DATA if what == BATCH_GENERATOR else PART), start, end)
 
 
@@ -161,14 +162,8 @@ def clock_offsets(samples: Sequence[ClockSamples]) -> list[ClockOffset]:
 
 
 COMPUTE = "compute"
-_TERM_OF_CATEGORY = {
-    "pp wait": "bubble",
-    "tp wait": "tp wait",
-    "dp wait": "dp wait",
-    DATA: "data",
-    OTHER_WAIT: "other waits",
-}
-TERMS = (*_TERM_OF_CATEGORY.values(), COMPUTE)
+_TERM_OF_CATEGORY = {f"pp{WAIT}": "bubble", OTHER_WAIT: "other waits"}
+"""Categories whose term has another name."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +174,7 @@ class TimeBreakdown:
                                   sent, and at the end of an iteration for stages that are not done
         tp wait      collectives over tp, including the time of the messages
         dp wait      waits for collectives over dp: the part that does not overlap with other work
+                     (and so on for each further axis that ranks waited on)
         data         waits for the samples of the next microbatch, and their copy to the device
         other waits  collectives of all ranks (the gradient's norm)
         compute      everything else: GEMMs, optimizer, and work of the host
@@ -198,18 +194,47 @@ class TimeBreakdown:
         return ", ".join(f"{name} {percent}%" for name, percent in percents.items())
 
 
+def seconds_by_category(spans: Iterable[TraceSpan]) -> dict[str, float]:
+    """Return the seconds of whole iterations, and of waits and data, which are inside and do not overlap."""
+    waits = dict.fromkeys((f"{axis.name}{WAIT}" for axis in MODEL.weights_first), 0.0)
+    others = {DATA: 0.0, OTHER_WAIT: 0.0, ITERATION: 0.0}
+    for span in spans:
+        if span.category in others:
+            others[span.category] += span.seconds
+        elif span.category.endswith(WAIT):
+            waits[span.category] = waits.get(span.category, 0.0) + span.seconds
+    return waits | others
+
+
+def seconds_by_action(spans: Iterable[TraceSpan]) -> dict[tuple[str, int], float]:
+    """Return the mean seconds of a rank's actions by kind and chunk, without the waits and data inside them.
+
+    Args:
+        spans: sorted as by `Recorder.spans`.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
+    last: TraceSpan | None = None
+    for span in spans:
+        if span.chunk is not None:
+            last = span
+            found.setdefault((span.category, span.chunk), []).append(span.seconds)
+        elif (
+            last is not None
+            and last.chunk is not None
+            and span.start < last.end
+            and (span.category == DATA or span.category.endswith(WAIT))
+        ):
+            found[last.category, last.chunk][-1] -= span.seconds
+    return {key: max(0.0, sum(seconds) / len(seconds)) for key, seconds in found.items()}
+
+
 def time_breakdown(spans_by_rank: Iterable[Iterable[TraceSpan]]) -> TimeBreakdown:
-    """Return the shares of whole iterations; waits and data are inside iterations and do not overlap."""
-    seconds: dict[str, float] = defaultdict(float)
-    total = 0.0
-    for spans in spans_by_rank:
-        for span in spans:
-            if span.category == ITERATION:
-                total += span.seconds
-            elif span.category in _TERM_OF_CATEGORY:
-                seconds[_TERM_OF_CATEGORY[span.category]] += span.seconds
+    """Return the shares of the iterations' time over all ranks."""
+    seconds = seconds_by_category(span for spans in spans_by_rank for span in spans)
+    total = seconds.pop(ITERATION)
     seconds[COMPUTE] = total - sum(seconds.values())
-    return TimeBreakdown({name: seconds[name] / total if total else float(name == COMPUTE) for name in TERMS})
+    shares = {_TERM_OF_CATEGORY.get(name, name): each / (total or 1.0) for name, each in seconds.items()}
+    return TimeBreakdown(shares if total else {name: float(name == COMPUTE) for name in shares})
 
 
 @dataclass(frozen=True)
@@ -217,17 +242,16 @@ class Lane:
     """One rank's row of the trace file, with its spans in rank 0's time.
 
     Attributes:
-        coordinates: the rank's coordinates along pp, tp and dp.
+        coordinates: the rank's coordinate along each axis.
     """
 
     rank: int
-    coordinates: tuple[int, int, int]
+    coordinates: Mapping[str, int]
     spans: Sequence[TraceSpan]
 
     @property
     def name(self) -> str:
-        pp, tp, dp = self.coordinates
-        return f"rank {self.rank} · pp {pp} tp {tp} dp {dp}"
+        return f"rank {self.rank} · {coordinates_text(self.coordinates)}"
 
 
 def write_trace(path: Path, lanes: Sequence[Lane], facts: Mapping[str, Any]) -> None:

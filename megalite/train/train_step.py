@@ -15,8 +15,9 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
-from megalite.optim.optimizer import BaseOptimizer
+from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
+from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.train.anomaly_check import Anomaly, AnomalyCheck
 from megalite.train.async_scalars import AsyncScalars
 from megalite.train.iteration_plan import IterationPlan, IterationPlanner
@@ -31,14 +32,14 @@ class StepResult:
     Attributes:
         plan: the iteration's number, samples and learning rate.
         loss: mean loss over the global batch's tokens, before the update; NaN if the iteration was excluded.
-            If there are several losses, it is their sum.
+            If the loss has several terms, it is their sum.
         grad_norm: norm of the whole model's gradient, before clipping; NaN if the iteration was excluded.
         skipped: whether the weights were not updated.
         anomaly: the reason, if a check skipped the update; None if the iteration was excluded, or if only an
             infinite gradient norm prevented the update.
         scale_too_high: whether the gradient norm was infinite under a dynamic loss scale that can still be
             lowered, which is expected now and then.
-        losses: each loss by its name.
+        losses: each term of the loss by its name.
         losses_to_keep: the loss, if the weights were updated and later losses are compared with it.
     """
 
@@ -64,15 +65,22 @@ class TrainStep:
     Args:
         run: config, topology and timers of the run.
         load: loads a microbatch, given its batch's first sample and its index in the batch.
+        fp8_weights: holds the layers' weights in 8 bits during an iteration.
+        loss_names: names of all terms of the model's loss, on any stage.
         before_update: called before the weights and the optimizer state are overwritten.
+
+    Attributes:
+        before_update: functions that are called then.
     """
 
     def __init__(
         self,
         run: RunContext,
         pipeline: Pipeline[Microbatch],
-        optimizer: BaseOptimizer,
+        optimizer: Optimizer,
         load: BatchLoader,
+        fp8_weights: Fp8Weights,
+        loss_names: Sequence[str],
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.topology = run.topology
@@ -80,11 +88,13 @@ class TrainStep:
         self.pipeline = pipeline
         self.optimizer = optimizer
         self.load = load
-        self.before_update = before_update
-        self.plan_iteration = IterationPlanner(run.config, run.topology.dp.size)
+        self.fp8_weights = fp8_weights
+        self.caches_fp8_weights = run.config.training.fp8_weight_cache
+        self.before_update = [before_update]
+        self.plan_iteration = IterationPlanner(run.config, run.topology.sample_ranks.size)
         self.check = AnomalyCheck(run.config.training)
         self.batches = GlobalBatches(run)
-        self.loss_names = run.config.model.loss_names
+        self.loss_names = loss_names
         self.masks_loss = run.config.data.eod_mask_loss
 
     def __call__(self, progress: TrainingProgress) -> StepResult:
@@ -98,7 +108,8 @@ class TrainStep:
         scalars = AsyncScalars(norm, *mean_losses)
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
-        self.before_update()  # an asynchronous save must have copied the weights
+        for function in self.before_update:  # an asynchronous save must have copied the weights
+            function()
         with self.timers("optimizer"):
             self.optimizer.step(
                 plan.learning_rate, plan.weight_decay, norm, is_allowed, plan.decoupled_learning_rate
@@ -129,8 +140,8 @@ class TrainStep:
         """Run forward and backward over the microbatches and reduce the gradients over all ranks.
 
         Returns:
-            Each mean loss, ``[losses]``, and the gradient's norm, a scalar: fp64 on the device, not yet
-                synchronized with the host.
+            The mean of each term of the loss, ``[terms]``, and the gradient's norm, a scalar: fp64 on the
+                device, not yet synchronized with the host.
         """
         masks = LossMasks()
 
@@ -138,18 +149,41 @@ class TrainStep:
             with self.timers(BATCH_GENERATOR):
                 return masks.counted(self.load(plan.first_sample, index))
 
-        load, divisor = self.batches.open(read, plan.num_microbatches, plan.num_samples)
+        load, divisors = self.batches.open(read, plan.num_microbatches, plan.num_samples)
         self.optimizer.begin(plan.num_microbatches)
-        with self.timers("forward-backward"):
+        keeps_copies = self.caches_fp8_weights and plan.num_microbatches > 1  # otherwise each is used once
+        with self.timers("forward-backward"), self.fp8_weights.iteration(keeps_copies=keeps_copies):
             losses = self.pipeline.train_step(
                 plan.num_microbatches,
                 load,
-                num_tokens=divisor,
+                divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
             )
         ratio = masks.token_ratio(self.topology) if self.masks_loss else None
-        means = global_losses(losses, len(self.loss_names), self.topology, ratio)
+        means = global_losses(losses, self.loss_names, self.topology, ratio)
         return means, self.optimizer.finish_gradients(ratio)
+
+    def run_first_microbatch(self, plan: IterationPlan, replica: int) -> None:
+        """Run forward and backward of the first microbatch that a replica has in an iteration; a collective.
+
+        It is computed as in the iteration, and overwrites the gradients.
+
+        Args:
+            replica: a rank of those that read different samples; it may differ between these ranks.
+        """
+        load, own = self.load.of_replica, self.topology.sample_ranks.rank
+        _, divisors = self.batches.open(
+            lambda index: load(plan.first_sample, index, own), plan.num_microbatches, plan.num_samples
+        )
+        self.optimizer.begin(1)
+        with self.fp8_weights.iteration(keeps_copies=False):
+            self.pipeline.train_step(
+                1,
+                lambda _: load(plan.first_sample, 0, replica),
+                divisors=divisors,
+                loss_scale=self.optimizer.scaler.scale,
+            )
+        self.optimizer.finish_gradients()
 
 
 class GlobalBatches:
@@ -158,16 +192,17 @@ class GlobalBatches:
     def __init__(self, run: RunContext) -> None:
         self._topology = run.topology
         self._seq_length = run.config.model.seq_length
-        self._num_losses = len(run.config.model.loss_names)
         self._are_masked = run.samples.are_masked
+        self._counts_later = run.config.data.eod_mask_loss
 
     def open(
         self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int
-    ) -> tuple[Callable[[int], Microbatch], float | Tensor]:
-        """Return a function that loads a microbatch by its index, and the divisor of each loss.
+    ) -> tuple[Callable[[int], Microbatch], dict[str, float | Tensor]]:
+        """Return a function that loads a microbatch by its index, and the divisors by `LossTerm.per`.
 
-        Masked predictions are counted over all data-parallel ranks, so the batch is loaded here; this is a
-        collective. Other losses are divided by the number of tokens.
+        Masked predictions are counted over all ranks with a loss, so the batch is loaded here; this is a
+        collective. Otherwise all tokens count. If the tokens with a loss are counted after backward, it
+        corrects the whole gradient: there is no divisor for samples.
 
         Args:
             read: reads a microbatch by its index; called once for each.
@@ -175,13 +210,16 @@ class GlobalBatches:
             num_samples: number of samples of the global batch.
         """
         if not self._are_masked:
-            return read, num_samples * self._seq_length
+            divisors: dict[str, float | Tensor] = {"token": num_samples * self._seq_length}
+            return read, divisors if self._counts_later else divisors | {"sample": num_samples}
         batch = [read(index) for index in range(num_microbatches)]
         masks = [microbatch.loss_mask for microbatch in batch]
         num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
-        all_reduce(num_masked, self._topology.dp, of="the number of masked tokens")
-        divisors = [num_masked.clamp_min(1.0), torch.full_like(num_masked, num_samples)]
-        return batch.__getitem__, torch.stack(divisors[: self._num_losses])
+        all_reduce(num_masked, self._topology.loss_ranks, of="the number of masked tokens")
+        return batch.__getitem__, {
+            "token": num_masked.clamp_min(1.0),
+            "sample": torch.full_like(num_masked, num_samples),
+        }
 
 
 class LossMasks:
@@ -210,30 +248,35 @@ class LossMasks:
         """
         totals = torch.zeros(2, dtype=torch.float64, device=topology.device)
         if topology.pp.is_first and self._num_with_loss:
-            totals[0] = self._num_tokens
+            totals[0].fill_(self._num_tokens)  # `totals[0] = number` would wait for the device
             totals[1] = torch.stack(self._num_with_loss).sum()
-        for axis in (topology.dp, topology.pp):
+        for axis in (topology.loss_ranks, topology.pp):
             all_reduce(totals, axis, of="the number of tokens")
         return totals[0] / totals[1].clamp_min(1.0)
 
 
 def global_losses(
-    losses: Sequence[Tensor], num_losses: int, topology: Topology, token_ratio: Tensor | None = None
+    losses: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    topology: Topology,
+    token_ratio: Tensor | None = None,
 ) -> Tensor:
-    """Sum the microbatches' losses over the last stage's replicas; return the sum on every rank.
+    """Sum the terms of the microbatches' losses over all stages and replicas; return them on every rank.
 
     Args:
-        losses: losses that are already divided by the number of tokens of the global batch.
-        num_losses: number of elements of each; a scalar is one loss.
+        losses: this rank's terms by name, already divided by the number of units of the global batch.
+        names: names of all terms, on any stage.
         token_ratio: factor on the sum; see `LossMasks`.
 
     Returns:
-        fp64 ``[num_losses]`` on the device, not yet synchronized with the host.
+        fp64 ``[names]`` on the device, not yet synchronized with the host.
     """
-    total = torch.zeros(num_losses, dtype=torch.float64, device=topology.device)
-    for loss in losses:
-        total += loss
-    for axis in (topology.dp, topology.pp):  # stages before the last add zeros
+    total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
+    totals = dict(zip(names, total, strict=True))  # views of the elements
+    for terms in losses:
+        for name, loss in terms.items():
+            totals[name] += loss
+    for axis in (topology.loss_ranks, topology.pp):  # a stage without a term adds zero
         all_reduce(total, axis, of="the loss")
     if token_ratio is not None:
         total *= token_ratio

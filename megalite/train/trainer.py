@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.lease import FolderLease
-from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.load import LoadPlan, load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import Contents
 from megalite.checkpoint.saver import Saver
@@ -23,22 +23,25 @@ from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
+from megalite.model.provider import is_own
 from megalite.model.stage import DTYPES, Stage
-from megalite.optim.flat_buffers import ParameterShard
+from megalite.optim.sharded_weights import WeightGathering
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.tensor_parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
+from megalite.tensor_parallel.fp8 import Fp8Weights
+from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
+from megalite.train.gemm_epilogues import choose_gemm_epilogues
 from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.model_chunks import build_chunks, hidden_shape
-from megalite.train.own_model import check_first_iteration, is_own
+from megalite.train.model_chunks import build_chunks, hidden_shape, saved_buffers
+from megalite.train.own_model import check_first_iteration
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
 from megalite.train.verification import warn_if_unverified
-from megalite.train.weight_gathering import choose_weight_gathering
 from megalite.train.weight_gradients import weight_gradient_fusion
 
 
@@ -47,18 +50,20 @@ def build_pipeline(
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,
-    run_weight_gradients: Callable[[Sequence[WeightGradient]], None] = run_stored,
 ) -> Pipeline[Microbatch]:
-    """Create the executor of this rank's chunks; the last two arguments are passed to `Pipeline`."""
+    """Create the executor of this rank's chunks.
+
+    Args:
+        store: collects their weight gradients, for a schedule that computes them later.
+    """
     return Pipeline(
         chunks,
         topology.pp,
         config.parallel.schedule,
-        hidden_shape=hidden_shape(config, topology.tp.size),
+        hidden_shape=hidden_shape(config),
         dtype=DTYPES[config.model.params_dtype],
         device=topology.device,
         store=store,
-        run_weight_gradients=run_weight_gradients,
     )
 
 
@@ -70,29 +75,37 @@ class Trainer:
     Args:
         run: objects that all parts of the run share.
         datasets: datasets of the run; the training split must exist.
+        gathering: how long ZeRO stage 3 keeps gathered weights, such as the result of
+            `choose_weight_gathering`; by default only as long as the config says.
 
     Attributes:
         config: the run's config; resuming may change it.
         chunks: this rank's model chunks.
         activation_offload: holds their activations in host memory; None if the config offloads none.
         progress: iterations and samples so far; `step` advances it.
-        gathering: whether ZeRO stage 3 keeps gathered weights.
+        gathering: how long ZeRO stage 3 keeps gathered weights.
+        epilogues: where GELU and bias gradients are computed on a GPU, for the log.
         global_batch_size: samples per batch after the ramp-up, and per batch in an evaluation.
     """
 
-    def __init__(self, run: RunContext, datasets: DatasetSplits) -> None:
+    def __init__(
+        self, run: RunContext, datasets: DatasetSplits, gathering: WeightGathering | None = None
+    ) -> None:
         config, topology = run.config, run.topology
         self.config = config
         self.topology = topology
         self.timers = run.timers
         self.datasets = datasets
+        self.gathering = gathering or WeightGathering.configured(config.parallel)
         self.progress = TrainingProgress()
-        self.global_batch_size = config.global_batch(topology.dp.size)
-        self.num_microbatches = config.num_microbatches(topology.dp.size)
+        self.global_batch_size = config.global_batch(topology.sample_ranks.size)
+        self.num_microbatches = config.num_microbatches(topology.sample_ranks.size)
         self.saver = Saver(config.checkpoint, topology, run.lease)
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
             fuses = weight_gradient_fusion(config, topology).is_on
+            fp8_weights = Fp8Weights()
+            is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
             is_offloaded = config.recompute.cpu_offload_activations > 0
             self.activation_offload = ActivationOffload(topology.device) if is_offloaded else None
             self.chunks = build_chunks(
@@ -100,10 +113,10 @@ class Trainer:
                 topology,
                 store,
                 fuses_weight_gradients=fuses,
+                fp8_weights=None if is_sharded else fp8_weights,  # ZeRO 3 does not keep full weights
                 offload=self.activation_offload,
                 build_stage=run.providers.model,
             )
-            self.gathering = choose_weight_gathering(config, topology)
             self.optimizer = build_optimizer(
                 self.chunks,
                 config,
@@ -111,25 +124,24 @@ class Trainer:
                 fuses_weight_gradients=fuses,
                 keeps_weights=self.gathering.keeps_weights,
             )
-        self.pipeline = build_pipeline(self.chunks, config, topology, store, self.optimizer.run_stored)
+            is_gpu = topology.device.type == "cuda"
+            self.epilogues = choose_gemm_epilogues(self.chunks, config, topology) if is_gpu else ""
+        self.pipeline = build_pipeline(self.chunks, config, topology, store)
         assert datasets.train is not None
-        # A masked batch is read whole before it runs: its samples are prepared during the previous batch.
-        num_ahead = self.num_microbatches if run.samples.are_masked else 0
-        self.load_batch = BatchLoader(
-            datasets.train,
-            config.training.micro_batch_size,
-            topology,
-            run.samples,
-            max(NUM_AHEAD, num_ahead),
-        )
+        self.load_batch = _batch_loader(run, datasets.train, self.num_microbatches)
         self.train_step = TrainStep(
-            run, self.pipeline, self.optimizer, self.load_batch, self.saver.before_update
+            run,
+            self.pipeline,
+            self.optimizer,
+            self.load_batch,
+            fp8_weights,
+            self.chunks[0].loss_names,
+            self.saver.before_update,
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
-        self._is_unchecked = is_own(run.providers.model)
-        if self.timers.level > 0:
-            for observers in self.observer_lists():
-                observers.append(self.timers)
+        self._is_unchecked = is_own(run.providers.model) and topology.device.type != "meta"
+        for observers in self.observer_lists() if self.timers.level > 0 else ():
+            observers.append(self.timers)
 
     def step(self) -> StepResult:
         """Train one iteration and advance the progress."""
@@ -138,7 +150,8 @@ class Trainer:
         result = self.train_step(self.progress)
         if self._is_unchecked:
             self._is_unchecked = False
-            check_first_iteration(self.optimizer.unreached, result.loss, self.topology)
+            buffers = saved_buffers(self.chunks, self.topology)
+            check_first_iteration(self.optimizer.unreached, result.loss, buffers, self.topology)
         self.progress = self.progress.after(
             result.plan.num_samples,
             skipped=result.skipped,
@@ -155,20 +168,19 @@ class Trainer:
 
     def observer_lists(self) -> list[list[Any]]:
         """Return the lists to which an observer of all events on this rank is appended."""
-        topology = self.topology
-        axes = (topology.pp, topology.tp, topology.dp, topology.world)
-        return [self.pipeline.observers, self.optimizer.observers, *(axis.observers for axis in axes)]
+        return [self.pipeline.observers, self.optimizer.observers, *self.topology.observer_lists()]
 
     def tensors(self) -> dict[str, Tensor | ParameterShard]:
-        """Return this rank's tensors in a checkpoint, by name: views of weights and optimizer state."""
+        """Return this rank's tensors in a checkpoint, by name: views of the model and the optimizer state."""
         self.optimizer.finish_weights()
+        model = self.optimizer.weights() | saved_buffers(self.chunks, self.topology)
         weights: dict[str, Tensor | ParameterShard] = {
-            f"model.{name}": tensor for name, tensor in self.optimizer.weights().items()
+            f"model.{name}": tensor for name, tensor in model.items()
         }
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     def saved_tensors(self) -> dict[str, Tensor | ParameterShard]:
-        """Return the tensors that this run's checkpoints hold: only the weights with --no-save-optim."""
+        """Return the tensors that this run's checkpoints hold: only the model with --no-save-optim."""
         tensors = self.tensors()
         if self.config.checkpoint.save_optim:
             return tensors
@@ -183,8 +195,11 @@ class Trainer:
         with self.topology.agreed():
             self.datasets.verify_files()
 
-    def save(self, *, is_last: bool = False) -> None:
+    def save(self, *, is_last: bool = False, callbacks: Mapping[str, str] | None = None) -> None:
         """Save a checkpoint to the config's folder, or begin an asynchronous save; see `Saver`.
+
+        Args:
+            callbacks: states of the run's callbacks, from `TrainingLoop.states`.
 
         Raises:
             UserError: a data file has changed; raised on every rank, and nothing is saved.
@@ -192,20 +207,24 @@ class Trainer:
         self.verify_data()
         with self.timers("save-checkpoint"):
             self.optimizer.check_state()
-            self.saver.save(self._contents(), self.saved_tensors(), is_last=is_last)
+            self.saver.save(self._contents(callbacks), self.saved_tensors(), is_last=is_last)
 
-    def save_local(self) -> None:
-        """Make a non-persistent save, or begin an asynchronous one; see `Saver`."""
+    def save_local(self, callbacks: Mapping[str, str] | None = None) -> None:
+        """Make a non-persistent save, or begin an asynchronous one; see `save` and `Saver`."""
         self.verify_data()
         with self.timers("save-checkpoint-non-persistent"):
             self.optimizer.check_state()
-            self.saver.save_local(self._contents(), self.tensors())
+            self.saver.save_local(self._contents(callbacks), self.tensors())
 
-    def _contents(self) -> Contents:
-        return Contents.of(self.progress, self.config, self.topology, self.datasets.record)
+    def _contents(self, callbacks: Mapping[str, str] | None) -> Contents:
+        return Contents.of(self.progress, self.config, self.topology, self.datasets.record, callbacks)
 
-    def load(self) -> bool:
-        """Resume from the latest checkpoint in the config's folder; return False if there is none yet."""
+    def load(self) -> LoadPlan | None:
+        """Resume from the latest checkpoint in the config's folder.
+
+        Returns:
+            What was loaded; None if there is no checkpoint yet.
+        """
         assert self.config.checkpoint.load is not None
         with self.timers("load-checkpoint"):
             loaded = load_checkpoint(
@@ -219,12 +238,12 @@ class Trainer:
             if loaded is not None:
                 self.optimizer.seal_state()
         if loaded is None:
-            return False
+            return None
         for notice in loaded.notices:
             log.warning("%s", notice)
         self.progress, self.config = loaded.progress, loaded.config
-        self.train_step.plan_iteration = IterationPlanner(self.config, self.topology.dp.size)
-        return True
+        self.train_step.plan_iteration = IterationPlanner(self.config, self.topology.sample_ranks.size)
+        return loaded
 
     def close(self, *, waits: bool = True) -> None:
         """Stop reading training data ahead; see `BatchLoader.close`. A second call does nothing."""
@@ -242,19 +261,28 @@ class Trainer:
         self.close(waits=error is None)
 
 
+def _batch_loader(run: RunContext, dataset: Dataset, num_microbatches: int) -> BatchLoader:
+    # A masked batch is read whole before it runs: its samples are prepared during the previous batch.
+    num_ahead = max(NUM_AHEAD, num_microbatches if run.samples.are_masked else 0)
+    micro_batch_size = run.config.training.micro_batch_size
+    return BatchLoader(dataset, micro_batch_size, run.topology, run.samples, num_ahead)
+
+
 def start_trainer(
     config: Config,
     topology: Topology,
     timers: Timers | None = None,
     providers: Providers | None = None,
     lease: FolderLease | None = None,
+    gathering: WeightGathering | None = None,
 ) -> Trainer:
     """Create a trainer from a config: resolve the run, build its datasets and its model.
 
     Args:
         providers: builders of your own model and datasets; by default the config's are used.
         lease: lease on the checkpoint folder, from `hold_folder`, if the run saves.
+        gathering: see `Trainer`.
     """
     run = resolve_run(config, topology, timers, lease, providers)
     warn_if_unverified(run)
-    return Trainer(run, build_data(run))
+    return Trainer(run, build_data(run), gathering)

@@ -12,8 +12,8 @@ from pathlib import Path
 from megalite.config import ParallelConfig
 from megalite.errors import first_line
 from megalite.log import log
+from megalite.model.provider import is_own, name_of
 from megalite.model.stage import StageProvider
-from megalite.train.own_model import is_own, name_of
 from megalite.train.run_context import RunContext
 
 FILE_ENDING = ".verified.json"

@@ -32,19 +32,15 @@ def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
     dtype = DTYPES[config.model.params_dtype]
     if not config.parallel.gradient_accumulation_fusion:
         return Fusion(False, "accumulated by autograd (--no-gradient-accumulation-fusion)")
-    zero_stage = config.parallel.zero_stage_among(topology.dp.shard.size)
-    if zero_stage == 3:
-        return Fusion(
-            False, "accumulated by autograd (--zero-stage 3 reduce-scatters them in every microbatch)"
-        )
+    zero_stage = config.parallel.zero_stage_among(topology.replicas.shard.size)
     if dtype != main_dtype(dtype) and not has_widening_gemm(dtype, main_dtype(dtype), topology.device):
         inputs, total = (str(each).removeprefix("torch.") for each in (dtype, main_dtype(dtype)))
         return Fusion(
             False,
             f"accumulated by autograd ({topology.device.type} has no GEMM of {inputs} that adds to {total})",
         )
-    if config.training.compile and topology.tp.size == 1 and (zero_stage == 2 or config.recompute.modules):
-        reason = "--zero-stage 2, whose buffers do not stay in place"
+    if config.training.compile and topology.tp.size == 1 and (zero_stage > 1 or config.recompute.modules):
+        reason = f"--zero-stage {zero_stage}, whose buffers do not stay in place"
         if config.recompute.modules:
             reason = "--recompute-granularity selective"
         return Fusion(

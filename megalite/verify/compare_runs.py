@@ -15,7 +15,8 @@ from megalite.errors import ConfigError, UserError
 from megalite.log import log
 from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
-from megalite.verify.layouts import Layout
+from megalite.verify.bisect import Location, locate_difference
+from megalite.verify.layouts import Layout, common_batch_size
 from megalite.verify.record_run import RunRecord, record_run
 
 
@@ -48,14 +49,20 @@ class RunComparison:
     """Holds the largest relative differences between the run of a layout and the reference.
 
     Attributes:
+        terms: differences of each iteration, by term of the loss.
         gradients, weights: differences by parameter, relative to the largest magnitude of the reference
             tensor.
     """
 
-    loss: float
+    terms: Mapping[str, Sequence[float]]
     grad_norm: float
     gradients: Mapping[str, float]
     weights: Mapping[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Return the largest difference of a term in an iteration."""
+        return max((value for values in self.terms.values() for value in values), key=_nan_first)
 
     def worst(self, tensors: Mapping[str, float], count: int = 1) -> list[tuple[str, float]]:
         """Return the `count` parameters that differ most, with their differences."""
@@ -66,7 +73,7 @@ class RunComparison:
         ((gradient_name, gradient),) = self.worst(self.gradients)
         ((weight_name, weight),) = self.worst(self.weights)
         checks = [
-            ("loss", self.loss, tolerance.loss),
+            *(self._first_excess(name, tolerance.loss) for name in self.terms),
             ("gradient norm", self.grad_norm, tolerance.grad_norm),
             (f"gradient of {gradient_name}", gradient, tolerance.gradient),
             (f"weight {weight_name}", weight, tolerance.weight),
@@ -77,13 +84,19 @@ class RunComparison:
             if not value <= limit
         ]
 
+    def _first_excess(self, name: str, limit: float) -> tuple[str, float, float]:
+        """Return the check of a term in the first iteration that exceeds the limit, or in the last one."""
+        values = self.terms[name]
+        found = next((i for i, value in enumerate(values) if not value <= limit), len(values) - 1)
+        return f"{name} of iteration {found + 1}", values[found], limit
+
 
 def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     """Compare a run with the reference. Both must have the same parameters, as full tensors."""
     assert run.weights.keys() == reference.weights.keys()
     return RunComparison(
-        loss=_largest_relative(run.losses, reference.losses),
-        grad_norm=_largest_relative(run.grad_norms, reference.grad_norms),
+        terms=_of_terms(run.terms, reference.terms),
+        grad_norm=max(_relative(run.grad_norms, reference.grad_norms), key=_nan_first),
         gradients={
             name: _difference(run.gradients[name], full) for name, full in reference.gradients.items()
         },
@@ -91,9 +104,19 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     )
 
 
-def _largest_relative(values: Sequence[float], reference: Sequence[float]) -> float:
-    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(values, reference, strict=True)]
-    return max(differences, key=_nan_first)
+def _of_terms(
+    terms: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]
+) -> dict[str, list[float]]:
+    """Return the differences by term; NaN for a term that one of the runs does not have."""
+    names = dict.fromkeys(name for each in (*reference, *terms) for name in each)
+    values = {
+        name: [[each.get(name, math.nan) for each in run] for run in (terms, reference)] for name in names
+    }
+    return {name: _relative(*both) for name, both in values.items()}
+
+
+def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    return [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(values, reference, strict=True)]
 
 
 def _difference(tensor: Tensor, reference: Tensor) -> float:
@@ -108,6 +131,9 @@ def _nan_first(value: float) -> float:
 FP16_LOSS_SCALE = 4096.0
 """Replaces a dynamic loss scale, whose first iterations overflow and cannot be compared."""
 
+MAX_TRACED = 3
+"""Number of layouts that a verification traces if they differ; most often one mistake is in all."""
+
 _ROW = "{:<{width}} {:>6} {:>10} {:>10} {:>10} {:<42} {}"
 
 
@@ -119,6 +145,8 @@ def verify_layouts(
     providers: Providers | None = None,
 ) -> bool:
     """Run the config in each layout and on one rank, and log their differences.
+
+    If a layout differs, both are traced to find the first tensor that does.
 
     Args:
         num_iterations: number of iterations of each run.
@@ -133,24 +161,21 @@ def verify_layouts(
             all.
         UserError: the config cannot run in any layout.
     """
-    global_batch_size = config.training.global_batch_size or (
-        config.training.micro_batch_size * max(layout.dp for layout in layouts)
-    )
-    config = with_constant_loss_scale(config)
-    configs = _applied(config, (Layout(), *layouts), global_batch_size)
+    alone, *configs = _configs_of(config, layouts)
     tolerance = TOLERANCES[config.model.params_dtype]
     log.info(
         "%d iterations of %d samples in %s against one rank; differences are relative",
         num_iterations,
-        global_batch_size,
+        alone.training.global_batch_size,
         config.model.params_dtype,
     )
     row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
     log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
-    reference = record_run(configs[0], num_iterations, 1, providers)
+    reference = record_run(alone, num_iterations, 1, providers)
     same: list[ParallelConfig] = []
+    different: list[tuple[Layout, Config]] = []
     num_refused = 0
-    for layout, applied in zip(layouts, configs[1:], strict=True):
+    for layout, applied in zip(layouts, configs, strict=True):
         try:
             run = record_run(applied, num_iterations, layout.world_size, providers)
         except UserError as error:  # for example, an option that a custom model does not support
@@ -161,12 +186,49 @@ def verify_layouts(
             continue
         comparison = compare(run, reference)
         excesses = comparison.excesses(tolerance)
-        if not excesses:
+        if excesses:
+            different.append((layout, applied))
+        else:
             same.append(applied.parallel)
         _log_rows(row, layout, comparison, "; ".join(excesses) or "the same run", num_worst)
     if providers is not None and config.model.params_dtype in ("fp64", "fp32"):  # 16 bits prove little
         record_verified(providers.model, same)
-    return _log_verdict(num_other=len(layouts) - len(same) - num_refused, num_refused=num_refused)
+    _log_first_differences(different, alone, num_iterations, providers)
+    return _log_verdict(num_other=len(different), num_refused=num_refused)
+
+
+def bisect_layouts(
+    config: Config, layouts: Sequence[Layout], num_iterations: int = 5, providers: Providers | None = None
+) -> bool:
+    """Trace the config in each layout and on one rank, and log in which tensor they first differ.
+
+    Arguments, result and errors are as in `verify_layouts`.
+    """
+    alone, *configs = _configs_of(config, layouts)
+    is_same = True
+    for layout, applied in zip(layouts, configs, strict=True):
+        location = locate_difference(applied, alone, layout.world_size, num_iterations, providers)
+        _log_location(layout, location)
+        is_same &= location.is_same
+    return is_same
+
+
+def _log_first_differences(
+    different: Sequence[tuple[Layout, Config]],
+    alone: Config,
+    num_iterations: int,
+    providers: Providers | None,
+) -> None:
+    for layout, applied in different[:MAX_TRACED]:
+        _log_location(layout, locate_difference(applied, alone, layout.world_size, num_iterations, providers))
+    if different[MAX_TRACED:]:
+        names = ",".join(str(layout) for layout, _ in different[MAX_TRACED:])
+        log.info("not traced: %s; verify these alone to trace them", names)
+
+
+def _log_location(layout: Layout, location: Location) -> None:
+    for number, line in enumerate(location.text.splitlines()):
+        log.info("%s%s", f"{layout}: " if number == 0 else "", line)
 
 
 def _log_verdict(num_other: int, num_refused: int) -> bool:
@@ -178,6 +240,14 @@ def _log_verdict(num_other: int, num_refused: int) -> bool:
     else:
         log.info("every layout trains the same run")
     return num_other == 0
+
+
+def _configs_of(config: Config, layouts: Sequence[Layout]) -> list[Config]:
+    """Return the config of the run on one rank, and in each layout; see `verify_layouts`."""
+    if config.parallel.layout == "auto":
+        raise UserError("--layout auto chooses no layout here, where layouts are compared: remove it")
+    global_batch_size = common_batch_size(config, layouts)
+    return _applied(with_constant_loss_scale(config), (Layout(), *layouts), global_batch_size)
 
 
 def _applied(config: Config, layouts: Sequence[Layout], global_batch_size: int) -> list[Config]:

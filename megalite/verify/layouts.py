@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
-from megalite.errors import UserError
+from megalite.distributed.axes import MODEL
+from megalite.errors import ConfigError, UserError
+from megalite.log import log
 from megalite.pipeline.schedules import SCHEDULES
 
 _SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
 """Schedules by their suffix in a layout name; the number of chunks selects an interleaved schedule."""
 _SUFFIXES = sorted(_SCHEDULES, reverse=True)  # match zbv before its prefix zb
-_SIZE = re.compile(rf"(tp|pp|dp|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
+_NAMES = [axis.name for axis in MODEL.by_flag]
+_SIZE = re.compile(rf"({'|'.join(_NAMES)}|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
 _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "sp": ("sp", True),
     "zero1": ("zero", 1),
@@ -24,12 +31,38 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "zero3": ("zero", 3),
     "kept": ("kept", True),
     "gather": ("gather", True),
+    "overlap": ("overlap", True),
     "full": ("recompute", "full"),
     "selective": ("recompute", "selective"),
     "uneven": ("uneven", True),
     "offload": ("offload", True),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
+
+DEFAULT = (
+    ("tp4", "tp2"),
+    ("pp4", "pp3", "pp3+uneven", "pp2", "pp2+uneven"),
+    ("dp2",),
+    ("mbs1", "mbs2"),
+    ("tp2+sp",),
+    ("tp2+overlap",),
+    ("dp2+zero2",),
+    ("dp2+zero3",),
+    ("pp2v2", "pp2v3"),
+    ("pp2zbv",),
+    ("tp1+full",),
+    ("tp1+offload",),
+)
+"""The layouts that are verified if none are named: of each row, the first one that the config can run and
+that changes it.
+
+Four ranks share the keys and values of two groups, and a pipeline of three or more has a stage that is
+neither first nor last. Only another micro-batch size shows a mean over a microbatch, or numbers that depend
+on the index in it, and only sequence parallelism shows a gradient that is partial over tp.
+"""
+
+_CHUNKS = 3
+"""Parts of `Layout.overlap`, a number that does not divide usual sizes."""
 
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
@@ -41,17 +74,69 @@ TABLE = (
     *("pp2zbv+full", "pp2+uneven+selective", "dp4+zero1+full", "dp4+zero2+selective", "dp4+zero3+full"),
     *("tp2pp2dp2+sp+zero1+gather+full", "tp2pp2+sp+offload", "dp4+zero2+offload", "dp4+zero3+offload"),
     *("pp4zb+selective+offload", "pp2v2+full+offload"),
+    *("tp2+overlap+full", "tp4+sp+overlap", "tp2pp2zb+sp+overlap"),
 )
 """The layouts of ``--layouts all``: each technique alone, and common combinations."""
 
 
-def layouts_named(names: str) -> list[Layout]:
-    """Return the layouts in a list such as ``tp2,pp2+sp``, or all layouts of the table for ``all``.
+def layouts_named(names: str, config: Config) -> list[Layout]:
+    """Return the layouts in a list such as ``tp2,pp2+sp``; ``default`` and ``all`` name several.
 
     Raises:
-        UserError: a name is not a layout.
+        UserError: a name is not a layout, or the config can run no default layout.
     """
+    if names == "default":
+        return default_layouts(config)
     return [Layout.parse(name) for name in (TABLE if names == "all" else names.split(","))]
+
+
+def default_layouts(config: Config) -> list[Layout]:
+    """Return the default layouts of a config, and log the rows of `DEFAULT` that it cannot run.
+
+    Raises:
+        ConfigError: it can run none of them.
+    """
+    rows = [[Layout.parse(name) for name in row] for row in DEFAULT]
+    batch_size = common_batch_size(config, [layout for row in rows for layout in row])
+    known = [Layout().apply(config, batch_size)]
+    chosen: list[Layout] = []
+    problems: list[str] = []
+    for row in rows:
+        refused = ""
+        for layout in row:
+            try:
+                applied = layout.apply(config, batch_size)
+                _check_num_gpus(config, layout)
+            except ConfigError as error:
+                refused = f"layout {layout}: {error.problems[0]}"
+                continue
+            refused = ""
+            if applied not in known:
+                known.append(applied)
+                chosen.append(layout)
+                break
+        problems += [refused] * bool(refused)
+    if not chosen:
+        raise ConfigError(problems)
+    for problem in problems:
+        log.info("not verified: %s", problem)
+    return chosen
+
+
+def _check_num_gpus(config: Config, layout: Layout) -> None:
+    """Raise `ConfigError` if ranks use NCCL and are more than the GPUs of this machine."""
+    num_gpus = torch.cuda.device_count()
+    if config.parallel.distributed_backend == "nccl" and layout.world_size > num_gpus:
+        raise ConfigError(
+            [f"--distributed-backend nccl needs {layout.world_size} GPUs, and there are {num_gpus}"]
+        )
+
+
+def common_batch_size(config: Config, layouts: Sequence[Layout]) -> int:
+    """Return the config's global batch size, or one that all layouts can divide."""
+    return config.training.global_batch_size or (
+        config.training.micro_batch_size * max(layout.num_sample_ranks for layout in layouts)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,6 +146,7 @@ class Layout:
     None and False leave an option as it is in the config.
 
     Attributes:
+        sizes: size of each axis with more than one rank, by its name.
         shard: number of replicas that ZeRO shards over; None for all of them.
         mbs: micro-batch size.
         v: chunks per rank of an interleaved pipeline.
@@ -69,15 +155,14 @@ class Layout:
         zero: ZeRO stage.
         kept: keep gathered weights for a whole iteration.
         gather: turn on `overlap_param_gather`.
+        overlap: overlap tensor-parallel collectives with GEMMs, in parts whose sizes differ.
         recompute: full or selective.
         uneven: give the first pipeline rank a single layer.
         offload: keep the activations of at least the first layer of each stage in host memory, and the
-            optimizer state, unless the config keeps it in a file.
+            state of AdamW, unless the config keeps it in a file.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     shard: int | None = None
     mbs: int | None = None
     v: int | None = None
@@ -86,6 +171,7 @@ class Layout:
     zero: int | None = None
     kept: bool = False
     gather: bool = False
+    overlap: bool = False
     recompute: Granularity | None = None
     uneven: bool = False
     offload: bool = False
@@ -102,32 +188,33 @@ class Layout:
         is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
         if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():
             raise UserError(
-                f"layout {name!r} must consist of tp, pp, dp, shard, v and mbs with a size, "
+                f"layout {name!r} must consist of {', '.join(_NAMES)}, shard, v and mbs with a size, "
                 f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
-        named: dict[str, Any] = {axis: int(size) for axis, size, _ in parts if axis}
+        named: dict[str, Any] = {name: int(size) for name, size, _ in parts if name}
+        given = {axis: named.pop(axis, 1) for axis in _NAMES}
+        axis_sizes = {axis: size for axis, size in given.items() if size > 1}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
         switched = dict(_SWITCHES[switch] for switch in switches)
-        return Layout(**named, schedule=schedule, **switched)  # type: ignore[arg-type]
+        return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         chunks = f"v{self.v}" if self.v else self.schedule or ""
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
-        names = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
-        name = "".join(text + chunks * (axis == "pp") for axis, text in names.items())
+        names = [f"{axis}{self.size(axis)}{chunks * (axis == 'pp')}" for axis in _NAMES if axis in self.sizes]
+        name = "".join(names)
         if self.shard is not None:
             name += f"shard{self.shard}"
         if self.mbs is not None:
             name += f"mbs{self.mbs}"
         switches = [
-            f"+{switch}" for switch, (field, value) in _SWITCHES.items() if getattr(self, field) == value
+            f"+{switch}" for switch, (name_of, value) in _SWITCHES.items() if getattr(self, name_of) == value
         ]
-        return "".join((name or "one rank", *switches))
+        return "".join((name or ("tp1" if switches else "one rank"), *switches))
 
     def _with_schedule(self, parallel: ParallelConfig) -> ParallelConfig:
         """Return the config with this layout's schedule; without a pipeline, without chunks."""
-        if self.v is None and self.schedule is None and self.pp > 1:
+        if self.v is None and self.schedule is None and self.size("pp") > 1:
             return parallel
         schedule = parallel.pipeline_schedule
         if self.v is not None:
@@ -141,9 +228,18 @@ class Layout:
             num_layers_per_virtual_pipeline_stage=None,
         )
 
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return self.sizes.get(axis, 1)
+
+    @property
+    def num_sample_ranks(self) -> int:
+        """Return the number of ranks that read different samples."""
+        return math.prod(self.size(axis) for axis in MODEL.with_role("samples"))
+
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return math.prod(self.sizes.values())
 
     def apply(self, config: Config, global_batch_size: int) -> Config:
         """Return the config of the same run in this layout.
@@ -153,15 +249,14 @@ class Layout:
         """
         first_layers = config.parallel.decoder_first_pipeline_num_layers
         parallel = dataclasses.replace(
-            config.parallel,
-            tensor_model_parallel_size=self.tp,
-            pipeline_model_parallel_size=self.pp,
-            data_parallel_size=self.dp,
+            config.parallel.with_sizes(self.sizes),
             data_parallel_shard_degree=self.shard,
             num_distributed_optimizer_instances=None,
             sequence_parallel=self.sp or config.parallel.sequence_parallel,
             zero_stage=config.parallel.zero_stage if self.zero is None else self.zero,
             fsdp_reshard_after_forward=("never" if self.kept else config.parallel.fsdp_reshard_after_forward),
+            tp_comm_overlap=self.overlap or config.parallel.tp_comm_overlap,
+            tp_comm_overlap_chunks=_CHUNKS if self.overlap else config.parallel.tp_comm_overlap_chunks,
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
@@ -181,7 +276,8 @@ class Layout:
             recompute_granularity=self.recompute or config.recompute.recompute_granularity,
             cpu_offload_activations=max(1, offloaded) if self.offload else offloaded,
         )
-        in_memory = self.offload and config.optimizer.optimizer_nvme_offload is None
+        is_adam, file = config.optimizer.optimizer == "adam", config.optimizer.optimizer_nvme_offload
+        in_memory = self.offload and is_adam and file is None
         optimizer = dataclasses.replace(
             config.optimizer, optimizer_cpu_offload=in_memory or config.optimizer.optimizer_cpu_offload
         )

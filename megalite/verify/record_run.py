@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
-from megalite.train.model_chunks import named_parameters
+from megalite.train.model_chunks import named_parameters, saved_buffers, unchanged_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.trainer import Trainer
@@ -22,15 +22,21 @@ class RunRecord:
     """Holds the results of a run.
 
     Attributes:
-        losses, grad_norms: values of each iteration.
+        terms: terms of the loss of each iteration, by name.
+        grad_norms: gradient norm of each iteration.
         gradients: gradients of the first iteration, as full tensors by parameter.
-        weights: weights after the last iteration, as full tensors by parameter.
+        weights: weights and buffers after the last iteration, as full tensors by name.
     """
 
-    losses: list[float]
+    terms: list[Mapping[str, float]]
     grad_norms: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the loss of each iteration."""
+        return [sum(terms.values()) for terms in self.terms]
 
 
 def record_run(
@@ -45,14 +51,19 @@ def record_run(
         UserError: the config's data or tokenizer cannot be read.
     """
     stages = run_ranks(
-        record_rank, config.parallel, world_size, config, num_iterations, providers, timeout=3600.0
+        record_rank, config.mesh, world_size, config, num_iterations, providers, timeout=3600.0
     )
+    return merge_stages(stages)
+
+
+def merge_stages(stages: Sequence[RunRecord]) -> RunRecord:
+    """Return the record of a run from the records of all its ranks."""
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     for stage in stages:
         gradients.update(stage.gradients)
         weights.update(stage.weights)
-    return RunRecord(stages[0].losses, stages[0].grad_norms, gradients, weights)
+    return RunRecord(stages[0].terms, stages[0].grad_norms, gradients, weights)
 
 
 def record_rank(
@@ -62,20 +73,31 @@ def record_rank(
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
         # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
-        trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
+        with unchanged_buffers(trainer.chunks):
+            trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
         gradients = _gather(trainer, trainer.optimizer.gradient)
         results = [trainer.step() for _ in range(num_iterations)]
         trainer.optimizer.finish_weights()
-        weights = _gather(trainer, trainer.optimizer.weight)
-    return RunRecord([r.loss for r in results], [r.grad_norm for r in results], gradients, weights)
+        weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
+    return RunRecord([r.losses for r in results], [r.grad_norm for r in results], gradients, weights)
 
 
 def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Gather full tensors without vocabulary padding on the first tp and dp rank."""
+    """Gather full tensors without vocabulary padding on one rank of each pipeline stage."""
     topology = trainer.topology
     full: dict[str, Tensor] = {}
     for name, parameter in named_parameters(trainer.chunks):
         tensor = gather_full(local(name), spec_of(parameter), topology)
         spec = spec_of(parameter)
         full[name] = tensor[: spec.used_shape[0]].clone().cpu()
-    return full if topology.tp.is_first and topology.dp.is_first else {}
+    return full if topology.is_first_outside(topology.pp) else {}
+
+
+def _gather_buffers(trainer: Trainer) -> dict[str, Tensor]:
+    """Gather the full buffers that checkpoints hold on one rank of each pipeline stage, in fp64."""
+    topology = trainer.topology
+    full = {
+        name: gather_full(buffer.tensor.view(buffer.shape), buffer.spec, topology).double().cpu()
+        for name, buffer in saved_buffers(trainer.chunks, topology).items()
+    }
+    return full if topology.is_first_outside(topology.pp) else {}

@@ -17,7 +17,7 @@ from megalite.cli import train
 from megalite.config.entry_point import run_main
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.train.stopping import STOP_SIGNALS
-from tests.programs import run_program
+from tests.programs import run_program, run_program_on_ranks
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -77,26 +77,17 @@ def write_corpus(prefix: str, documents: list[bytes]) -> None:
 
 
 @pytest.fixture
-def pretrain(tmp_path: Path, corpus: str) -> Run:
+def pretrain(corpus: str) -> Run:
     """Runs pretrain_gpt.py on a tiny byte-level model; further flags go over it."""
 
-    def run(
-        *flags: str, ranks: int = 1, environment: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        line = ["pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus, *flags]
-        if ranks == 1 and environment is None:
-            return run_program(*line)
-        launcher = [sys.executable]
-        if ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        return subprocess.run(
-            [*launcher, *line],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    def run(*flags: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        line = [*TINY_FLAGS, "--data-path", corpus, *flags]
+        if ranks == 1:
+            return run_program("pretrain_gpt.py", *line)
+        done = run_program_on_ranks("pretrain_gpt.py", *ranks * [line])
+        status = max(abs(each.returncode) for each in done)
+        texts = ("".join(getattr(each, name) for each in done) for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(line, status, *texts)
 
     return run
 

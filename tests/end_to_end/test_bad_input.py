@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
-from tests.end_to_end.conftest import Run, RunHere, write_corpus
+from tests.end_to_end.conftest import ROOT, TINY_FLAGS, RunHere, write_corpus
+from tests.programs import run_program
 
 CONFIG_MISTAKES = {
     "indivisible heads": (["--num-attention-heads", "5"], "--hidden-size 64 is not divisible"),
@@ -214,8 +217,18 @@ def test_output_that_cannot_be_written_is_told_before_the_first_step(
     assert flag in lines[0]
 
 
-def test_a_world_of_another_size_ends_on_every_rank(pretrain: Run) -> None:
-    run = pretrain("--tp", "4", ranks=2)
+def test_a_world_of_another_size_ends_on_every_rank(corpus: str) -> None:
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py"),
+            *(*TINY_FLAGS, "--data-path", corpus, "--tp", "4"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
     assert run.returncode == 1
     assert len(errors) == 1
@@ -234,8 +247,9 @@ def test_a_world_of_another_size_ends_on_every_rank(pretrain: Run) -> None:
         ({"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "one"}, "RANK='one'"),
     ],
 )
-def test_a_broken_environment_is_a_mistake(pretrain: Run, environment: dict[str, str], said: str) -> None:
-    run = pretrain(environment={"RANK": "0", "WORLD_SIZE": "2", **environment})
+def test_a_broken_environment_is_a_mistake(corpus: str, environment: dict[str, str], said: str) -> None:
+    line = ("pretrain_gpt.py", *TINY_FLAGS, "--data-path", corpus)
+    run = run_program(*line, environment={"RANK": "0", "WORLD_SIZE": "2", **environment})
     assert run.returncode == 1
     assert said in run.stderr
     assert "Traceback" not in run.stderr

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedWriter
-from tests.programs import run_program
+from tests.programs import run_program, run_program_on_ranks
 
-ROOT = Path(__file__).parents[2]
 WORDS = [*("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), *(f"word{i}" for i in range(40)), "##s", "##ed"]
 FLAGS = (
     *("--preset", "bert-tiny", "--seq-length", "24", "--global-batch-size", "4", "--micro-batch-size", "2"),
     *("--log-interval", "1", "--eval-iters", "1", "--eval-interval", "2", "--lr", "1e-3"),
 )
-
-
-def run(program: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    if ranks == 1:
-        return run_program(program, *flags)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*launcher, program, *map(str, flags)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 @pytest.fixture
@@ -54,8 +36,9 @@ def corpus_flags(tmp_path: Path) -> tuple[str, ...]:
 def test_random_sentences_on_two_ranks(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = ("--mock-data", "--vocab-size", "50", "--train-iters", "2", "--metrics-file", metrics)
-    done = run("pretrain_bert.py", *FLAGS, *flags, "--tp", "2", "--sequence-parallel", ranks=2)
-    assert done.returncode == 0, done.stderr
+    line = (*FLAGS, *flags, "--tp", "2", "--sequence-parallel")
+    first, done = run_program_on_ranks("pretrain_bert.py", line, line)
+    assert (first.returncode, done.returncode) == (0, 0), first.stderr + done.stderr
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     trained = [row for row in rows if "lm_loss" in row]
     evaluated = [row["validation"] for row in rows if "validation" in row]
@@ -74,7 +57,7 @@ def test_from_a_corpus_to_transformers(corpus_flags: tuple[str, ...], tmp_path: 
     outputs = []
     for iterations, folder in ((4, whole), (2, parts), (4, parts)):
         saving = ("--save", folder, "--load", folder, "--metrics-file", folder / "metrics.jsonl")
-        done = run("pretrain_bert.py", *common, *saving, "--train-iters", iterations)
+        done = run_program("pretrain_bert.py", *common, *saving, "--train-iters", iterations)
         assert done.returncode == 0, done.stderr
         outputs.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     final = [
@@ -87,16 +70,16 @@ def test_from_a_corpus_to_transformers(corpus_flags: tuple[str, ...], tmp_path: 
         for row in outputs[0]
         if row.get("validation", {}).get("split") == "valid" and row["validation"]["iteration"] == 4
     ]
-    done = run("tools/evaluate.py", "--load", whole, "--split", "valid", "--json")
+    done = run_program("tools/evaluate.py", "--load", whole, "--split", "valid", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["loss"], found["sop_loss"]) == (at_end["lm_loss"], at_end["sop_loss"])
     for tool, *flags in (("generate", "--prompt", "word1"), ("evaluate", "--text", "README.md")):
-        done = run(f"tools/{tool}.py", "--load", whole, *flags)
+        done = run_program(f"tools/{tool}.py", "--load", whole, *flags)
         assert done.returncode == 1
         assert "holds a bert: evaluate it with tools/evaluate.py --split" in done.stderr
 
-    done = run("tools/convert_checkpoint.py", "--load", whole, "--save", tmp_path / "hf")
+    done = run_program("tools/convert_checkpoint.py", "--load", whole, "--save", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
     from transformers import AutoTokenizer, BertForPreTraining
 
@@ -105,8 +88,8 @@ def test_from_a_corpus_to_transformers(corpus_flags: tuple[str, ...], tmp_path: 
     ids = tokenizer("Word1 word2s", return_tensors="pt")
     assert ids["input_ids"].tolist() == [[2, 6, 7, 45, 3]]
     assert model(**ids).prediction_logits.isfinite().all()
-    done = run("tools/convert_checkpoint.py", "--load", tmp_path / "hf", "--save", tmp_path / "ours")
+    done = run_program("tools/convert_checkpoint.py", "--load", tmp_path / "hf", "--save", tmp_path / "ours")
     assert done.returncode == 0, done.stderr
     flags = ("--train-iters", "1", "--load", tmp_path / "ours", "--finetune")
-    done = run("pretrain_bert.py", *FLAGS, *corpus_flags, *flags)
+    done = run_program("pretrain_bert.py", *FLAGS, *corpus_flags, *flags)
     assert done.returncode == 0, done.stderr

@@ -48,5 +48,5 @@ def test_it_trains_on_four_ranks(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_short_and_its_command_can_be_copied(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < MAX_LINES
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
     assert _command(path)

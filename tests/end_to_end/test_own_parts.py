@@ -94,7 +94,7 @@ MODELS = {
         lambda *args, **more: None,
         "<lambda> returns None: return the Stage that it builds",
     ),
-    "an abstract class": (megalite.SequentialStage, "SequentialStage lacks build_layer: define"),
+    "an abstract class": (megalite.SequentialStage, "Stage lacks build_layer: define"),
     "no layer": (
         _model("OwnModel", "build_layer", lambda self, number: None),
         r"OwnModel builds layers.0 as None: return an instance of torch.nn.Module",
@@ -138,6 +138,19 @@ MODELS = {
     "a loss without a gradient": (
         _model("OwnGPT", "losses", lambda *args: _token_losses(*args).sum().detach(), megalite.GPT),
         "OwnGPT returns a loss without a gradient",
+    ),
+    "a term without a name": (
+        _layer(lambda self, x, microbatch: megalite.WithTerms(x, {"own_loss": megalite.LossTerm(x.sum())})),
+        r"OwnModel returns the term own_loss of the loss: name it in the class, loss_names = "
+        r"\('lm_loss', 'own_loss'\)",
+    ),
+    "a term of another type": (
+        _model("OwnGPT", "losses", lambda *args: {"lm_loss": 1.0}, megalite.GPT),
+        "OwnGPT returns a float as the term lm_loss of the loss: return a LossTerm of a tensor",
+    ),
+    "a model without lm_loss": (
+        _model("OwnGPT", "loss_names", ("own_loss",), megalite.GPT),
+        r"loss_names of OwnGPT is \('own_loss',\): name all terms of the loss, the first 'lm_loss'",
     ),
     "a mean passed to masked_sum": (
         _model(
@@ -340,7 +353,7 @@ def test_an_own_model_that_was_verified_trains_without_a_warning(
         """Return what a run with these flags warns of."""
         caplog.clear()
         chosen, _ = megalite.parse([*FLAGS, "--mock-data", *flags])
-        with Topology.fake(chosen.parallel, 4, 0) as topology:
+        with Topology.fake(chosen.parallel.mesh, 4, 0) as topology:
             warn_if_unverified(resolve_run(chosen, topology, providers=providers))
         return caplog.text
 

@@ -50,7 +50,7 @@ setTimeout(() => {
 def run_folder(tmp_path: Path) -> Path:
     folder = write_restarted_run(tmp_path / "run <1>")
     spans = [TraceSpan("iteration 5", "iteration", 1.0, 2.0), TraceSpan("F0", "forward", 1.0, 1.5, 0, 0)]
-    write_trace(folder / "pipeline_trace_5-5.json", [Lane(0, (0, 0, 0), spans)], {"verdict": {"bubble": 0.5}})
+    write_trace(folder / "pipeline_trace_5-5.json", [Lane(0, {"pp": 0}, spans)], {"verdict": {"bubble": 0.5}})
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, RunHere
+from tests.programs import free_port
 from tests.soak.folder import losses_of, newest_whole
 
 pytestmark = pytest.mark.slow
@@ -137,9 +137,7 @@ def test_what_nodes_are_left_go_on_with_the_same_batches(
     exact = ["--params-dtype", "fp64", "--global-batch-size", "12", "--lr", "0.0003"]
     alone, folder = tmp_path / "alone", tmp_path / "parts" / "run"
     assert pretrain_here(*FLAGS, *exact, "--metrics-file", str(alone / "metrics.jsonl"))[0] == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     options = [
         *("--nnodes", "1:4", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", endpoint, "--rdzv-id", "elastic", "--local-addr", "127.0.0.1", "--rdzv-conf"),

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from tests.end_to_end.conftest import ROOT, TINY_FLAGS, Run, RunHere, write_corpus
-from tests.soak.group import Group
+from tests.end_to_end.conftest import TINY_FLAGS, Run, RunHere, write_corpus
+from tests.programs import run_program_on_ranks
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -26,30 +22,17 @@ def _losses(path: Path) -> dict[int, float]:
     return {line["iteration"]: line["lm_loss"] for line in _lines(path) if "iteration" in line}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (4, ["--tp", "2", "--pp", "2"])])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["--pp", "2"])])
 def test_stop_and_resume_is_bitwise_a_run_at_a_stroke(
-    pretrain: Run, corpus: str, tmp_path: Path, ranks: int, layout: list[str]
+    pretrain: Run, tmp_path: Path, ranks: int, layout: list[str]
 ) -> None:
-    """By python on one rank; four ranks are forked, which takes a third of torchrun's time."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [*layout, "--train-iters", "20", "--lr", "0.01"]
 
     def run(folder: Path, *more: str) -> None:
-        outputs = [
-            "--save",
-            str(folder),
-            "--load",
-            str(folder),
-            "--metrics-file",
-            str(folder / "metrics.jsonl"),
-        ]
-        if ranks == 1:
-            done = pretrain(*flags, *outputs, *more)
-            assert done.returncode == 0, done.stderr
-            return
-        line = [*TINY_FLAGS, "--data-path", corpus, *flags, *outputs, *more]
-        group = Group.start(ranks, line, folder)
-        assert group.wait() == 0, group.log.read_text()
+        files = ("--save", folder, "--load", folder, "--metrics-file", folder / "metrics.jsonl")
+        done = pretrain(*flags, *map(str, files), *more, ranks=ranks)
+        assert done.returncode == 0, done.stderr
 
     run(whole)
     run(parts, "--exit-interval", "10")
@@ -122,34 +105,14 @@ def test_padding_rows_of_the_vocabulary_are_no_zeros_of_the_gradient(
     assert abs(num_zeros("257") - num_zeros("384")) < 64  # the elements of a row
 
 
-def _plain_python(num_ranks: int, *flags: str) -> list[tuple[int, str, str]]:
-    """Runs one python a rank, without torchrun; gives each one's status, output and errors."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "pretrain_gpt.py", *TINY_FLAGS, *flags],
-            cwd=ROOT,
-            env={**base, "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    outputs = [process.communicate(timeout=120) for process in ranks]
-    return [(process.returncode, *output) for process, output in zip(ranks, outputs, strict=True)]
-
-
 def test_plain_python_with_the_variables_set(corpus: str) -> None:
     """env:// as a scheduler starts it."""
-    first, last = _plain_python(2, "--data-path", corpus, "--pp", "2")
-    assert (first[0], last[0]) == (0, 0), first[2] + last[2]
-    assert "using world size: 2, data-parallel-size: 1" in first[1]
-    assert "iteration        4/       4" in last[1]  # the last rank reports
-    assert "iteration        4/       4" not in first[1]
+    flags = (*TINY_FLAGS, "--data-path", corpus, "--pp", "2")
+    first, last = run_program_on_ranks("pretrain_gpt.py", flags, flags)
+    assert (first.returncode, last.returncode) == (0, 0), first.stderr + last.stderr
+    assert "using world size: 2, data-parallel-size: 1" in first.stdout
+    assert "iteration        4/       4" in last.stdout  # the last rank reports
+    assert "iteration        4/       4" not in first.stdout
 
 
 def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
@@ -159,14 +122,15 @@ def test_a_rank_that_ends_is_told_by_the_others(tmp_path: Path) -> None:
     tokens = np.fromfile(f"{prefix}.bin", dtype=np.uint16)
     tokens[-40:-33] = 300  # in one sample alone
     tokens.tofile(f"{prefix}.bin")
-    flags = ["--data-path", prefix, "--split", "1,0,0", "--train-iters", "15"]
-    ranks = _plain_python(2, *flags)
-    assert [status for status, _, _ in ranks] == [1, 1]
-    errors = sorted(line for _, _, text in ranks for line in text.splitlines() if line.startswith("error: "))
+    flags = (*TINY_FLAGS, "--data-path", prefix, "--split", "1,0,0", "--train-iters", "15")
+    ranks = run_program_on_ranks("pretrain_gpt.py", flags, flags)
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    text = "".join(rank.stderr for rank in ranks)
+    errors = sorted(line for line in text.splitlines() if line.startswith("error: "))
     assert len(errors) == 2, errors
     assert "has token id 300" in errors[0]
     assert "lost the connection to another rank" in errors[1]
-    assert not any("Traceback" in text for _, _, text in ranks)
+    assert "Traceback" not in text
 
 
 def test_outputs_hold_every_iteration_and_evaluation(pretrain_here: RunHere, tmp_path: Path) -> None:
@@ -215,7 +179,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_named(pretrain: Run, tmp_path: P
 
 
 def test_exit_duration(pretrain_here: RunHere, tmp_path: Path) -> None:
-    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.05", "--save", str(tmp_path)]
+    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.005", "--save", str(tmp_path)]
     status, _ = pretrain_here(*flags)
     assert status == 0
     assert (tmp_path / "latest").exists()

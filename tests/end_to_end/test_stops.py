@@ -13,6 +13,7 @@ import pytest
 
 from megalite.cli import train
 from megalite.log import log
+from megalite.train import stopping
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import TINY_FLAGS, RunHere, signals_restored
@@ -32,6 +33,7 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> AfterStep:
         return result
 
     monkeypatch.setattr(Trainer, "step", watched_step)
+    monkeypatch.setattr(stopping, "CHECK_SECONDS", 1e-6)  # after every iteration, however short
     return planned.__setitem__
 
 

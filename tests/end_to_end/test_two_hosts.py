@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from megalite.report.run_history import read_history
+from megalite.train.telemetry.time_terms import compare
 from tests.end_to_end.conftest import ROOT, TINY_FLAGS
 from tests.end_to_end.two_hosts import INTERFACE, Host, two_hosts, why_not
 
@@ -30,13 +32,20 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip(f"not permitted here: {' '.join(error.cmd)}: {error.stderr.decode().strip()}")
 
 
-def train(corpus: str, metrics: Path, hosts: tuple[Host, ...] | None, **environment: str) -> list[str]:
-    """Trains on 4 ranks, by one torchrun a host; gives what each host printed."""
+def train(
+    corpus: str,
+    metrics: Path,
+    hosts: tuple[Host, ...] | None,
+    layout: Sequence[str] = LAYOUT,
+    num_ranks: int = 4,
+    **environment: str,
+) -> list[str]:
+    """Trains by one torchrun a host; gives what each host printed."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(len(hosts or (1,))), "--nproc-per-node", str(4 // len(hosts or (1,)))),
+        *("--nnodes", str(len(hosts or (1,))), "--nproc-per-node", str(num_ranks // len(hosts or (1,)))),
     ]
-    flags = ("pretrain_gpt.py", *TINY_FLAGS, *LAYOUT, "--data-path", corpus, "--metrics-file", str(metrics))
+    flags = ("pretrain_gpt.py", *TINY_FLAGS, *layout, "--data-path", corpus, "--metrics-file", str(metrics))
     if hosts is None:
         done = subprocess.run(
             [*command, "--standalone", *flags], cwd=ROOT, capture_output=True, text=True, timeout=END_SECONDS
@@ -74,3 +83,21 @@ def test_two_hosts_train_the_run_of_one(hosts: tuple[Host, Host], corpus: str, t
     told = train(corpus, tmp_path / "found.jsonl", hosts)
     assert losses(tmp_path / "found.jsonl") == expected
     assert f"GLOO_SOCKET_IFNAME={INTERFACE}" in told[0] + told[1]
+
+
+def test_a_slow_link_is_what_makes_a_run_slow(hosts: tuple[Host, Host], corpus: str, tmp_path: Path) -> None:
+    """The ranks' replicas exchange gradients of about 1 MB over a cable of 1 MB/s."""
+    for host in hosts:
+        limit = f"tc qdisc add dev {INTERFACE} root tbf rate 8mbit burst 32kb latency 400ms"
+        limited = subprocess.run(
+            ["ip", "netns", "exec", host.name, *limit.split()], capture_output=True, text=True, check=False
+        )
+        if limited.returncode:
+            pytest.skip(f"this kernel cannot limit a link: {limited.stderr.strip()}")
+    flags = ("--dp", "2", "--log-interval", "1", "--log-time-breakdown", "--eval-iters", "0")
+    told = train(corpus, tmp_path / "metrics.jsonl", hosts, flags, 2, GLOO_SOCKET_IFNAME=INTERFACE)
+    comparison = compare(read_history(tmp_path / "metrics.jsonl").samples)
+    first, *others = comparison.slow_terms()
+    assert first.name == "dp wait"
+    assert all(other.lost < first.lost / 3 for other in others), others
+    assert "time breakdown: dp wait cost" in "".join(told)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig, RecomputeConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
 from tests.stages import build_stage
@@ -18,7 +19,7 @@ pytestmark = [
 
 def test_the_same_bits_with_fewer_bytes() -> None:
     held, found = [], []
-    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)) as topology:
         offload = ActivationOffload(topology.device)
         kinds = [(None, RecomputeConfig()), (offload, RecomputeConfig(cpu_offload_activations=2))]
         for to, recompute in kinds:

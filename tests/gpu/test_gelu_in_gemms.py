@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megalite.config import ModelConfig, ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.config import Config, ModelConfig, ParallelConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.kernels import has_linear_gelu, library
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.train.gemm_epilogues import choose_gemm_epilogues, seconds_in_turns
+from megalite.train.model_chunks import build_chunks
 from tests.stages import build_stage
 
 pytestmark = [
@@ -23,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture
 def one_gpu() -> Iterator[Topology]:
-    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology
 
 
@@ -64,3 +69,21 @@ def test_a_training_step_is_the_same(dtype: str, has_bias: bool, one_gpu: Topolo
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for name, found in gradients[0].items():
         assert (found - gradients[1][name]).norm() <= 0.05 * gradients[1][name].norm(), name
+
+
+def test_both_forms_are_timed_and_one_is_chosen(one_gpu: Topology) -> None:
+    """At the shapes of GPT-1.3B with one sample, where each of the timed GEMMs takes over 50 us."""
+    config = Config(model=replace(PRESETS["gpt-1.3b"], num_layers=1, params_dtype="bf16"))
+    chunks = build_chunks(config, one_gpu, fuses_weight_gradients=True)
+    timed = []
+
+    def timer(functions):  # type: ignore[no-untyped-def]
+        timed.append(seconds_in_turns(functions))
+        return timed[-1]
+
+    line = choose_gemm_epilogues(chunks, config, one_gpu, timer)
+    assert sorted(map(len, timed)) == [2, 4]
+    assert all(20e-6 < seconds < 20e-3 for each in timed for seconds in each)
+    assert "GELU of 2048 x 2048 -> 8192: in " in line
+    assert "bias gradient of 2048 x 2048 -> 6144: in " in line
+    assert chunks[0].layers["0"].mlp.up.fuses_gelu is ("GELU of 2048 x 2048 -> 8192: in GEMMs" in line)

@@ -25,7 +25,10 @@ pytestmark = [
     pytest.mark.skipif(not has_triton(), reason="Triton is not installed"),
 ]
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 5, 8
-LAYOUTS = ("one rank", "mbs1", "mbs4", "tp1+selective", "tp2", "tp2+sp", "pp2", "dp2", "tp2pp2dp2+sp+zero1")
+LAYOUTS = (
+    *("one rank", "mbs1", "mbs4", "tp1+selective", "tp2", "tp2+sp", "pp2", "dp2", "tp2pp2dp2+sp+zero1"),
+    *("tp2+overlap", "tp2+sp+overlap"),
+)
 BACKEND, COMMUNICATION = "triton", "nccl"
 
 

@@ -9,7 +9,8 @@ import torch
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 
 pytestmark = [
@@ -30,7 +31,7 @@ def _trained(**changes: Any) -> tuple[list[float], int, int]:
     config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, **changes))
     before = torch.cuda.memory_allocated()
     with (
-        Topology.start(config.parallel, Launch(0, 1, 0, 1)) as topology,
+        Topology.start(config.parallel.mesh, Launch(0, 1, 0, 1)) as topology,
         start_trainer(config, topology) as trainer,
     ):
         losses = [trainer.step().loss for _ in range(20)]

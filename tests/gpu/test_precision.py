@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import check_compiler, compile_layers
@@ -43,7 +44,7 @@ LLAMA = ModelConfig(
 
 @pytest.fixture
 def one_gpu() -> Iterator[Topology]:
-    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology
 
 

@@ -22,7 +22,7 @@ SLOW = ("pp2gpipe", "pp4zb+full", "pp2+uneven", "tp2pp2dp2+sp+zero1+gather+full"
 def test_bitwise_the_run_without(name: str, corpus: str) -> None:
     layout = Layout.parse(name)
     config = layout.apply(_config("gpt-tiny", "fp32", corpus), GLOBAL_BATCH_SIZE)
-    most = 2 if layout.pp == 1 else 1
+    most = 2 if layout.size("pp") == 1 else 1
     offloaded = replace(config, recompute=replace(config.recompute, cpu_offload_activations=most))
     before, after = (record_run(each, NUM_ITERATIONS, layout.world_size) for each in (config, offloaded))
     assert after.losses == before.losses

@@ -11,7 +11,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import record_run
 from tests.parity.test_activations import RECOMPUTE
-from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
+from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, WINDOWED, _config, _reference
 
 NOTHING = RecomputeConfig()
 
@@ -30,6 +30,7 @@ NOTHING = RecomputeConfig()
         ("llama-tiny", "fp64", "tp4+sp", NOTHING),
         ("llama-tiny", "fp32", "dp2+zero1+gather", RECOMPUTE["parts"]),
         ("bloom-tiny", "fp64", "tp2pp2zbdp2+sp", RECOMPUTE["parts"]),
+        (WINDOWED, "fp64", "pp2dp2+zero3", RECOMPUTE["core"]),
     ],
 )
 def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:

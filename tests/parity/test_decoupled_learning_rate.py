@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.parameter_schedules import LearningRate
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.optim.parameter_schedules import LearningRate
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
@@ -86,7 +86,7 @@ def compare_with_torch(topology: Topology, config: Config) -> None:
 @pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
 def test_as_torch_with_groups_of_parameters(model: str) -> None:
     config = config_of(model)
-    run_ranks(compare_with_torch, config.parallel, 1, config)
+    run_ranks(compare_with_torch, config.parallel.mesh, 1, config)
 
 
 @pytest.mark.parametrize(

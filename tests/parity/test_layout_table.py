@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,32 +30,73 @@ OTHER_MICRO_BATCHES = [
     f"{layout}mbs{mbs}" for mbs in (1, 4) for layout in ("", *LAYOUTS) if (mbs, layout) != (4, "dp4")
 ]  # dp4 x 4 samples is more than the global batch
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
-DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
+WINDOWED = "gpt-tiny, window"
+"""Layers 1, 2 and 4 of 4 have a window."""
+SWITCHES: dict[str, dict[str, Any]] = {
+    WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
+    "llama-tiny, qwen": {
+        **{"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 12, "rope_scaling": "llama3"},
+        **{"rope_scaling_factor": 4.0, "original_max_position_embeddings": 16, "no_rope_freq": (4,)},
+    },
+    "llama-tiny, olmo": {
+        **{"qk_layernorm": True, "qk_layernorm_width": "all_heads", "norm_position": "output"},
+        **{"rope_scaling": "yarn", "original_max_position_embeddings": 16},
+    },
+    "gpt-tiny, neox": {
+        **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
+        **{"parallel_residual": True, "qk_layernorm": True},
+    },
+}
+"""Fields of models with other options than their preset."""
+MUON = "llama-tiny, muon"
+DROPOUT = {
+    **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
+    **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
+}
 ROWS = [
     (model, dtype, name)
     for model in MODELS
     for dtype in ("fp64", "fp32")
     for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
+] + [
+    (model, "fp64", name)
+    for model in SWITCHES
+    for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
 ]
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
+    *((model, "fp64", "tp2pp2dp2") for model in SWITCHES),
+    *(
+        (MUON, "fp64", name)
+        for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")
+    ),
+    (MUON, "fp64", "tp2pp2dp2+zero1"),
+    *((model, "fp64", "pp4") for model in ("bloom-tiny", WINDOWED)),  # on stages that read no tokens
 ]
 
 
 def _config(model: str, dtype: str, corpus: str) -> Config:
-    dropout = DROPOUT[model]
+    dropout, preset = DROPOUT[model], model.partition(", ")[0]
     return Config(
         model=replace(
-            PRESETS[model],
+            PRESETS[preset],
+            **SWITCHES.get(model, {}),
             hidden_dropout=dropout,
             attention_dropout=dropout,
             vocab_size=2048,
             params_dtype=dtype,
             seq_length=64,
         ),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.2),
+        optimizer=OptimizerConfig(
+            optimizer="muon" if model == MUON else "adam",
+            muon_extra_scale_factor=0.2 if model == MUON else 1.0,
+            lr=3e-3,
+            min_lr=3e-4,
+            lr_decay_style="cosine",
+            lr_warmup_fraction=0.2,
+        ),
         data=DataConfig(data_path=(corpus,), split="949,50,1"),
         training=TrainingConfig(
             micro_batch_size=MICRO_BATCH_SIZE,

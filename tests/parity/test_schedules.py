@@ -5,19 +5,16 @@ The core of the table has each schedule by itself.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
 
-from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig, check_config
-from megalite.config.presets import PRESETS
+from megalite.config import Config, ParallelConfig, check_config
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.record_run import record_run
+from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
 
-NUM_ITERATIONS = 5
-GLOBAL_BATCH_SIZE = 8
 ALONE = ("pp2v2", "pp4zb", "pp2zbv")
 COMBINED = (
     *("tp2pp2v2", "tp2pp2zb", "tp2pp2zbv", "pp2v2dp2", "pp2zbdp2", "pp2zbvdp2"),
@@ -33,32 +30,6 @@ UNEVEN = {
     },
 }
 """Splits of four layers on two ranks; the last one has stages of the embedding or the loss alone."""
-
-
-def _config(model: str, dtype: str, corpus: str) -> Config:
-    return Config(
-        model=replace(
-            PRESETS[model],
-            hidden_dropout=0.1 if model == "gpt-tiny" else 0.0,
-            attention_dropout=0.1 if model == "gpt-tiny" else 0.0,
-            vocab_size=2048,
-            params_dtype=dtype,
-            seq_length=64,
-        ),
-        optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, lr_decay_style="cosine", lr_warmup_fraction=0.2),
-        data=DataConfig(data_path=(corpus,), split="949,50,1"),
-        training=TrainingConfig(
-            micro_batch_size=2,
-            global_batch_size=GLOBAL_BATCH_SIZE,
-            train_iters=NUM_ITERATIONS,
-            eval_iters=0,
-        ),
-    )
-
-
-@functools.cache
-def _reference(model: str, dtype: str, corpus: str) -> RunRecord:
-    return record_run(_config(model, dtype, corpus), NUM_ITERATIONS, 1)
 
 
 def _excesses(config: Config, model: str, dtype: str, corpus: str, world_size: int) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedWriter
+from megalite.plan.scaling.measure_scaling import measure_scaling
 from megalite.plan.slurm.sbatch_request import write_job
 from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
 
@@ -154,3 +155,24 @@ def test_a_rank_a_process_without_torchrun(
     state = slurm.wait(job, {"COMPLETED", "FAILED"}, END_SECONDS)
     assert state["JobState"] == "COMPLETED", log.read_text()
     assert iterations(metrics) == [1, 2, 3]
+
+
+def test_a_scaling_table_of_jobs(slurm: Slurm, inputs: Path) -> None:
+    """Each number of nodes is a job; once they are done, the same command prints the table."""
+    folder = inputs / "scaling"
+    words = [
+        *("--scaling", "1,2", "--gpu", "a100-80", "--gpus-per-node", str(GPUS_PER_NODE), "--time", "20"),
+        *("--cpus-per-task", "2", "--sbatch", f"output={inputs / 'log-%j'}", "--folder", str(folder)),
+        *("--preset", "gpt-tiny", "--vocab-size", "256", "--mock-data", "--seq-length", "32"),
+        *("--global-batch-size", "8", "--micro-batch-size", "1", "--distributed-backend", "gloo"),
+        *("--iterations", "3", "--warmup-iterations", "1"),
+    ]
+    commands = list(measure_scaling(words, ""))[1:]
+    assert len(commands) == 3
+    for command in commands:
+        job = slurm.submit(Path(command.removeprefix("sbatch ")), arguments=(), folder=ROOT)
+        state = slurm.wait(job, {"COMPLETED", "FAILED"}, END_SECONDS)
+        assert state["JobState"] == "COMPLETED", "\n".join(log.read_text() for log in inputs.glob("log-*"))
+    rows = [line.split() for line in measure_scaling(words, "") if line.count("%") == 4]
+    assert [row[:2] for row in rows] == [["1", str(GPUS_PER_NODE)], ["2", str(2 * GPUS_PER_NODE)]]
+    assert rows[0][5] == rows[0][9] == "100.0%"

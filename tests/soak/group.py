@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from megalite.cli import train
 from megalite.config.entry_point import run_main
 from megalite.distributed.local_ranks import forked_with_torch
+from tests.programs import free_port
 
 _SECONDS_TO_NOTICE = 20.0
 """How long ranks have to end by themselves after one of them is gone; after that they are killed."""
@@ -55,7 +55,7 @@ class Group:
         number = len(list(folder.parent.glob(f"{folder.name}_*.log")))
         log = folder.parent / f"{folder.name}_{number:03d}.log"
         log.touch()
-        port = str(_free_port())
+        port = str(free_port())
         processes: list[BaseProcess] = []
         for rank in range(num_ranks):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -127,9 +127,3 @@ def _rank_main(environment: dict[str, str], arguments: list[str], log: str) -> N
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     run_main(train.main, arguments)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

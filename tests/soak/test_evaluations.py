@@ -95,7 +95,7 @@ def _train(topology: Topology, folder: Path, num_evaluations: int) -> list[Held]
         Writers(config.logging, topology, "") as writers,
         start_trainer(config, topology, timers) as trainer,
     ):
-        assert train(trainer, stop, default_callbacks(MeasuringWriters(writers, held))) == 0  # type: ignore[arg-type]
+        assert train(trainer, stop, default_callbacks(MeasuringWriters(writers, held), config)) == 0  # type: ignore[arg-type]
     return held
 
 

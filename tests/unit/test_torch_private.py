@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -15,12 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend
 
 from megalite import torch_private
+from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
+from megalite.recording.meta_tensors import fused_attention
+from megalite.recording.operator_log import _ATTENTION, OperatorLog
 
 ROOT = Path(__file__).parents[2] / "megalite"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]
@@ -116,8 +116,10 @@ def test_lists_of_tensors() -> None:
     assert [each.tolist() for each in x] == [[1.5, 2.0], [1.0]]
     copies = [torch.empty(2, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16)]
     torch_private.foreach_copy_(copies, x)
-    torch_private.foreach_zero_(x)
     assert [each.tolist() for each in copies] == [[1.5, 2.0], [1.0]]
+    torch_private.foreach_add_(copies, [each.bfloat16() for each in x])
+    assert [each.tolist() for each in copies] == [[3.0, 4.0], [2.0]]
+    torch_private.foreach_zero_(x)
     assert not any(each.any() for each in x)
 
 
@@ -192,6 +194,32 @@ def test_attention_kernels() -> None:
     assert torch_private.efficient_attention(*half, mask, True, 0.0, False, scale=None)[0].shape == q.shape
 
 
+@pytest.mark.parametrize(("has_mask", "is_causal"), [(False, True), (True, False)])
+def test_backward_of_attention_has_its_arguments_where_records_expect_them(
+    has_mask: bool, is_causal: bool
+) -> None:
+    q, k = (torch.empty(2, 3, 5, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in "qk")
+    mask = torch.empty(2, 3, 5, 5, dtype=torch.bfloat16, device="meta") if has_mask else None
+    name = "efficient_attention_backward" if has_mask else "flash_attention_backward"
+    operators = {
+        "efficient_attention_backward": torch_private.efficient_attention_backward,
+        "flash_attention_backward": torch_private.flash_attention_backward,
+    }
+    arguments = schema_names(operators[name])
+    index = _ATTENTION[operators[name]]
+    assert arguments[index.first : index.first + 2] == ["query", "key"]
+    assert (arguments[index.is_causal], arguments[index.dropout]) == ("is_causal", "dropout_p")
+    with OperatorLog(Topology.on_paper({})) as log:
+        fused_attention(q, k, k, mask, is_causal=is_causal).sum().backward()
+    calls = log.take().attention
+    assert [call.is_backward for call in calls] == [False, True]
+    assert all(call.is_causal == is_causal and call.scores == 150 / (1 + is_causal) for call in calls)
+
+
+def schema_names(operator: Any) -> list[str]:
+    return [argument.name for argument in torch_private.schema_of(operator.default).arguments]
+
+
 def test_modes_see_reads_of_scalars_and_their_schemas() -> None:
     seen: Counter[str] = Counter()
 
@@ -226,6 +254,9 @@ def test_storages_have_numbers() -> None:
     number = torch_private.storage_number(x.untyped_storage())
     assert number == torch_private.storage_number(x.view(2, 3).untyped_storage())
     assert number != torch_private.storage_number(y.untyped_storage())
+    version = torch_private.version_of(x)
+    x.view(-1)[0] = 1.0
+    assert torch_private.version_of(x) > version
 
 
 def test_nodes_are_numbered_in_order() -> None:
@@ -264,6 +295,25 @@ def test_compilations_are_observed() -> None:
     assert events == ["begin", "end"]
 
 
+def test_groups_of_the_fake_backend_run_on_added_devices() -> None:
+    devices = torch_private.fake_backend_devices()
+    assert {"cpu", "cuda"} <= set(devices)
+    with Topology.fake(ParallelConfig().mesh, 1, 0):
+        assert "meta" in devices and devices is torch_private.fake_backend_devices()
+
+
+def test_groups_without_a_process_group() -> None:
+    """Run a collective on a meta tensor in a group that torch.distributed does not know."""
+    groups = [torch_private.fake_group(name, size) for name, size in (("tp", 4), ("pp", 2))]
+    assert [(group.group_name, group.size(), group.rank()) for group in groups] == [
+        ("tp", 4, 0),
+        ("pp", 2, 0),
+    ]
+    x = torch.ones(3, device="meta")
+    assert dist.all_reduce(x, group=groups[0]) is None
+    assert not dist.is_initialized()
+
+
 def test_groups_count_and_record_collectives(one_rank: Topology) -> None:
     group = one_rank.world.group
     before = torch_private.num_collectives(group)
@@ -274,39 +324,33 @@ def test_groups_count_and_record_collectives(one_rank: Topology) -> None:
     assert recorders["cpu"] is None or recorders["cpu"](includeStackTraces=False)
 
 
-def test_axes_become_one() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8)
+def test_gemms_with_collectives_in_symmetric_memory() -> None:
+    """Only GPUs compute them. On the meta device torch checks the arguments and infers the shapes."""
+    dist.init_process_group("fake", rank=1, world_size=4)
     try:
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        line = torch_private.flatten_mesh(mesh["a", "b"], "ab", None)
-        assert line.mesh.tolist() == [1, 3, 5, 7]
-        assert line.get_local_rank() == 2
+        group, matrix = dist.group.WORLD, torch.empty(8, 5, device="meta")
+        gathered, y = torch_private.all_gather_gemm(
+            torch.empty(2, 3, 8, device="meta"), matrix, group, keeps_gathered=True
+        )
+        assert gathered is not None
+        assert (gathered.shape, y.shape) == ((8, 3, 8), (8, 3, 5))
+        total = torch_private.gemm_reduce_scatter(torch.empty(8, 3, 8, device="meta"), matrix, group)
+        assert total.shape == (2, 3, 5)
     finally:
         dist.destroy_process_group()
+    schemas = {
+        name: str(torch_private.schema_of(getattr(torch.ops.symm_mem, name).default)) for name in OPERATORS
+    }
+    assert schemas == {name: f"symm_mem::{name}{arguments}" for name, arguments in OPERATORS.items()}
+    assert all(torch_private.has_kernel(f"symm_mem::{name}", "CUDA") for name in OPERATORS)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_fsdp_reduces_outside_of_backward(device: str, one_rank: Topology) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(device)
-    x = torch.ones(2, 4, device=device)
-    with torch_private.fsdp_on_meta() if device == "meta" else nullcontext():
-        for module in (*model, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-            module.set_reshard_after_backward(False)
-        sharded = model[0].weight
-        for _ in range(2):
-            model(x).sum().backward()
-            pairs = [pair for module in model for pair in torch_private.unsharded_parameters(module)]
-            assert [full.shape for full, _ in pairs] == [(4, 4)] * 2
-            assert pairs[0][1] == next(torch_private.unsharded_parameters(model[0]))[1] != pairs[1][1]
-            full, reduce = pairs[0]
-            before = sharded.grad.to_local().clone()
-            full.grad = torch.full((4, 4), 3.0, device=device)
-            reduce()
-            torch_private.wait_for_reductions(model)
-            assert full.grad is None
-            for module in model:
-                module.reshard()
-            if device == "cpu":
-                assert torch.equal(sharded.grad.to_local(), before + 3.0)
-                torch_private.all_gather_waits_for(model, torch.cpu.Event())
+OPERATORS = {
+    "fused_all_gather_matmul": (
+        "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True)"
+        " -> (Tensor?, Tensor[])"
+    ),
+    "fused_matmul_reduce_scatter": (
+        "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor"
+    ),
+}

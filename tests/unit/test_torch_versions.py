@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.config import Config
-from megalite.distributed.topology import Launch
+from megalite.distributed.rendezvous import Launch
 from megalite.torch_versions import TESTED, is_too_old, minor_of, supported_pairs, untested_warning
 from megalite.train.setup import prepare_process
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,13 +11,19 @@ from pathlib import Path
 from torch import Tensor
 
 from megalite.checkpoint.convert.hf_tensors import family_of
+from megalite.checkpoint.convert.model_check import (
+    CheckInput,
+    LineInterval,
+    ModelOutputs,
+    check_same,
+    run_megalite,
+    run_transformers,
+)
 from megalite.checkpoint.convert.model_settings import Settings, loses_digits, parameters_of, rounded
-from megalite.checkpoint.convert.source import KINDS, ConversionSource, kind_of
+from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
 from megalite.errors import UserError
 from megalite.log import log
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Conversion:
         iteration: iteration of a source that has several; None for the latest.
         max_bytes: maximum size of one of Hugging Face's files.
         settings: the user's changes to the model and tokenizer.
+        check: compare what the models compute before and after the conversion.
     """
 
     load: Path
@@ -39,13 +46,14 @@ class Conversion:
     iteration: int | None = None
     max_bytes: int = 5 * 10**9
     settings: Settings = field(default_factory=Settings)
+    check: bool = True
 
     def run(self) -> None:
         """Convert, and log what was done.
 
         Raises:
             UserError: the source is damaged, of an unknown kind or a model that cannot be converted, or the
-                target exists already or cannot be written.
+                target exists already or cannot be written, or the converted model computes something else.
         """
         kind = self.source or kind_of(self.load)
         target = self.target or ("hf" if kind == "megalite" else "megalite")
@@ -65,13 +73,52 @@ class Conversion:
             if loses_digits(dtype, plan.dtype):
                 log.warning("%d tensors of %s are rounded to %s", count, dtype, plan.dtype)
         with whole_folder(self.save, plan.num_bytes) as folder:
-            TARGETS[target](folder, plan, _parameters(source, plan))
+            TARGETS[target](folder, plan, converted_parameters(source, plan))
+            if self.check:
+                self._check(kind, target, source, plan, folder)
         log.info("wrote %s", self.save)
 
+    def _check(
+        self, kind: str, target: str, source: ConversionSource, plan: ConversionPlan, folder: Path
+    ) -> None:
+        """Compare the source's model with the written one; at least one of them is transformers'.
 
-def _parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full parameters in the target's dtype; log the progress of long conversions."""
-    done, last_line = 0, time.monotonic()
+        Args:
+            folder: folder of the written files.
+        """
+        if "hf" not in (kind, target):
+            log.info(
+                "check: skipped, because %s to megalite leaves no model of another program to compare with",
+                KINDS[kind].title,
+            )
+            return
+        if importlib.util.find_spec("transformers") is None:
+            log.warning("check: skipped, because it needs transformers: pip install transformers")
+            return
+        given = CheckInput.of(plan.config.model, plan.dtype)
+
+        def outputs_of(model: str, its_folder: Path, its_source: ConversionSource) -> ModelOutputs:
+            if model == "hf":
+                return run_transformers(its_folder, plan.config.model, given)
+            return run_megalite(its_source, given)
+
+        written = source if target == "hf" else MegaliteSource(folder, None, Settings())
+        flags = " ".join(self.settings.flags)
+        check_same(
+            outputs_of(kind, self.load, source),
+            outputs_of(target, folder, written),
+            given.tokens.shape[1],
+            f", or the flags {flags}" if flags else "",
+        )
+
+
+def converted_parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full parameters in the target's dtype; log the progress of long conversions.
+
+    Raises:
+        UserError: a parameter does not have the shape of the config, or is too large for the dtype.
+    """
+    done, interval = 0, LineInterval()
     for name, spec in plan.specs.items():
         full = source.tensor(name)
         if tuple(full.shape) != tuple(spec.used_shape):
@@ -82,7 +129,6 @@ def _parameters(source: ConversionSource, plan: ConversionPlan) -> Iterator[tupl
         full = rounded(name, full, plan.dtype)
         yield name, full
         done += full.nbytes
-        if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
+        if interval.is_over():
             sizes = size_text(done), size_text(plan.num_bytes)
             log.info("%s of %s (%.0f%%), at %s", *sizes, 100 * done / plan.num_bytes, name)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.families.family import VOCABULARY
 from megalite.checkpoint.convert.foreign_files import open_weights
 from megalite.checkpoint.convert.hf_config import config_of, recorded_of, rounding_note
-from megalite.checkpoint.convert.hf_tensors import VOCABULARY, all_entries, end_entries, family_of
+from megalite.checkpoint.convert.hf_tensors import all_entries, end_entries, family_of
 from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress
@@ -28,7 +29,12 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 """File names of a model in one file; ``.index.json`` is appended for several. The first existing is read."""
 ORDER_WEIGHT = "cls.seq_relationship.weight"
 """A tensor of BERT's binary head."""
-SECOND_NAMES = ("lm_head.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias")
+SECOND_NAMES = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+)
 """Second names of a tied word embedding, and of BERT's bias of the logits."""
 
 _MAX_JSON_BYTES = 1 << 28

@@ -19,6 +19,8 @@ from megalite.checkpoint.convert.model_settings import (
 )
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
+from megalite.config.fields import config_fields
+from megalite.config.model import MODEL_OPTIONS
 from megalite.errors import UserError, few
 
 Arguments = Mapping[str, Any]
@@ -26,13 +28,14 @@ Arguments = Mapping[str, Any]
 _REFUSED = {
     "apply_residual_connection_post_layernorm": False,
     "apply_layernorm_1p": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
     "multi_latent_attention": False,
     "squared_relu": False,
-    "rotary_interleaved": False,
-    "rotary_percent": 1.0,
-    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": 1,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "softmax_type": "vanilla",
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "num_experts": None,
     "glu_activation": None,
 }
@@ -63,31 +66,34 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
     _refuse_others(arguments)
     heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
     group_query = arguments.get("group_query_attention", False)
-    fields = {
+    fields: dict[str, Any] = {
+        name: _tuple_of(arguments.get(name)) if name in _MANY else arguments.get(name)
+        for name, declared in MODEL_OPTIONS.items()
+        if declared.in_megatron
+    } | {
         "num_layers": arguments.get("num_layers") or arguments.get("encoder_num_layers"),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": arguments.get("ffn_hidden_size"),
         "num_query_groups": arguments.get("num_query_groups") if group_query else None,
         "kv_channels": none_if_default(arguments.get("kv_channels"), hidden // heads),
         "seq_length": arguments.get("seq_length") or arguments.get("max_position_embeddings"),
-        "max_position_embeddings": arguments.get("max_position_embeddings"),
-        "make_vocab_size_divisible_by": arguments.get("make_vocab_size_divisible_by"),
         "position_embedding_type": _positions(arguments),
-        "rotary_base": arguments.get("rotary_base"),
-        "normalization": arguments.get("normalization"),
         "norm_epsilon": arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon"),
         "activation": _activation(arguments),
-        "add_bias_linear": arguments.get("add_bias_linear"),
-        "embed_layernorm": arguments.get("embed_layernorm"),
-        "untie_embeddings_and_output_weights": arguments.get("untie_embeddings_and_output_weights"),
-        "hidden_dropout": arguments.get("hidden_dropout"),
-        "attention_dropout": arguments.get("attention_dropout"),
-        "init_method_std": arguments.get("init_method_std"),
+        "rope_scaling": "llama3" if arguments.get("use_rope_scaling") else None,
     }
+    if arguments.get("window_size") is None:
+        fields["window_attn_skip_freq"] = None
     known = {name: value for name, value in fields.items() if value is not None}
-    known["rotary_base"] = float(known.get("rotary_base", base.rotary_base))
+    for name in ("rotary_base", "rotary_percent", "rope_scaling_factor"):
+        known[name] = float(known.get(name, getattr(base, name)))
     return known
+
+
+_MANY = {field.name for field in config_fields() if field.kind.is_many}
+
+
+def _tuple_of(value: Any) -> tuple[int, ...] | None:
+    """Return a number or a list of numbers as a tuple."""
+    return None if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def training_of(arguments: Arguments) -> dict[str, Any]:

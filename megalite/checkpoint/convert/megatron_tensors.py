@@ -21,6 +21,8 @@ _MODULES = {
     "attention.query_key_value": "attention.qkv",
     "self_attention.query_key_value": "attention.qkv",
     "self_attention.linear_qkv": "attention.qkv",
+    "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
     "attention.dense": "attention.projection",
     "self_attention.dense": "attention.projection",
     "self_attention.linear_proj": "attention.projection",
@@ -118,14 +120,15 @@ def join(
     Raises:
         UserError: the shards do not add up to the parameter's shape.
     """
-    if spec.shard is None:
+    dim = spec.dim_cut_over("tp")
+    if dim is None:
         return _replicated(name, shards, spec)
     if ".attention.qkv." in name and version < 2:
         shards = [_by_head(shard, config, version, len(shards)) for shard in shards]
     shape = list(spec.full_shape)
-    shape[spec.shard.dim] = -1  # the vocabulary may be padded to another size
+    shape[dim] = -1  # the vocabulary may be padded to another size
     try:
-        full = torch.cat([shard.reshape(shape) for shard in shards], dim=spec.shard.dim)
+        full = torch.cat([shard.reshape(shape) for shard in shards], dim=dim)
     except RuntimeError:
         raise _misshapen(name, shards, spec) from None
     if name in _TABLES:

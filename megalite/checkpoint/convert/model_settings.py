@@ -5,12 +5,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml
 from megalite.config.command_line import NEEDED_TO_TRAIN, parse
@@ -18,8 +16,7 @@ from megalite.config.data import TOKENIZER_FIELDS
 from megalite.config.flags import flag_of
 from megalite.config.model import ParamsDtype
 from megalite.config.validate import problems_of
-from megalite.distributed.mesh import AXES
-from megalite.distributed.topology import WORLD, Axis, Topology
+from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
@@ -35,15 +32,9 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
     Raises:
         UserError: the vocabulary size is unknown.
     """
-    context = LayerContext(_alone(), DTYPES[config.params_dtype], has_weights=False)
+    context = LayerContext(Topology.alone(), DTYPES[config.params_dtype], has_weights=False)
     stage = STAGES[config.architecture](config, context, range(config.num_layers))
     return {name: spec_of(parameter) for name, parameter in stage.named_parameters()}
-
-
-def _alone() -> Topology:
-    """Return a world of one rank that never communicates, so that no process group is needed."""
-    axes = {name: Axis(name, 1, 0, (0,), cast(dist.ProcessGroup, None)) for name in (*AXES, WORLD)}
-    return Topology(rank=0, world_size=1, device=torch.device("meta"), mesh=cast(DeviceMesh, None), **axes)
 
 
 def precision_of(dtype: torch.dtype) -> ParamsDtype:

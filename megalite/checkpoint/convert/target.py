@@ -35,7 +35,7 @@ from megalite.checkpoint.save import sync_folder
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of
-from megalite.distributed.mesh import AXES
+from megalite.distributed.axes import MODEL
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.stage import DTYPES
@@ -186,7 +186,7 @@ def _unit(name: str) -> str:
 def _full_range(spec: ParameterSpec) -> ParameterRange:
     """Return the range of a whole parameter; `dim` is the dimension along which layouts cut it."""
     shape = spec.used_shape
-    return ParameterRange(shape, spec.shard.dim if spec.shard else 0, 0, shape, 0, torch.Size(shape).numel())
+    return ParameterRange.whole(shape)
 
 
 def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, object]:
@@ -208,7 +208,7 @@ def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, obje
             log.warning("the tokenizer's digest is not recorded: %s", error)
     return {
         "progress": dataclasses.asdict(plan.progress),
-        "layout": dict.fromkeys(AXES, 1),
+        "layout": dict.fromkeys(MODEL.names, 1),
         "model": dataclasses.asdict(config.model),
         "run": run,
         "tokenizer": digest,

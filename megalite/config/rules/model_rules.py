@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
-from megalite.config.flags import flag_of
+from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.model import NUM_BERT_SPECIAL
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.errors import Problem
@@ -36,12 +36,55 @@ def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
             f"{model.num_attention_heads}: pass --num-attention-heads {heads}, or --kv-channels",
         )
+    elif model.position_embedding_type == "rope" and model.rotary_percent < 1:
+        if model.rotary_dim % 2 or model.rotary_dim == 0:
+            yield Problem(
+                ("rotary_percent", "kv_channels", "hidden_size", "num_attention_heads"),
+                f"--rotary-percent {model.rotary_percent:g} of a head of {model.head_dim} is "
+                f"{model.rotary_dim} elements: pass a share that is an even number of elements",
+            )
     elif model.position_embedding_type == "rope" and model.head_dim % 2:
         yield Problem(
             ("hidden_size", "num_attention_heads", "kv_channels", "position_embedding_type"),
             f"--position-embedding-type rope needs an even head size, not {model.head_dim}: "
             f"pass --kv-channels {model.head_dim + 1}, or change --hidden-size or --num-attention-heads",
         )
+
+
+def rope_scaling(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the bounds of the interpolated frequencies are in order."""
+    model = config.model
+    bounds = {
+        "llama3": ("rope_low_freq_factor", "rope_high_freq_factor"),
+        "yarn": ("yarn_beta_slow", "yarn_beta_fast"),
+    }.get(model.rope_scaling)
+    if bounds is not None and getattr(model, bounds[0]) >= getattr(model, bounds[1]):
+        low, high = (flag_with_value(name, getattr(model, name)) for name in bounds)
+        yield Problem(bounds, f"{low} is not below {high}: change one of them")
+    if model.rope_scaling == "yarn" and (model.yarn_mscale is None) != (model.yarn_mscale_all_dim is None):
+        yield Problem(
+            ("yarn_mscale", "yarn_mscale_all_dim"),
+            "--yarn-mscale and --yarn-mscale-all-dim have an effect only together: pass both, or remove one",
+        )
+
+
+def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the pattern of layers without rotary positions fits the model."""
+    if config.model.no_rope_freq is not None:
+        yield from _pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
+
+
+def _pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
+    """Check that a pattern of layers is one number, or a 0 or 1 for each layer."""
+    num_layers, flag = config.model.num_layers, flag_with_value(name, pattern)
+    if len(pattern) not in (1, num_layers):
+        yield Problem(
+            (name, "num_layers"),
+            f"{flag} has {len(pattern)} numbers, not one for each of --num-layers {num_layers}: "
+            "change one of them",
+        )
+    elif len(pattern) > 1 and max(pattern) > 1:
+        yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
 
 
 def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -107,13 +150,67 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that norms after the residual connections are not recomputed: their outputs are needed anyway."""
+    """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    if config.model.norm_position == "post" and modules:
+    if config.model.norm_position != "pre" and modules:
         yield Problem(
             ("norm_position", "recompute_modules"),
-            f"--recompute-modules {' '.join(modules)} with --norm-position post, whose norms' outputs are "
-            "kept for the residual connections: pass core_attn or mlp_act, or --recompute-granularity full",
+            f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
+            "whose norms' outputs are kept for the residual connections: pass core_attn or mlp_act, or "
+            "--recompute-granularity full",
+        )
+
+
+def qk_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a norm over all heads is an RMSNorm."""
+    model = config.model
+    if model.qk_layernorm and model.qk_layernorm_width == "all_heads" and model.normalization != "RMSNorm":
+        yield Problem(
+            ("qk_layernorm", "qk_layernorm_width", "normalization"),
+            f"--qk-layernorm-width all_heads with --normalization {model.normalization}: pass "
+            "--normalization RMSNorm, or --qk-layernorm-width head",
+        )
+
+
+def window(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a window is shorter than the samples of a causal model, and that some layer has it."""
+    model = config.model
+    size, skipped = model.window_size, model.window_attn_skip_freq
+    if size is None:
+        if skipped is not None:
+            yield Problem(
+                ("window_attn_skip_freq", "window_size"),
+                f"{flag_with_value('window_attn_skip_freq', skipped)} without --window-size: pass both, or "
+                "remove it",
+            )
+        return
+    flag = flag_with_value("window_size", size)
+    if not model.is_causal:
+        yield Problem(
+            ("window_size", "architecture"),
+            f"{flag} with a {model.architecture}, whose attention is bidirectional: remove it",
+        )
+    elif size[1:] != (0,):
+        yield Problem(
+            ("window_size",),
+            f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
+            f"--window-size {size[0]},0",
+        )
+    elif not 0 < size[0] < model.seq_length:
+        yield Problem(
+            ("window_size", "seq_length"),
+            f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
+            f"{model.seq_length}, or remove it",
+        )
+    if skipped is None:
+        return
+    pattern = flag_with_value("window_attn_skip_freq", skipped)
+    if problems := list(_pattern_problems(config, "window_attn_skip_freq", skipped)):
+        yield from problems
+    elif not any(kind.window for kind in model.layer_kinds):
+        yield Problem(
+            ("window_attn_skip_freq", "window_size"),
+            f"{pattern} leaves no layer with the window: remove both it and --window-size",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -24,6 +25,37 @@ from megalite.pipeline.schedules import SCHEDULES
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
 _DP = "data_parallel_size"
+
+
+def layout(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a layout that the program chooses cannot change the run, and that it can be planned."""
+    if config.parallel.layout != "auto":
+        return
+    training, dry_run = config.training, config.dry_run
+    if training.global_batch_size is None:
+        yield Problem(
+            ("layout", "global_batch_size"),
+            "--layout auto needs --global-batch-size, whose default depends on the layout: pass the samples "
+            "of an optimizer step",
+        )
+    if training.fp8_format is not None:
+        yield Problem(
+            ("layout", "fp8_format"),
+            f"--layout auto with --fp8-format {training.fp8_format}, whose speed cannot be planned: pass the "
+            "layout, or remove --fp8-format",
+        )
+    if dry_run.dry_run:
+        yield Problem(
+            ("layout", "dry_run"),
+            "--layout auto with --dry-run, which has no hardware to choose for: pass the layout that "
+            "`megalite plan --layout auto` prints",
+        )
+    if dry_run.verify_layouts is not None:
+        yield Problem(
+            ("layout", "verify_layouts"),
+            f"--layout auto with --verify-layouts {dry_run.verify_layouts}, which names its layouts: remove "
+            "--layout auto",
+        )
 
 
 def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -65,49 +97,58 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def sequence_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that tp divides the sequence length."""
-    tp, seq_length = config.parallel.tp, config.model.seq_length
-    if config.parallel.sequence_parallel and seq_length % tp:
-        yield Problem(
-            ("sequence_parallel", "seq_length", _TP),
-            f"--sequence-parallel with --seq-length {seq_length}, which is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-seq_length // tp) * tp}, or another --tp",
-        )
+def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the axes that cut hidden states along the sequence divide its length."""
+    parallel, seq_length = config.parallel, config.model.seq_length
+    num_slices, is_cut_by_tp = parallel.num_hidden_slices, parallel.sequence_parallel
+    if seq_length % num_slices == 0:
+        return
+    mesh, given = parallel.mesh, f"--seq-length {seq_length}"
+    if is_cut_by_tp:
+        given = f"--sequence-parallel with {given}, which"
+    cutting = [a for a in mesh.model.axes if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
+    sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
+    yield Problem(
+        ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
+        f"{given} is not divisible by {sizes}: use a multiple of it, such as "
+        f"{-(-seq_length // num_slices) * num_slices}, or another {cutting[-1].flag}",
+    )
 
 
 def world(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the number of ranks is tp x pp x dp."""
-    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.data_parallel_size
+    """Check that the number of ranks is the product of the axes' sizes."""
     if world_size is None:
         return
-    nearest = -(-world_size // (tp * pp)) * tp * pp
-    if dp is not None and tp * pp * dp != world_size:
-        yield Problem(
-            (_TP, _PP, _DP),
-            f"world size {world_size} is not --tp {tp} x --pp {pp} x --dp {dp} = {tp * pp * dp}: "
-            f"start {tp * pp * dp} ranks (torchrun --nproc-per-node), or change one of them",
-        )
-    elif dp is None and world_size % (tp * pp):
-        yield Problem(
-            (_TP, _PP),
-            f"world size {world_size} is not a multiple of --tp {tp} x --pp {pp} = {tp * pp}: "
-            f"start {nearest} ranks (torchrun --nproc-per-node), or change one of them",
-        )
+    mesh = config.parallel.mesh
+    for factoring in mesh.table:
+        axes = [axis for axis in factoring.by_flag if mesh.sizes.get(axis.name) or not axis.takes_rest]
+        sizes = [mesh.sizes.get(axis.name) or 1 for axis in axes]
+        product = math.prod(sizes)
+        text = " x ".join(f"{axis.flag} {size}" for axis, size in zip(axes, sizes, strict=True))
+        is_whole = len(axes) == len(factoring.axes)
+        if world_size != product if is_whole else world_size % product:
+            start = product if is_whole else -(-world_size // product) * product
+            yield Problem(
+                tuple(axis.field for axis in axes),
+                f"world size {world_size} is not {'' if is_whole else 'a multiple of '}{text} = {product}: "
+                f"start {start} ranks (torchrun --nproc-per-node), or change one of them",
+            )
+
+
+def sample_ranks(config: Config, world_size: int | None) -> int | None:
+    """Return the number of ranks that read different samples; None if it is not known."""
+    return config.parallel.mesh.num_ranks("samples", world_size)
 
 
 def replicas(config: Config, world_size: int | None) -> int | None:
-    """Return the data-parallel size: as set, or world size / (tp x pp); None if it is not known."""
-    dp, ranks = config.parallel.data_parallel_size, config.parallel.tp * config.parallel.pp
-    if dp is not None or world_size is None or world_size % ranks:
-        return dp
-    return world_size // ranks
+    """Return the number of ranks that hold the same parameters; None if it is not known."""
+    return config.parallel.mesh.num_ranks("replicas", world_size)
 
 
 def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the global batch is a whole number of microbatches, the same on every replica."""
     micro, given = config.training.micro_batch_size, config.training.global_batch_size
-    dp = replicas(config, world_size)
+    dp = sample_ranks(config, world_size)
     samples = micro * (dp or 1)  # one microbatch on every replica
     if given is None or given % samples == 0:
         return
@@ -126,7 +167,7 @@ _DEGREE, _INSTANCES = "data_parallel_shard_degree", "num_distributed_optimizer_i
 
 def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that ZeRO shards over groups of equal size, and that there is something to shard."""
-    parallel, dp = config.parallel, replicas(config, world_size)
+    parallel, num_replicas = config.parallel, replicas(config, world_size)
     degree, instances = parallel.data_parallel_shard_degree, parallel.num_distributed_optimizer_instances
     given = [_flag(parallel, name) for name in (_DEGREE, _INSTANCES) if getattr(parallel, name) is not None]
     requested = " and ".join(given)
@@ -144,21 +185,23 @@ def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{requested} (--shard-within-node) with --dry-run, which has no nodes: pass "
             "--data-parallel-shard-degree N, the number of replicas on a node",
         )
-    if len(given) == 2 and (degree == 0 or (dp is not None and dp % (instances or 1) == 0)):
-        if degree == 0 or degree != (dp or 0) // (instances or 1):
+    if len(given) == 2 and (
+        degree == 0 or (num_replicas is not None and num_replicas % (instances or 1) == 0)
+    ):
+        if degree == 0 or degree != (num_replicas or 0) // (instances or 1):
             yield Problem(
                 (_DEGREE, _INSTANCES, _DP, _TP, _PP),
                 f"{requested} contradict each other"
-                f"{f' with {dp} replicas' if dp is not None else ''}: remove one of them",
+                f"{f' with {num_replicas} replicas' if num_replicas is not None else ''}: remove one of them",
             )
         return
     for name, number in ((_DEGREE, degree), (_INSTANCES, instances)):
-        if dp is not None and number and dp % number:
+        if num_replicas is not None and number and num_replicas % number:
             yield Problem(
                 (name, _DP, _TP, _PP),
-                f"{_flag(parallel, name)} does not divide the data-parallel size {dp}: "
-                f"pass {max(size for size in range(1, min(number, dp) + 1) if dp % size == 0)}, or another "
-                "divisor of it",
+                f"{_flag(parallel, name)} does not divide the number of replicas {num_replicas}: pass "
+                f"{max(n for n in range(1, min(number, num_replicas) + 1) if num_replicas % n == 0)}, or "
+                "another divisor of it",
             )
 
 
@@ -356,7 +399,7 @@ def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
     parallel, training = config.parallel, config.training
     if not SCHEDULES[parallel.schedule].needs_microbatch_per_rank:
         return
-    dp = replicas(config, world_size) or 1
+    dp = sample_ranks(config, world_size) or 1
     micro, ramp = training.micro_batch_size, training.rampup_batch_size
     smallest = ramp[0] if ramp else training.global_batch_size or micro * dp
     batch_flag = f"--rampup-batch-size from {smallest}" if ramp else f"--global-batch-size {smallest}"
@@ -397,8 +440,9 @@ def modules(config: Config, world_size: int | None) -> Iterator[Problem]:
 def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that saved layer inputs can be cut into equal slices over tp."""
     recompute, tp, seq_length = config.recompute, config.parallel.tp, config.model.seq_length
+    num_positions = seq_length // config.parallel.mesh.num_position_slices
     is_cut = recompute.distribute_saved_activations and recompute.recompute_granularity == "full"
-    if is_cut and not config.parallel.sequence_parallel and seq_length % tp:
+    if is_cut and not config.parallel.sequence_parallel and num_positions % tp:
         yield Problem(
             ("distribute_saved_activations", "seq_length", _TP),
             f"--distribute-saved-activations with --seq-length {seq_length}, which is not divisible by "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megalite.config.batch_size import BatchSize, batch_size_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.rules.parallel_rules import replicas
+from megalite.config.rules.parallel_rules import sample_ranks
 from megalite.config.training import iteration_range
 from megalite.errors import Problem
 from megalite.files import url_problem
@@ -82,7 +82,7 @@ def _whole_microbatches(
     Args:
         sizes: batch sizes, and increments of them, by description.
     """
-    micro, dp = config.training.micro_batch_size, replicas(config, world_size)
+    micro, dp = config.training.micro_batch_size, sample_ranks(config, world_size)
     samples = micro * (dp or 1)
     divisor = f"--micro-batch-size {micro}"
     if dp is not None:
@@ -98,7 +98,7 @@ def _whole_microbatches(
 
 def enough_samples(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that a run in samples has at least one batch."""
-    training, dp = config.training, replicas(config, world_size)
+    training, dp = config.training, sample_ranks(config, world_size)
     full = training.global_batch_size or training.micro_batch_size * (dp or 1)
     rampup = training.rampup_batch_size
     steps = batch_size_steps(training.step_batch_size_schedule, config.model.seq_length)
@@ -341,6 +341,14 @@ def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
 def optimizer_offload(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that optimizer state is offloaded to one place, and that saves do not copy it back to memory."""
     optimizer, folder = config.optimizer, config.optimizer.optimizer_nvme_offload
+    if optimizer.optimizer == "muon" and optimizer.offloads_optimizer:
+        name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_nvme_offload"
+        flag = flag_with_value(name, getattr(optimizer, name))
+        yield Problem(
+            ("optimizer", name),
+            f"--optimizer muon and {flag}: Muon's state is not offloaded; remove {flag}, and pass "
+            "--zero-stage 1 to shard it, or pass --optimizer adam",
+        )
     if folder is None:
         return
     if optimizer.optimizer_cpu_offload:

@@ -12,7 +12,7 @@ import torch
 
 import megalite
 from megalite.commands import command_name
-from megalite.config.command_line import TRAINED_BY, parse
+from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.config.yaml_writer import to_yaml
 from megalite.errors import UserError
@@ -21,6 +21,7 @@ from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import fastest, search
+from megalite.plan.plan_options import refuse_scaling
 from megalite.plan.plan_report import nothing_fits
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
 
@@ -40,15 +41,16 @@ def autotune(
         UserError: the command line is invalid, or this machine cannot run the trials.
     """
     own, rest = _parser(description).parse_known_args(arguments)
+    refuse_scaling(rest)
     request = read_request(["--search", *rest])
-    length = _length(own)
+    length = trial_length(own)
     if request.is_json:
         raise UserError(f"--json is an option of {command_name('plan')}: remove it")
     _check_costs(request)
     if request.config.dry_run.dry_run:
         raise UserError("--dry-run computes nothing that could be timed: remove it")
-    _check_machine(request)
-    _check_length(request, length)
+    check_machine(request.cluster.world_size, f"--world-size {request.cluster.world_size}")
+    check_length(request, length)
     plans = _candidates(request, own.top)
     if not torch.cuda.is_available():
         _check_host_memory(plans)
@@ -64,7 +66,7 @@ def autotune(
             yield f"[{number}/{len(plans)}] {layout}"
             config, _ = parse(training_tokens(request, plan.run.config))
             folder = own.folder / f"trial_{len(results) + 1:03}"
-            started = program or ("-m", "megalite", TRAINED_BY[config.model.architecture])
+            started = program or request.program_arguments
             trial = run_trial(config, request.cluster.world_size, folder, length, started)
             results.add(layout, trial)
         else:
@@ -83,7 +85,8 @@ def _candidates(request: Request, count: int) -> list[RunPlan]:
     return fastest(found.fitting, count)
 
 
-def _length(own: argparse.Namespace) -> Length:
+def trial_length(own: argparse.Namespace) -> Length:
+    """Return the length of a trial, which the flags of `add_length` set."""
     if own.warmup_iterations >= own.iterations:
         raise UserError(
             f"--warmup-iterations {own.warmup_iterations} leaves none of --iterations {own.iterations} to "
@@ -98,6 +101,7 @@ def _check_costs(request: Request) -> None:
         "--train-tokens": request.costs.train_tokens,
         "--watts": request.costs.watts,
         "--price-per-gpu-hour": request.costs.price,
+        "--node-mtbf": request.reliability,
     }
     if flags := [flag for flag, value in costs.items() if value is not None]:
         raise UserError(
@@ -105,22 +109,25 @@ def _check_costs(request: Request) -> None:
         )
 
 
-def _check_machine(request: Request) -> None:
-    """Check that all ranks of a trial can run on this machine."""
-    ranks = request.cluster.world_size
+def check_machine(ranks: int, requested: str) -> None:
+    """Check that all ranks of a trial can run on this machine.
+
+    Args:
+        requested: the flag that requests the ranks, as on the command line.
+    """
     if not torch.cuda.is_available():
         cores = os.cpu_count() or 1
         if ranks > _MAX_RANKS_PER_CORE * cores:
             raise UserError(
-                f"--world-size {ranks} is too large for the {cores} cores of this machine, which has no GPU: "
-                f"pass at most {_MAX_RANKS_PER_CORE * cores}"
+                f"{requested} is too large for the {cores} cores of this machine, which has no GPU: "
+                f"pass at most {_MAX_RANKS_PER_CORE * cores} ranks"
             )
         return
     gpus = torch.cuda.device_count()
     if ranks > gpus:
         raise UserError(
-            f"--world-size {ranks} is more than the {gpus} GPUs of this machine, on which the trials run: "
-            f"pass at most --world-size {gpus}, and a proportionally smaller --global-batch-size"
+            f"{requested} is more than the {gpus} GPUs of this machine, on which the trials run: pass at "
+            f"most {gpus} ranks, and a proportionally smaller --global-batch-size"
         )
 
 
@@ -141,7 +148,7 @@ def _check_host_memory(plans: Sequence[RunPlan]) -> None:
         )
 
 
-def _check_length(request: Request, length: Length) -> None:
+def check_length(request: Request, length: Length) -> None:
     """Check that the run is not shorter than a trial."""
     config, _ = parse(request.training_tokens)
     train_iters = config.training.train_iters
@@ -194,15 +201,9 @@ def _best(request: Request, trials: Sequence[tuple[RunPlan, Trial]], folder: Pat
     yield start_command(request, best)
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = ToolParser(planning_flags(), description=description)
+def add_length(parser: ToolParser) -> None:
+    """Add the flags of the length of a trial."""
     add = parser.add_argument
-    add(
-        "--top",
-        type=positive_int,
-        default=5,
-        help="how many of the planner's fastest layouts to run (default: 5)",
-    )
     add("--iterations", type=positive_int, default=10, help="iterations of each trial (default: 10)")
     add(
         "--warmup-iterations",
@@ -216,6 +217,18 @@ def _parser(description: str) -> argparse.ArgumentParser:
         default=900.0,
         help="seconds for one trial, including its start (default: 900)",
     )
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = ToolParser(planning_flags(), description=description)
+    add = parser.add_argument
+    add(
+        "--top",
+        type=positive_int,
+        default=5,
+        help="how many of the planner's fastest layouts to run (default: 5)",
+    )
+    add_length(parser)
     add(
         "--folder",
         type=local_path,

@@ -129,7 +129,7 @@ def run_trial(config: Config, world_size: int, folder: Path, length: Length, pro
     file = folder / "config.yaml"
     file.write_text(to_yaml(trial_config(config, metrics, length)), encoding="utf-8")
     outcome = run_program([*program, "--config", str(file)], world_size, folder, length.timeout)
-    measured = _measured(metrics, length)
+    measured = read_measured(metrics, length)
     if outcome.is_good and measured is not None:
         return measured
     return _failure(outcome, folder, length)
@@ -159,7 +159,7 @@ def trial_config(config: Config, metrics: Path, length: Length) -> Config:
     )
 
 
-def _measured(metrics: Path, length: Length) -> Trial | None:
+def read_measured(metrics: Path, length: Length) -> Trial | None:
     """Return the measurements; None if the run did not finish its iterations."""
     rows = [row for row in _rows(metrics) if row["iteration"] > length.warmup]
     if not rows or rows[-1]["iteration"] < length.iterations:
@@ -174,7 +174,10 @@ def _rows(metrics: Path) -> Iterator[dict[str, Any]]:
     if not metrics.exists():
         return
     for line in metrics.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+        try:
+            record = parse_json(line)
+        except ValueError:  # a killed run can leave a part of a line
+            return
         if "iteration" in record:
             yield record
 

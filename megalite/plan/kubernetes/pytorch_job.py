@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -95,7 +96,7 @@ def pytorch_job(
         tokens: flags of training.
         title: the first comment.
         file: name of the job file.
-        command: megalite's command that trains.
+        command: torchrun's arguments that start the program.
         save: folder of checkpoints.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         grace_seconds: seconds between SIGTERM and the end of a pod.
@@ -113,7 +114,7 @@ def pytorch_job(
         "grace_seconds": str(grace_seconds),
         "shutdown_seconds": str(grace_seconds - 30),
         "image": yaml_value(job.image),
-        "command": command,
+        "command": ", ".join(map(yaml_value, shlex.split(command))),
         "flags": "\n".join(_args([*tokens, *([] if has_load else ["--load", save])])),
         "limits": "\n".join(f"                  {name}: {count}" for name, count in limits.items()),
         "cpus": str(job.cpus),

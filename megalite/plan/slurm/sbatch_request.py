@@ -16,8 +16,9 @@ from megalite.errors import UserError
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan
 from megalite.plan.kubernetes.pytorch_job import Kubernetes, pytorch_job
+from megalite.plan.plan_options import refuse_scaling
 from megalite.plan.plan_report import plan_lines
-from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
+from megalite.plan.plan_request import Request, job_tokens, planning_flags, read_request
 from megalite.plan.slurm.sbatch_script import (
     Slurm,
     batch_script,
@@ -50,13 +51,13 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     plan = chosen_plan(request)
     if isinstance(job, Kubernetes):
         output = own.output or Path(f"{own.job_name}.yaml")
-        submit, found = f"kubectl apply --filename {_as_word(output)}", run_warnings(request, plan, config)
+        submit, found = f"kubectl apply --filename {as_word(output)}", run_warnings(request, plan, config)
         text = _job_file(job, output, request, plan, config)
     else:
         output = own.output or Path(f"{own.job_name}.sbatch")
-        submit, found = f"sbatch {_as_word(output)}", warnings(request, plan, job, config)
+        submit, found = f"sbatch {as_word(output)}", warnings(request, plan, job, config)
         text = _script(job, output, request, plan, config, own.setup)
-    _write(output, text, own.force)
+    write_script(output, text, own.force)
     return [
         *plan_notes(list(plan_lines(request, plan))),
         "",
@@ -65,40 +66,50 @@ def write_job(arguments: Sequence[str], description: str) -> list[str]:
     ]
 
 
-def _as_word(file: Path) -> str:
+def as_word(file: Path) -> str:
     """Quote a file's name for a shell, so that no program takes it for an option."""
     return shlex.quote(f"./{file}" if str(file).startswith("-") else str(file))
 
 
-def _title(plan: RunPlan) -> str:
+def _title(request: Request, plan: RunPlan) -> str:
     run = plan.run
-    return (
-        f"Train on {run.cluster.world_size} GPUs: tensor-parallel {run.tp} x pipeline-parallel "
-        f"{run.pp} x data-parallel {run.dp}."
-    )
+    if request.layout == "auto":
+        return f"Train on {run.cluster.world_size} GPUs, in the layout that each start chooses."
+    table = run.config.parallel.mesh.model
+    sizes = " x ".join(f"{axis.meaning} {run.sizes[axis.name]}" for axis in table.by_flag)
+    return f"Train on {run.cluster.world_size} GPUs: {sizes}."
 
 
 def _script(
     slurm: Slurm, output: Path, request: Request, plan: RunPlan, config: Config, setup: Sequence[str]
 ) -> str:
-    """Return the batch script. Its time limit must be longer than the time of Slurm's warning before it."""
+    """Return the batch script."""
+    return batch_script(
+        slurm,
+        job_tokens(request, plan.run.config),
+        title=_title(request, plan),
+        command=shlex.join(request.program_arguments),
+        file=as_word(output),
+        save=config.checkpoint.save,
+        has_load=config.checkpoint.load is not None,
+        warn_seconds=checked_warning(slurm, plan),
+        setup=setup,
+    )
+
+
+def checked_warning(slurm: Slurm, plan: RunPlan) -> int:
+    """Return how many seconds before the time limit Slurm should warn the job.
+
+    Raises:
+        UserError: the time limit is too short for that.
+    """
     warn_seconds = warning_seconds(plan)
     if slurm.seconds <= warn_seconds:
         raise UserError(
             f"--time {slurm.limit} is too short, since the job is warned {warn_seconds} s before the limit "
             f"so that it can save: pass --time {shortest_limit(plan)} or longer"
         )
-    return batch_script(
-        slurm,
-        training_tokens(request, plan.run.config),
-        title=_title(plan),
-        command=TRAINED_BY[config.model.architecture],
-        file=_as_word(output),
-        save=config.checkpoint.save,
-        has_load=config.checkpoint.load is not None,
-        warn_seconds=warn_seconds,
-        setup=setup,
-    )
+    return warn_seconds
 
 
 def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, config: Config) -> str:
@@ -106,10 +117,10 @@ def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, co
     assert config.checkpoint.save is not None
     return pytorch_job(
         job,
-        training_tokens(request, plan.run.config),
-        title=_title(plan),
-        command=TRAINED_BY[config.model.architecture],
-        file=_as_word(output),
+        job_tokens(request, plan.run.config),
+        title=_title(request, plan),
+        command=shlex.join(request.program_arguments),
+        file=as_word(output),
         save=config.checkpoint.save,
         has_load=config.checkpoint.load is not None,
         grace_seconds=warning_seconds(plan),
@@ -118,6 +129,7 @@ def _job_file(job: Kubernetes, output: Path, request: Request, plan: RunPlan, co
 
 def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Config]:
     """Return the plan's request, and the run's own config, which has options that a plan ignores."""
+    refuse_scaling(rest)
     gpus = own.gpus_per_node or (find_gpu(own.gpu).gpus_per_node if own.gpu else 1)
     tokens = [*(["--gpu", own.gpu] if own.gpu else []), "--gpus-per-node", str(gpus)]
     tokens += ["--world-size", str(own.nodes * gpus), *rest]
@@ -158,12 +170,21 @@ def _slurm(own: argparse.Namespace, gpus_per_node: int) -> Slurm:
     for name in ("volume", "network"):
         if getattr(own, name):
             raise UserError(f"--{name} is for Kubernetes: remove it, or pass --kubernetes with an image")
+    return slurm_job(own, own.nodes, gpus_per_node, own.job_name)
+
+
+def slurm_job(own: argparse.Namespace, nodes: int, gpus_per_node: int, name: str) -> Slurm:
+    """Return what a job requests from Slurm, from the flags of `add_slurm_flags`.
+
+    Raises:
+        UserError: a flag is invalid.
+    """
     slurm = Slurm(
-        own.nodes,
+        nodes,
         gpus_per_node,
         own.cpus_per_task or CPUS_PER_GPU * gpus_per_node,
         own.time,
-        own.job_name,
+        name,
         own.partition,
         own.account,
         own.exclude,
@@ -173,7 +194,8 @@ def _slurm(own: argparse.Namespace, gpus_per_node: int) -> Slurm:
     return slurm
 
 
-def _write(output: Path, text: str, force: bool) -> None:
+def write_script(output: Path, text: str, force: bool) -> None:
+    """Write a file; with `force`, replace it if it exists."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("w" if force else "x", encoding="utf-8") as file:
@@ -188,17 +210,13 @@ def _write(output: Path, text: str, force: bool) -> None:
         ) from None
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def _parser(description: str) -> ToolParser:
     parser = ToolParser(planning_flags(), description=description)
     add = parser.add_argument
     add("--nodes", type=positive_int, required=True, help="number of nodes of the job")
     add("--gpu", help="type of GPU, as for megalite plan")
     add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
-    add(
-        "--time",
-        metavar="LIMIT",
-        help="Slurm's time limit of one start of the job, for example 20:00:00 or 2-00:00:00",
-    )
+    add_slurm_flags(parser)
     add(
         "--kubernetes",
         metavar="IMAGE",
@@ -217,6 +235,25 @@ def _parser(description: str) -> argparse.ArgumentParser:
         help="Kubernetes: resource for InfiniBand, for example rdma/hca_shared_devices_a",
     )
     add("--job-name", default="megalite", help="name of the job (default: megalite)")
+    add(
+        "--output",
+        "-o",
+        type=local_path,
+        metavar="FILE",
+        help="file to write (default: the job's name with .sbatch or .yaml)",
+    )
+    add("--force", action="store_true", help="replace the file if it exists")
+    return parser
+
+
+def add_slurm_flags(parser: ToolParser) -> None:
+    """Add the flags of what a job requests from Slurm, besides its nodes and its name."""
+    add = parser.add_argument
+    add(
+        "--time",
+        metavar="LIMIT",
+        help="Slurm's time limit of one start of the job, for example 20:00:00 or 2-00:00:00",
+    )
     add("--partition", help="partition of the cluster")
     add("--account", help="account to charge")
     add("--exclude", metavar="NODES", help="nodes not to use, for example n3,n[7-9]")
@@ -235,12 +272,3 @@ def _parser(description: str) -> argparse.ArgumentParser:
         metavar="LINE",
         help="shell commands to run first, for example to load modules",
     )
-    add(
-        "--output",
-        "-o",
-        type=local_path,
-        metavar="FILE",
-        help="file to write (default: the job's name with .sbatch or .yaml)",
-    )
-    add("--force", action="store_true", help="replace the file if it exists")
-    return parser

@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 
 from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import field_docs, fields_by_flag
+from megalite.config.layout_options import LAYOUT_FIELDS
 from megalite.errors import ConfigError, UserError
 from megalite.plan.estimate import RunPlan, run_costs
-from megalite.plan.layout_fields import LAYOUT_FIELDS, layout_flags
-from megalite.plan.layout_search import fastest, search
-from megalite.plan.plan_report import nothing_fits
+from megalite.plan.layout_fields import layout_flags
+from megalite.plan.layout_search import fastest, search, simplest
+from megalite.plan.plan_report import goodput_of, nothing_fits
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import run_problems
 
@@ -149,7 +151,7 @@ class Slurm:
 
 
 def chosen_plan(request: Request) -> RunPlan:
-    """Return the plan of the requested layout, or with --search of the fastest layout.
+    """Return the plan of the requested layout, or with --search or --layout auto of the best.
 
     Raises:
         UserError: training would reject the layout, or it does not fit; the message names one that fits.
@@ -158,8 +160,8 @@ def chosen_plan(request: Request) -> RunPlan:
         found = search(request)
         if not found.fitting:
             raise UserError(nothing_fits(request, found))
-        return fastest(found.fitting, 1)[0]
-    if problems := run_problems(request.config, request.cluster, request.cp):
+        return simplest(found.fitting) if request.layout == "auto" else fastest(found.fitting, 1)[0]
+    if problems := run_problems(request.config, request.cluster):
         raise ConfigError(problems)
     plan = RunPlan(request.planned_run())
     if not plan.fits:
@@ -171,7 +173,7 @@ def _too_large(request: Request, plan: RunPlan) -> str:
     """Say by how much the layout is too large, what takes most memory, and which layout fits."""
     available = plan.run.cluster.gpu.memory_bytes
     memory = max(plan.memories, key=lambda each: each.total)
-    kind, size = max(vars(memory).items(), key=lambda item: item[1])
+    kind, size = max(memory._asdict().items(), key=lambda item: item[1])
     text = (
         f"the job does not fit: it needs {memory.total / _GB:.1f} GB per GPU of {available / _GB:.1f} GB, "
         f"{(memory.total - available) / _GB:.1f} GB too much; {size / _GB:.1f} GB are {kind}; "
@@ -240,7 +242,9 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
 def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
     """Yield warnings about the run that do not depend on the launcher; `config` is as in `warnings`."""
     if not config.checkpoint.saves_at_intervals:
-        yield "--save-interval is not set: a rank or a node that fails loses all work since the job started"
+        text = "--save-interval is not set: a rank or a node that fails loses all work since the job started"
+        goodput = goodput_of(request, plan)
+        yield text if goodput is None else f"{text}; pass --save-interval {goodput.intervals.best}"
     load, gpus = config.checkpoint.load, request.cluster.gpus_per_node
     if load is not None and not config.checkpoint.loads_own:
         yield f"--load {load} is not --save: every restart would start from {load} again; remove it"
@@ -252,9 +256,7 @@ def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[st
 
 def plan_notes(lines: Sequence[str]) -> list[str]:
     """Return the lines of a plan, without the command, which the script replaces."""
-    kept = list(lines)
-    if kept and kept[-1].startswith("torchrun"):
-        kept.pop()
+    kept = list(takewhile(lambda line: not line.startswith("torchrun "), lines))
     while kept and not kept[-1]:
         kept.pop()
     return kept
@@ -277,6 +279,8 @@ def batch_script(
     has_load: bool,
     warn_seconds: int,
     setup: Sequence[str] = (),
+    saves: bool = True,
+    written_by: str = "launch",
 ) -> str:
     """Return the text of a batch script for bash.
 
@@ -284,15 +288,17 @@ def batch_script(
         tokens: flags of training; --save is replaced by `save`.
         title: the first comment.
         file: name of the script, quoted for a shell.
-        command: megalite's command that trains.
+        command: torchrun's arguments that start the program.
         save: folder of checkpoints; None for a folder named after the job.
         has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
         warn_seconds: how long before the time limit Slurm signals the job.
         setup: shell commands to run first.
+        saves: whether the run saves checkpoints.
+        written_by: megalite's command that writes the script.
     """
     values = {
         "title": title,
-        "launch": command_name("launch"),
+        "written_by": command_name(written_by),
         "python": shlex.quote(_python()),
         "file": file,
         "command": command,
@@ -301,7 +307,7 @@ def batch_script(
         "save": shlex.quote(save) if save else f'"${{SAVE:-runs/{slurm.name}-$SLURM_JOB_ID}}"',
         "gpus_per_node": str(slurm.gpus_per_node),
         "shutdown_seconds": str(warn_seconds - 60),
-        "flags": "\n".join(_sbatch_flags(tokens, has_load)),
+        "flags": "\n".join(_sbatch_flags(tokens, saves, has_load)),
     }
     template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
@@ -334,13 +340,14 @@ def _options(slurm: Slurm, warn_seconds: int) -> Iterator[str]:
         yield f"{line:<38} # {comment}" if comment else line
 
 
-def _sbatch_flags(tokens: Sequence[str], has_load: bool) -> Iterator[str]:
+def _sbatch_flags(tokens: Sequence[str], saves: bool, has_load: bool) -> Iterator[str]:
     """Yield one line per flag, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
         if flag.flag != "--save":
             yield _commented(f"  {shlex.join(flag.tokens)}", flag_comment(flag))
-    yield '  --save="$save"'
-    if not has_load:
+    if saves:
+        yield '  --save="$save"'
+    if saves and not has_load:
         yield _commented('  --load="$save"', "a restart resumes from its own last checkpoint")
 
 

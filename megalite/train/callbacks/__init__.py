@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from megalite.config import Config
+from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.callbacks.evaluation import Evaluation
+from megalite.train.callbacks.garbage_collection import GarbageCollection
 from megalite.train.callbacks.hang_watchdog import HangWatchdog
 from megalite.train.callbacks.layer_norms import LayerNorms
 from megalite.train.callbacks.metrics_logging import MetricsLogging
@@ -17,13 +20,14 @@ from megalite.train.loop import Callback
 from megalite.train.telemetry.writers import Writers
 
 
-def default_callbacks(writers: Writers) -> list[Callback]:
+def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
     """Return the callbacks of a run, in the order in which their hooks are called.
 
     Callbacks that measure an iteration come first. Checkpointing is last: it must know whether the run stops.
     """
     return [
         HangWatchdog(),
+        *([Audit()] if config.training.audit_interval else []),  # it has a state
         Profiler(),
         ModuleProfile(),
         PipelineTracing(),
@@ -32,6 +36,7 @@ def default_callbacks(writers: Writers) -> list[Callback]:
         MetricsLogging(writers),
         LayerNorms(writers),
         OptimizerNorms(writers),
+        GarbageCollection(),
         Evaluation(),
         Checkpointing(),
     ]

@@ -27,19 +27,16 @@ class Checkpointing(Callback):
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         trainer, config = loop.trainer, loop.trainer.config.checkpoint
         trainer.saver.poll()
-        ends = loop.stop is not None or loop.is_finished
-        if ends or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
+        if loop.is_ending or is_due(loop.iteration, config.save_interval) or self._is_late(loop):
             if config.save:
-                trainer.save(is_last=ends)
-                for callback in loop.callbacks:
-                    callback.on_save(loop)
+                loop.save()
             else:  # the data influenced the metrics too
                 trainer.verify_data()
-            if not ends:
+            if not loop.is_ending:
                 loop.request_stop(loop.stop_conditions.now())
                 self._saved_at = loop.stop_conditions.minutes
         elif is_due(loop.iteration, config.non_persistent_save_interval):
-            trainer.save_local()
+            loop.save_local()
 
     def _is_late(self, loop: TrainingLoop) -> bool:
         """Return whether the last save was --save-interval-minutes ago, when ranks last compared clocks."""

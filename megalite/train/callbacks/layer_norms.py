@@ -9,7 +9,8 @@ import torch
 
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.optim.optimizer import BaseOptimizer
+from megalite.optim.global_norm import sum_of_squares
+from megalite.optim.optimizer import Optimizer
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
@@ -34,7 +35,7 @@ class LayerNorms(Callback):
 
 
 def layer_grad_norms(
-    optimizer: BaseOptimizer, num_layers: int, grad_norm: float, topology: Topology
+    optimizer: Optimizer, num_layers: int, grad_norm: float, topology: Topology
 ) -> Mapping[str, float]:
     """Return the 2-norms of the gradients of "embedding", "layers.0" and so on, and "head"; a collective.
 
@@ -46,8 +47,9 @@ def layer_grad_norms(
     """
     names = [_EMBEDDING, *(f"layers.{layer}" for layer in range(num_layers)), _HEAD]
     squares = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
-    for name, square in optimizer.gradient_squares().items():
-        squares[names.index(_layer_of(name))] += square
+    for shard in optimizer.counted_shards():
+        # An update may have unscaled and clipped the gradients, which keeps their ratios.
+        squares[names.index(_layer_of(shard.name))] += sum_of_squares([shard.gradient], topology.device)
     shares = all_reduce(squares, topology.world, of="layer norms")
     total = shares.sum().clamp_min(torch.finfo(torch.float64).tiny)
     norms = grad_norm * (shares / total).sqrt()

@@ -58,7 +58,7 @@ def log_module_profile(trainer: Trainer) -> None:
     It runs a microbatch of the next iteration, without changing the run's state.
     """
     costs, topology = module_costs(trainer), trainer.topology
-    if not (topology.tp.is_first and topology.dp.is_first):
+    if not topology.is_first_outside(topology.pp):
         return
     config = trainer.config.logging
     text = "\n".join(profile_tables(costs, title(trainer), config))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import largest_of_all
 from megalite.log import THIS_RANK, log
+from megalite.loss_terms import WithTerms, largest_total
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import run_as_written
 from megalite.train.anomaly_check import Anomaly
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.model_chunks import unchanged_buffers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
@@ -38,7 +41,8 @@ class NanLocation(Callback):
 
 def anomaly_text(trainer: Trainer, anomaly: Anomaly, plan: IterationPlan) -> str:
     """Return the log text of an anomaly; a collective. Call it before the next iteration."""
-    location = NanLocator(trainer).locate(anomaly, plan)
+    with unchanged_buffers(trainer.chunks):
+        location = NanLocator(trainer).locate(anomaly, plan)
     return f"{anomaly.what}, {location}; the update was skipped"
 
 
@@ -85,7 +89,7 @@ class NanLocator:
 
     def _magnitudes(self, first_sample: int, num_microbatches: int) -> Tensor:
         """Return the largest magnitude of each part's output, ``[parts, microbatches]``; inf for NaN."""
-        num_columns = num_microbatches * self._topology.dp.size
+        num_columns = num_microbatches * self._topology.sample_ranks.size
         table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
         with run_as_written(self._is_compiled), self._hooked(table, first_sample):
             self._pipeline.evaluate(num_microbatches, partial(self._load, first_sample))
@@ -100,8 +104,10 @@ class NanLocator:
             nonlocal column
             column = (int(arguments[0].sample_numbers[0]) - first_sample) // self._micro_batch_size
 
-        def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Any, ...]) -> None:
             first = output if isinstance(output, Tensor) else output[0]  # a norm returns the residual too
+            if isinstance(output, WithTerms) and output.hidden is None:
+                first = largest_total(output.terms)
             largest = first.detach().abs().amax().double()
             table[row, column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
 
@@ -135,7 +141,7 @@ class NanLocator:
         """
         for index in range(plan.num_microbatches):
             if not math.isfinite(self._grad_norm(plan, index)):
-                samples = self._samples(plan.first_sample, index, range(self._topology.dp.size))
+                samples = self._samples(plan.first_sample, index, range(self._topology.sample_ranks.size))
                 name = self._first_bad_parameter()
                 return f"first in the gradient of {name} in microbatch {index} {samples}"
         return "but in no microbatch alone: only in their sum, or not when it was computed again"
@@ -147,8 +153,8 @@ class NanLocator:
             return self._load(plan.first_sample, index)
 
         self._optimizer.begin(1)
-        num_tokens, scale = plan.num_samples * self._seq_length, self._optimizer.scaler.scale
-        self._pipeline.train_step(1, load, num_tokens=num_tokens, loss_scale=scale)
+        divisors = {"token": float(plan.num_samples * self._seq_length), "sample": float(plan.num_samples)}
+        self._pipeline.train_step(1, load, divisors=divisors, loss_scale=self._optimizer.scaler.scale)
         return self._topology.to_host(self._optimizer.finish_gradients()).item()
 
     def _first_bad_parameter(self) -> str:
@@ -171,15 +177,17 @@ class NanLocator:
 
     def _microbatch_text(self, column: int, first_sample: int) -> str:
         """Describe the microbatch of a column."""
-        index, dp_rank = divmod(column, self._topology.dp.size)
-        rank = f" of data-parallel rank {dp_rank}" if self._topology.dp.size > 1 else ""
+        index, dp_rank = divmod(column, self._topology.sample_ranks.size)
+        rank = f" of data-parallel rank {dp_rank}" if self._topology.sample_ranks.size > 1 else ""
         samples = self._samples(first_sample, index, range(dp_rank, dp_rank + 1))
         return f"in microbatch {index}{rank} {samples}"
 
     def _samples(self, first_sample: int, index: int, dp_ranks: range) -> str:
         """Describe the samples of microbatch `index` on these consecutive replicas."""
         first, last = (
-            microbatch_samples(first_sample, index, self._micro_batch_size, dp_rank, self._topology.dp.size)
+            microbatch_samples(
+                first_sample, index, self._micro_batch_size, dp_rank, self._topology.sample_ranks.size
+            )
             for dp_rank in (dp_ranks[0], dp_ranks[-1])
         )
         return f"(sample {first[0]})" if first[0] == last[-1] else f"(samples {first[0]} to {last[-1]})"

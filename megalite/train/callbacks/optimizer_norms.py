@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 
 from megalite.distributed.collectives import all_reduce, largest_of_all
+from megalite.optim.adamw import MOMENTUM
 from megalite.optim.global_norm import sum_of_squares
-from megalite.optim.optimizer import BaseOptimizer
+from megalite.optim.optimizer import Optimizer
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 
-_KINDS = {"weight": "main", "momentum": "exp_avg", "variance": "exp_avg_sq"}
-"""Megatron-DeepSpeed's names of the measured tensors, and torch's names."""
+_KINDS = {"weight": ("main",), "momentum": ("exp_avg", MOMENTUM), "variance": ("exp_avg_sq",)}
+"""Megatron-DeepSpeed's names of the measured tensors, and torch's names. Muon has no variance."""
 
 
 class OptimizerNorms(Callback):
@@ -34,7 +35,7 @@ class OptimizerNorms(Callback):
 
 
 @torch.no_grad()
-def optimizer_norms(optimizer: BaseOptimizer) -> Mapping[str, float]:
+def optimizer_norms(optimizer: Optimizer) -> Mapping[str, float]:
     """Return 2-norms, 1-norms and largest magnitudes over the whole model; every rank must call it.
 
     The norms of the variance's (Adam's second moment's) square root are returned too, as Megatron-DeepSpeed
@@ -47,9 +48,9 @@ def optimizer_norms(optimizer: BaseOptimizer) -> Mapping[str, float]:
     largest = torch.zeros(len(_KINDS), dtype=torch.float64, device=topology.device)
     for shard in optimizer.counted_shards():
         tensors = {"main": shard.main, **shard.moments}
-        for number, kind in enumerate(_KINDS.values()):
-            tensor = tensors[kind][: shard.num_used]
-            if not tensor.numel():
+        for number, kinds in enumerate(_KINDS.values()):
+            tensor = next((tensors[kind][: shard.num_used] for kind in kinds if kind in tensors), None)
+            if tensor is None or not tensor.numel():
                 continue
             sums[number, 0] += sum_of_squares([tensor], topology.device)
             sums[number, 1] += tensor.abs().sum(dtype=torch.float64).to(topology.device)

@@ -50,8 +50,8 @@ class PipelineTracing(Callback):
         self._trace.after(loop.iteration)
 
 
-_RankTrace = tuple[tuple[int, int, int], ClockSamples, list[TraceSpan]]
-"""One rank's part of the file: its coordinates along pp, tp and dp, its clock samples and its spans."""
+_RankTrace = tuple[dict[str, int], ClockSamples, list[TraceSpan]]
+"""One rank's part of the file: its coordinate along each axis, its clock samples and its spans."""
 
 
 class PipelineTrace:
@@ -97,12 +97,11 @@ class PipelineTrace:
         if recorder is None:
             return
         topology = self._topology
-        coordinates = topology.pp.rank, topology.tp.rank, topology.dp.rank
         with topology.world.wait("all-reduce", "the trace's clocks"):
             samples = sample_clocks(topology.rank)
         with topology.events.during(DEVICE):
             spans = recorder.spans()
-        mine: _RankTrace = coordinates, samples, spans
+        mine: _RankTrace = topology.coordinates, samples, spans
         gathered: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
         with topology.world.wait("gather", "the trace"):
             dist.gather_object(mine, gathered, dst=topology.world_size - 1)
@@ -135,7 +134,7 @@ class PipelineTrace:
             "verdict": dict(breakdown.shares),
             "verdict_line": str(breakdown),
             "clock_error_us": 1e6 * error,
-            "layout": {axis.name: axis.size for axis in (topology.tp, topology.pp, topology.dp)},
+            "layout": {name: axis.size for name, axis in topology.axes.items()},
         }
         try:
             write_trace(self._path, lanes, facts)
@@ -156,8 +155,6 @@ def pipeline_trace(trainer: Trainer) -> Iterator[PipelineTrace]:
     logging, topology = trainer.config.logging, trainer.topology
     numbers, path = logging.traced_iterations, trace_path(logging, trainer.config.checkpoint.save)
     if path is not None:
-        if trainer.config.parallel.zero_stage_among(topology.dp.shard.size) == 3:
-            log.warning("--trace-pipeline: the waits of --zero-stage 3 are inside torch and count as compute")
         with topology.agreed():
             if topology.is_reporter:
                 make_writable(path.parent, _folder_flag(logging))

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from megalite.distributed.axis import WORLD
 from megalite.distributed.observer import CHECKPOINT, DEVICE, PROFILER, STORE_BARRIER, Wait
-from megalite.distributed.topology import WORLD
 from megalite.pipeline.schedules import Action
 from megalite.train.telemetry.timers import BATCH_GENERATOR
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from megalite.config import LoggingConfig
+from megalite.distributed.axes import coordinates_text
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import THIS_RANK, log
@@ -22,13 +23,13 @@ class ComputeTime:
     """Compute time of one rank in an interval.
 
     Attributes:
-        coordinates: the rank's coordinates along pp, dp and tp.
+        coordinates: the rank's coordinate along each axis.
         seconds: seconds per iteration, without waits for other ranks.
     """
 
     rank: int
     host: str
-    coordinates: tuple[int, int, int]
+    coordinates: Mapping[str, int]
     seconds: float
 
 
@@ -43,7 +44,7 @@ def straggler_line(times: Sequence[ComputeTime]) -> str:
     """
     stages: dict[int, list[ComputeTime]] = {}
     for time in times:
-        stages.setdefault(time.coordinates[0], []).append(time)
+        stages.setdefault(time.coordinates["pp"], []).append(time)
     groups = list(stages.values()) if len(stages) < len(times) else [list(times)]
     candidates = []
     for group in groups:
@@ -53,11 +54,10 @@ def straggler_line(times: Sequence[ComputeTime]) -> str:
         candidates.append((slowest.seconds / max(median, 1e-9), median, slowest, others))
     ratio, median, slowest, others = max(candidates, key=lambda candidate: candidate[0])
     fastest = min(others, key=lambda time: time.seconds)
-    pp, dp, tp = slowest.coordinates
     of_stage = " of its stage" if 1 < len(stages) < len(times) else ""
     compared = f"the other rank{of_stage}" if len(others) == 1 else f"the {len(others)} others{of_stage}"
     return (
-        f"straggler: rank {slowest.rank} ({slowest.host}, dp {dp} pp {pp} tp {tp}) computes "
+        f"straggler: rank {slowest.rank} ({slowest.host}, {coordinates_text(slowest.coordinates)}) computes "
         f"{1e3 * slowest.seconds:.1f} ms an iteration, {ratio:.2f} x the median "
         f"{1e3 * median:.1f} ms of {compared}; fastest: rank {fastest.rank} "
         f"{1e3 * fastest.seconds:.1f} ms"
@@ -90,8 +90,7 @@ class StragglerLog:
 
     def _log_slowest(self, seconds: float) -> None:
         topology = self._topology
-        coordinates = topology.pp.rank, topology.dp.rank, topology.tp.rank
-        mine = ComputeTime(topology.rank, socket.gethostname(), coordinates, seconds)
+        mine = ComputeTime(topology.rank, socket.gethostname(), topology.coordinates, seconds)
         times: list[ComputeTime | None] = [None] * topology.world_size
         with topology.world.wait("all-gather", "compute times"):
             dist.all_gather_object(times, mine)

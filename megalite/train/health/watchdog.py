@@ -141,11 +141,10 @@ class Watchdog:
         if not status.is_stuck:
             return status
         topology = self._topology
-        axes = topology.pp, *topology.dp.parts, topology.tp, topology.world
         return replace(
             status,
             activity=describe(events),
-            waits_for=awaited_ranks(events, {axis.name: axis.ranks for axis in axes}),
+            waits_for=awaited_ranks(events, {axis.name: axis.ranks for axis in topology.groups()}),
             collectives=_num_collectives(topology),
             stack=main_stack(),
         )
@@ -281,15 +280,15 @@ def watched(trainer: Trainer) -> Iterator[None]:
 
 
 def _num_collectives(topology: Topology) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Return the number of collectives that this rank has started on each axis, with the axis' ranks."""
-    counts = []
-    for axis in (
-        *topology.dp.parts,
-        topology.tp,
-    ):  # pp counts messages too, and its ranks send different numbers
-        if axis.size > 1:
-            counts.append((axis.ranks, num_collectives(axis.group)))
-    return tuple(counts)
+    """Return the number of collectives that this rank has started on each axis, with the axis' ranks.
+
+    A pipeline's group counts messages too, and its ranks send different numbers.
+    """
+    return tuple(
+        (axis.ranks, num_collectives(axis.group))
+        for axis in topology.groups()
+        if axis.size > 1 and axis.backward_group is None and axis is not topology.world
+    )
 
 
 def _print(text: str) -> None:

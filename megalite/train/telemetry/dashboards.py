@@ -39,8 +39,7 @@ def main_scalars(config: LoggingConfig, metrics: IterationMetrics) -> dict[str, 
         scalars["batch-size"] = metrics.global_batch_size
     if metrics.decoupled_learning_rate is not None:
         scalars["decoupled-learning-rate"] = metrics.decoupled_learning_rate
-    if metrics.sop_loss is not None:
-        scalars["sop loss"] = metrics.sop_loss
+    scalars |= {name.replace("_", " "): loss for name, loss in metrics.other_losses.items()}
     if metrics.params_norm is not None:
         scalars["params-norm"] = metrics.params_norm
     if metrics.num_zeros is not None:
@@ -73,8 +72,8 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
     scalars = {tag: metrics.lm_loss}
     if config.log_validation_ppl_to_tensorboard:
         scalars[f"{tag} ppl"] = metrics.ppl
-    if metrics.sop_loss is not None:
-        scalars[tag.replace("lm loss", "sop loss")] = metrics.sop_loss
+    for name, loss in metrics.other_losses.items():
+        scalars[tag.replace("lm loss", name.replace("_", " "))] = loss
     return scalars
 
 

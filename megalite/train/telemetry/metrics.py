@@ -6,18 +6,20 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megalite.config import ModelConfig, TrainingConfig
+from megalite.config.model_flops import flops_per_token
 from megalite.hardware.gpus import peak_tflops
 from megalite.log import log
-from megalite.plan.model_flops import flops_per_token
+from megalite.loss_terms import LM_LOSS
 from megalite.torch_private import compilations_observed
+from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.train_step import StepResult
 
 
@@ -109,7 +111,7 @@ class IterationMetrics:
         consumed_samples: samples of the run so far, including those before it was resumed.
         lm_loss: mean loss over the interval's iterations; NaN or infinite if one of them was, NaN if all
             were excluded.
-        sop_loss: BERT's sentence-order loss, averaged the same way; None for a model without it.
+        other_losses: further terms of the loss by name, averaged the same way.
         grad_norm: gradient norm of the last iteration, before clipping.
         skipped: whether the last iteration's update was skipped.
         iteration_time_ms: wall time, mean over the interval, without evaluating and saving.
@@ -130,6 +132,7 @@ class IterationMetrics:
             iteration was excluded or had an anomaly.
         decoupled_learning_rate: learning rate of the word embedding and the output layer; None without
             --decoupled-lr.
+        time_breakdown: terms of the last iteration's time; None without --log-time-breakdown.
         warnings: warnings about the interval, one line each.
     """
 
@@ -157,8 +160,9 @@ class IterationMetrics:
     total_nan: int = 0
     params_norm: float | None = None
     num_zeros: int | None = None
-    sop_loss: float | None = None
+    other_losses: Mapping[str, float] = field(default_factory=dict)
     decoupled_learning_rate: float | None = None
+    time_breakdown: TimeSample | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -170,7 +174,7 @@ class ValidationMetrics:
         split: "valid" or "test".
         lm_loss: mean loss over the evaluation's tokens.
         name: name of the dataset, if the split has several; otherwise empty.
-        sop_loss: mean sentence-order loss over the evaluation's samples; None for a model without it.
+        other_losses: means of further terms of the loss by name.
     """
 
     iteration: int
@@ -178,7 +182,7 @@ class ValidationMetrics:
     split: str
     lm_loss: float
     name: str = ""
-    sop_loss: float | None = None
+    other_losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ppl(self) -> float:
@@ -260,8 +264,8 @@ class IntervalMeter:
             iteration=last.iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self._seq_length,
-            lm_loss=means.get("lm_loss", math.nan),
-            sop_loss=means.get("sop_loss"),
+            lm_loss=means.pop(LM_LOSS, math.nan),
+            other_losses=means,
             grad_norm=results[-1].grad_norm,
             learning_rate=last.learning_rate,
             decoupled_learning_rate=last.decoupled_learning_rate,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from megalite.distributed.mesh import SHARD
+from megalite.distributed.axes import MODEL, SHARD
 from megalite.distributed.observer import Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
@@ -166,7 +166,11 @@ _COMPUTING = {
 _WAITS = {
     **{("pp", name): name for name in LEVELS if name.endswith(("-recv", "-send"))},
     ("pp", EMBEDDING_GRADS): EMBEDDING_GRADS,
-    **{(name, "all-gather"): "params-all-gather" for name in ("dp", SHARD)},
+    **{
+        (f"{name}{part}", "all-gather"): "params-all-gather"
+        for name in MODEL.names_of("replicas")
+        for part in ("", SHARD)
+    },
 }
 
 

@@ -64,8 +64,7 @@ def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
-    if metrics.sop_loss is not None:
-        fields.append(f"sop loss: {metrics.sop_loss:.6E}")
+    fields += [f"{name.replace('_', ' ')}: {loss:.6E}" for name, loss in metrics.other_losses.items()]
     fields += [
         f"loss scale: {metrics.loss_scale:.1f}",
         f"grad norm: {metrics.grad_norm:.3f}",
@@ -95,8 +94,8 @@ def validation_block(metrics: ValidationMetrics) -> str:
         f"validation loss at iteration {metrics.iteration}{test_set}{name} | "
         f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.ppl:.6E} |"
     )
-    if metrics.sop_loss is not None:
-        line += f" sop loss value: {metrics.sop_loss:.6E} |"
+    for other, loss in metrics.other_losses.items():
+        line += f" {other.replace('_', ' ')} value: {loss:.6E} |"
     dashes = "-" * len(line)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -149,7 +148,8 @@ class MetricsFile:
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         record = dataclasses.asdict(metrics)
         del record["warnings"]  # text for the log; num_nan and num_skipped have the numbers
-        for name in ("params_norm", "num_zeros", "sop_loss", "decoupled_learning_rate"):
+        record |= record.pop("other_losses")
+        for name in ("params_norm", "num_zeros", "decoupled_learning_rate", "time_breakdown"):
             if record[name] is None:  # not requested, or the model has none
                 del record[name]
         self._write(record | (self._load.rates() if self._load is not None else {}))
@@ -158,8 +158,7 @@ class MetricsFile:
         record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
         if not metrics.name:
             del record["name"]
-        if metrics.sop_loss is None:
-            del record["sop_loss"]
+        record |= record.pop("other_losses")
         self._write({"validation": record})
 
     def close(self, *, has_failed: bool = False) -> None:

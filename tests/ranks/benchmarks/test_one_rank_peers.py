@@ -45,7 +45,7 @@ def steps_of(topology: Topology, config: Config, names: list[str]) -> dict[str, 
 
 def check_same(model: ModelConfig, names: list[str], tolerance: float) -> None:
     config = config_of(model)
-    found = run_ranks(steps_of, config.parallel, 1, config, ["megalite", *names])[0]
+    found = run_ranks(steps_of, config.parallel.mesh, 1, config, ["megalite", *names])[0]
     count, losses = found["megalite"]
     assert abs(losses[0] - losses[-1]) > 0.05  # the updates are seen
     for name in names:

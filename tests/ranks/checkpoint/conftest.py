@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 
 
 @pytest.fixture
 def topology() -> Iterator[Topology]:
-    with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig(distributed_backend="gloo").mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology

@@ -23,8 +23,8 @@ from megalite.checkpoint.saver import Saver
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.optim.flat_buffers import ParameterShard
-from megalite.tensor_parallel.parameter_spec import ParameterSpec, Shard
+from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from megalite.tensor_parallel.placement import Cut
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50)
 CONFIG = Config(model=MODEL, training=TrainingConfig(global_batch_size=8, train_iters=100))
@@ -44,7 +44,7 @@ def config_of(folder: Path, **fields: Any) -> Config:
 def state(topology: Topology, value: float) -> dict[str, torch.Tensor | ParameterShard]:
     """A slice of a tensor, a part of its moments, a tensor that all ranks have, and a count."""
     tp, dp = topology.tp, topology.dp
-    cut, whole = ParameterSpec((3, 8), Shard("tp", 1)), ParameterSpec((5, 2))
+    cut, whole = ParameterSpec((3, 8), Cut("tp", 1)), ParameterSpec((5, 2))
     full = torch.arange(24.0).view(3, 8) * value
     shape = (3, 8 // tp.size)
     mine = full.chunk(tp.size, 1)[tp.rank].flatten()

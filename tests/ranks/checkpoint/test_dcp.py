@@ -45,7 +45,7 @@ def load(topology, folder: Path) -> bool:
 def test_any_placement_is_read(tmp_path: Path, world_size: int) -> None:
     folder = write_checkpoint(tmp_path)
     parallel = ParallelConfig(data_parallel_size=world_size)
-    assert run_ranks(load, parallel, world_size, folder) == [True] * world_size
+    assert run_ranks(load, parallel.mesh, world_size, folder) == [True] * world_size
 
 
 def load_alone(folder: Path, name: str = "cut", like: torch.Tensor = FULL) -> torch.Tensor:

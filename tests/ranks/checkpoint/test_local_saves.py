@@ -101,12 +101,12 @@ def test_the_newest_that_every_rank_has_whole_is_loaded(tmp_path: Path, kind: st
     config = local_config(tmp_path, async_save=is_async)
     change, (iteration, layout) = CHANGES[kind]
     here = parallel(dp=2)
-    run_ranks(save, here, 2, config)
+    run_ranks(save, here.mesh, 2, config)
     change(tmp_path)
     there = here if layout == "same" else layout
     assert isinstance(there, ParallelConfig)
     world_size = there.tensor_model_parallel_size * (there.data_parallel_size or 1)
-    found = run_ranks(load, there, world_size, config)
+    found = run_ranks(load, there.mesh, world_size, config)
     assert found == [(iteration, {10: 1.0, 12: 2.0}[iteration])] * world_size
 
 
@@ -126,7 +126,7 @@ def supersede(topology, config: Config) -> list[list[int]]:
 def test_a_persistent_save_makes_them_superfluous(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     config = local_config(tmp_path, async_save=True)
-    assert run_ranks(supersede, parallel(dp=2), 2, config) == [[[], []]] * 2
+    assert run_ranks(supersede, parallel(dp=2).mesh, 2, config) == [[[], []]] * 2
     assert not list((tmp_path / "local").iterdir())
 
 
@@ -140,7 +140,7 @@ def load_older(topology, config: Config) -> tuple[int, float] | None:
 
 def test_a_newer_persistent_one_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
-    assert run_ranks(load_older, parallel(), 1, local_config(tmp_path)) == [(20, 2.0)]
+    assert run_ranks(load_older, parallel().mesh, 1, local_config(tmp_path)) == [(20, 2.0)]
 
 
 def run_config(folder: Path, way: tuple[int, int, int, str], is_async: bool) -> Config:
@@ -187,7 +187,7 @@ def test_a_run_goes_on_bitwise(tmp_path: Path, way: tuple[int, int, int, str]) -
     """With the loss scale at its start, the word table on two stages, and parts of what ZeRO shares out."""
     (tmp_path / "save").mkdir()
     config = run_config(tmp_path, way, is_async=True)
-    undisturbed = run_ranks(train, config.parallel, 2, config, False)
-    resumed = run_ranks(train, config.parallel, 2, config, True)
+    undisturbed = run_ranks(train, config.parallel.mesh, 2, config, False)
+    resumed = run_ranks(train, config.parallel.mesh, 2, config, True)
     assert [first for first, _ in resumed] == [3, 3]
     assert [losses for _, losses in resumed] == [losses for _, losses in undisturbed]

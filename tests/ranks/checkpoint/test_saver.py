@@ -101,7 +101,7 @@ def ask_for_a_second_save_of_each_kind(topology, folder: Path) -> list[str]:
 
 
 def test_a_skipped_save_names_its_interval_flag(tmp_path: Path) -> None:
-    persistent, own = run_ranks(ask_for_a_second_save_of_each_kind, parallel(1, 1, 1), 1, tmp_path)[0]
+    persistent, own = run_ranks(ask_for_a_second_save_of_each_kind, parallel(1, 1, 1).mesh, 1, tmp_path)[0]
     assert persistent.endswith("pass a larger --save-interval")
     assert own.endswith("pass a larger --non-persistent-save-interval")
 
@@ -116,8 +116,8 @@ def test_a_save_in_the_background_is_that_of_its_moment(tmp_path: Path, tp: int,
     folders = [tmp_path / name for name in ("background", "at once")]
     for folder in folders:
         folder.mkdir()
-    lines = run_ranks(save_while_training_goes_on, parallel(tp, 1, dp), tp * dp, folders[0])[0]
-    run_ranks(save_at_once, parallel(tp, 1, dp), tp * dp, folders[1])
+    lines = run_ranks(save_while_training_goes_on, parallel(tp, 1, dp).mesh, tp * dp, folders[0])[0]
+    run_ranks(save_at_once, parallel(tp, 1, dp).mesh, tp * dp, folders[1])
     background, at_once = (_digests(folder / "iter_0000010") for folder in folders)
     for own in ("config.yaml", "SHA256SUMS"):  # they tell the folder and the flag
         del background[own], at_once[own]
@@ -172,7 +172,7 @@ def _rename(topology, folder: Path, target: Path) -> None:
 def test_training_outlives_failures_and_the_next_save_tries_again(tmp_path: Path, is_async: bool) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    lines = run_ranks(save_through_failures, parallel(dp=2), 2, folder, is_async, full_disk)[0]
+    lines = run_ranks(save_through_failures, parallel(dp=2).mesh, 2, folder, is_async, full_disk)[0]
     messages = [line for line in lines if "cannot be written" in line]
     assert messages == [
         f"checkpoint SAVE/iter_00000{iteration} cannot be written ({why}): free space or change --save; "
@@ -188,7 +188,7 @@ def test_training_outlives_failures_and_the_next_save_tries_again(tmp_path: Path
 def test_a_defect_in_the_thread_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    lines = run_ranks(save_through_failures, parallel(dp=2), 2, folder, True, defect)[0]
+    lines = run_ranks(save_through_failures, parallel(dp=2).mesh, 2, folder, True, defect)[0]
     (message,) = [line for line in lines if "a defect" in line]
     assert "iter_0000020 cannot be written (rank 1 failed:" in message
     assert "ZeroDivisionError" in message
@@ -218,7 +218,7 @@ def fail_for_good(topology, folder: Path, is_last: bool, fields: dict[str, bool]
     ],
 )
 def test_a_failing_last_save_ends_every_rank(tmp_path: Path, is_last: bool, fields: dict[str, bool]) -> None:
-    first, second = run_ranks(fail_for_good, parallel(tp=2), 2, tmp_path, is_last, fields)
+    first, second = run_ranks(fail_for_good, parallel(tp=2).mesh, 2, tmp_path, is_last, fields)
     assert first == second
     assert first.startswith(f"checkpoint {tmp_path}/iter_0000020 cannot be written (rank 1: No space left")
     assert not list(tmp_path.iterdir())
@@ -240,10 +240,10 @@ def stop_after(topology, folder: Path, is_async: bool, fails: bool) -> str:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_run_that_is_stopped_after_a_save_waits_for_it(tmp_path: Path, is_async: bool) -> None:
-    assert run_ranks(stop_after, parallel(dp=2), 2, tmp_path, is_async, False) == ["saved"] * 2
+    assert run_ranks(stop_after, parallel(dp=2).mesh, 2, tmp_path, is_async, False) == ["saved"] * 2
     assert (tmp_path / "latest").read_text() == "iter_0000020\n"
     (tmp_path / "latest").unlink()
-    (message, _) = run_ranks(stop_after, parallel(dp=2), 2, tmp_path, is_async, True)
+    (message, _) = run_ranks(stop_after, parallel(dp=2).mesh, 2, tmp_path, is_async, True)
     assert "iter_0000020 cannot be written (rank 1: No space left on device)" in message
 
 
@@ -355,7 +355,7 @@ def lose_the_folder(topology, folder: Path, is_local: bool) -> tuple[list[str], 
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_run_that_has_lost_its_folder_names_nothing(tmp_path: Path, is_local: bool) -> None:
-    outcomes = run_ranks(lose_the_folder, parallel(dp=2), 2, tmp_path, is_local)
+    outcomes = run_ranks(lose_the_folder, parallel(dp=2).mesh, 2, tmp_path, is_local)
     for lines, error in outcomes:
         assert len(lines) == 1
         assert "in the background" in lines[0]

@@ -48,7 +48,7 @@ def answers(tmp_path_factory) -> dict[str, list[Answer]]:
         shutil.copytree(folders[0], folders[1])
         change(*folders)
         cases.append(folders)
-    found = run_ranks(choose_each, ParallelConfig(data_parallel_size=2), 2, cases)
+    found = run_ranks(choose_each, ParallelConfig(data_parallel_size=2).mesh, 2, cases)
     return dict(zip(CASES, zip(*found, strict=True), strict=True))
 
 

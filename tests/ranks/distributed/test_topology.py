@@ -43,7 +43,7 @@ def place(topology):
 
 
 def test_one_ranks_mistake_is_everybodys():
-    results = run_ranks(agree_on_all, ParallelConfig(), 2)
+    results = run_ranks(agree_on_all, ParallelConfig().mesh, 2)
     assert results == [
         [(True, None), (True, "mistake of 1"), (False, "mistake of 0")],
         [(True, None), (False, "mistake of 1"), (False, "mistake of 0")],
@@ -63,23 +63,23 @@ def _agree_after(topology: Topology, seconds: float) -> tuple[bool, float]:
 def test_who_waits_for_one_at_work_does_not_time_out() -> None:
     timeout_minutes: Any = 1 / 60
     parallel = ParallelConfig(distributed_timeout_minutes=timeout_minutes)
-    assert all(took >= 4 for _, took in run_ranks(_agree_after, parallel, 3, 4.0))
+    assert all(took >= 4 for _, took in run_ranks(_agree_after, parallel.mesh, 3, 4.0))
 
 
 def test_places_of_real_ranks():
     parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert run_ranks(place, parallel, 4) == [(0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 0, 0), (3, 1, 0, 1)]
+    assert run_ranks(place, parallel.mesh, 4) == [(0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 0, 0), (3, 1, 0, 1)]
 
 
 def test_world_of_another_size_is_everybodys_mistake():
     with pytest.raises(UserError, match="world size 3 is not tp 2"):
-        run_ranks(place, ParallelConfig(tensor_model_parallel_size=2), 3)
+        run_ranks(place, ParallelConfig(tensor_model_parallel_size=2).mesh, 3)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("user", ConfigError), ("defect", RankError)])
 def test_a_rank_that_raises_ends_those_that_wait(kind, error):
     with pytest.raises(error) as caught:
-        run_ranks(raise_as, ParallelConfig(tensor_model_parallel_size=2), 2, kind, timeout=20.0)
+        run_ranks(raise_as, ParallelConfig(tensor_model_parallel_size=2).mesh, 2, kind, timeout=20.0)
     if kind == "user":
         assert str(caught.value) == "one\ntwo"
     else:
@@ -93,7 +93,7 @@ def _timeouts(topology: Topology) -> list[float]:
 
 def test_every_axis_has_the_timeout_that_was_given() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_timeout_minutes=3)
-    assert run_ranks(_timeouts, parallel, 2) == [[180.0] * 4] * 2
+    assert run_ranks(_timeouts, parallel.mesh, 2) == [[180.0] * 4] * 2
 
 
 def _policies(topology: Topology) -> set[int]:
@@ -103,5 +103,5 @@ def _policies(topology: Topology) -> set[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling policies are Linux's")
 def test_ranks_that_share_cores_are_scheduled_as_batch_work() -> None:
     """Among their threads is gloo's own."""
-    assert run_ranks(_policies, ParallelConfig(), 2) == [{os.SCHED_BATCH}] * 2
-    assert run_ranks(_policies, ParallelConfig(), 1) == [{os.SCHED_OTHER}]
+    assert run_ranks(_policies, ParallelConfig().mesh, 2) == [{os.SCHED_BATCH}] * 2
+    assert run_ranks(_policies, ParallelConfig().mesh, 1) == [{os.SCHED_OTHER}]

@@ -14,7 +14,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.kernels import adamw_
 from megalite.optim import offload as offload_module
 from megalite.train.trainer import start_trainer
-from tests.ranks.checkpoint.test_layouts import world_size
+from tests.ranks.checkpoint.test_load_layouts import world_size
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -79,7 +79,9 @@ def test_copies_overlap_backward_and_the_next_forward(layout: dict[str, Any]) ->
         data=DataConfig(mock_data=True),
         training=TrainingConfig(micro_batch_size=1, global_batch_size=8, train_iters=2, eval_iters=0),
     )
-    for num_copied, count, waited in run_ranks(copies_of, parallel, world_size(parallel), config):
+    for num_copied, count, waited in run_ranks(copies_of, parallel.mesh, world_size(parallel), config):
         assert count >= 8
-        assert all(number in (count - 1, count) for number in num_copied), num_copied
+        # The last bucket is still being reduced. With ZeRO 3 it has up to three states, of different kinds.
+        num_last = 3 if parallel.zero_stage == 3 else 1
+        assert all(count - num_last <= number <= count for number in num_copied), num_copied
         assert waited == [True, True]  # the last range was not updated when forward began

@@ -14,16 +14,15 @@ from megalite.optim.optimizer import Optimizer
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
     ParameterSpec,
-    Shard,
-    axis_of,
     new_parameter,
 )
+from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 
 SPECS = {
-    "word": ParameterSpec((8, 4), Shard("tp", 0)),
-    "inner.up": ParameterSpec((2, 8, 4), Shard("tp", 1)),
-    "inner.down": ParameterSpec((4, 8), Shard("tp", 1)),
+    "word": ParameterSpec((8, 4), Cut("tp", 0)),
+    "inner.up": ParameterSpec((2, 8, 4), Cut("tp", 1)),
+    "inner.down": ParameterSpec((4, 8), Cut("tp", 1)),
     "inner.bias": ParameterSpec((4,), decay=False),
     "norm": ParameterSpec((4,), decay=False),
 }
@@ -45,8 +44,7 @@ def full(name: str, what: int) -> torch.Tensor:
 
 def mine(tensor: torch.Tensor, name: str, topology) -> torch.Tensor:
     """This rank's slice of a full tensor."""
-    axis = axis_of(SPECS[name], topology)
-    return tensor if axis is None else tensor.chunk(axis.size, SPECS[name].shard.dim)[axis.rank]
+    return SPECS[name].box(topology).of(tensor)
 
 
 def build(topology) -> tuple[dict[str, nn.Parameter], Optimizer]:
@@ -97,11 +95,11 @@ def expected_step() -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_one_step_is_that_of_one_rank_by_torch(tp, pp):
     norm, weights = expected_step()
-    for rank, (rank_norm, rank_weights) in enumerate(run_ranks(run_step, parallel(tp, pp), tp * pp)):
+    for rank, (rank_norm, rank_weights) in enumerate(run_ranks(run_step, parallel(tp, pp).mesh, tp * pp)):
         assert rank_norm == pytest.approx(norm, rel=1e-14)
         for name, weight in rank_weights.items():
-            shard = SPECS[name].shard
-            slices = weights[name].chunk(tp, shard.dim) if shard else [weights[name]] * tp
+            dim = SPECS[name].dim_cut_over("tp")
+            slices = weights[name].chunk(tp, dim) if dim is not None else [weights[name]] * tp
             torch.testing.assert_close(weight, slices[rank % tp], rtol=1e-13, atol=1e-15)
 
 
@@ -117,7 +115,7 @@ def sum_copies(topology) -> torch.Tensor | None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 4)])
 def test_tied_gradients_become_bitwise_equal(tp, pp):
-    sums = run_ranks(sum_copies, parallel(tp, pp), tp * pp)
+    sums = run_ranks(sum_copies, parallel(tp, pp).mesh, tp * pp)
     for rank in range(tp):
         first, last = sums[rank], sums[tp * (pp - 1) + rank]
         parts = [
@@ -147,7 +145,7 @@ def run_replica(topology) -> tuple[float, list[torch.Tensor]]:
 
 
 def test_replicas_stay_bitwise_equal_and_sum_their_gradients():
-    (norm, weights), (other_norm, other_weights) = run_ranks(run_replica, parallel(dp=2), 2)
+    (norm, weights), (other_norm, other_weights) = run_ranks(run_replica, parallel(dp=2).mesh, 2)
     assert norm == other_norm
     expected = torch.cat([full(name, 3).flatten() for name in SPECS]).norm().item()
     assert norm == pytest.approx(expected, rel=1e-14)
@@ -170,7 +168,7 @@ def meet_infinity_on_one_rank(topology) -> bool:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_an_infinite_gradient_on_one_rank_skips_the_update_on_all(tp, pp, dp):
-    assert run_ranks(meet_infinity_on_one_rank, parallel(tp, pp, dp), 2) == [True] * 2
+    assert run_ranks(meet_infinity_on_one_rank, parallel(tp, pp, dp).mesh, 2) == [True] * 2
 
 
 def use_one_copy_of_the_tied_weight(topology) -> torch.Tensor:
@@ -185,5 +183,5 @@ def use_one_copy_of_the_tied_weight(topology) -> torch.Tensor:
 
 
 def test_a_tied_copy_without_a_gradient_adds_zeros():
-    for gradient in run_ranks(use_one_copy_of_the_tied_weight, parallel(1, 2), 2):
+    for gradient in run_ranks(use_one_copy_of_the_tied_weight, parallel(1, 2).mesh, 2):
         assert torch.equal(gradient, torch.ones(8, 4, dtype=torch.float64))

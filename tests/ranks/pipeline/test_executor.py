@@ -1,5 +1,6 @@
 """A pipeline of several ranks computes, bit for bit, what one rank computes microbatch by microbatch."""
 
+import itertools
 import weakref
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.errors import UserError
+from megalite.loss_terms import LossTerm, WithTerms
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.messages import MAX_OPEN_BATCHES
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, peak_in_flight
@@ -39,6 +42,7 @@ class Link(nn.Module):
 
     def __init__(self, number, num_stages, store=None):
         super().__init__()
+        self.number = number
         self.is_last = number == num_stages - 1
         self.store = store
         generator = torch.Generator().manual_seed(number)
@@ -97,7 +101,7 @@ def run_everything(topology):
             evaluated = pipeline.evaluate(num_microbatches, load)
             assert all(link.weight.grad is None for link in links)
             losses = pipeline.train_step(num_microbatches, load)
-            assert not any(loss.requires_grad for loss in losses + evaluated)
+            assert not any(loss.requires_grad for terms in losses + evaluated for loss in terms.values())
             gradients = [(link.weight.grad, link.scale.grad) for link in links]
             results[schedule, num_microbatches] = losses, gradients, evaluated
             for link in links:
@@ -108,7 +112,7 @@ def run_everything(topology):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_same_losses_and_gradients_as_one_rank(num_ranks):
     parallel = ParallelConfig(pipeline_model_parallel_size=num_ranks)
-    by_rank = run_ranks(run_everything, parallel, num_ranks)
+    by_rank = run_ranks(run_everything, parallel.mesh, num_ranks)
     for schedule in SCHEDULES:
         stages = stage_map(schedule, num_ranks)
         for num_microbatches in NUM_MICROBATCHES:
@@ -116,11 +120,11 @@ def test_same_losses_and_gradients_as_one_rank(num_ranks):
             for rank, results in enumerate(by_rank):
                 losses, gradients, evaluated = results[schedule, num_microbatches]
                 holds_last = stages.num_stages - 1 in stages.stages_of(rank)
-                told = [loss.item() for loss in expected_losses] if holds_last else []
+                told = [{"lm_loss": loss} for loss in expected_losses] if holds_last else []
                 for stage, pair in zip(stages.stages_of(rank), gradients, strict=True):
                     assert all(torch.equal(a, b) for a, b in zip(pair, expected[stage], strict=True))
-                assert [loss.item() for loss in losses] == told
-                assert [loss.item() for loss in evaluated] == told
+                assert losses == told
+                assert evaluated == told
 
 
 class Watched:
@@ -151,7 +155,7 @@ def count_alive(topology, schedule, train):
 @pytest.mark.parametrize("train", [False, True])
 def test_what_was_sent_is_let_go(train):
     """Left are the new output, the one before it, and the sends that may be under way."""
-    counts = run_ranks(count_alive, ParallelConfig(pipeline_model_parallel_size=3), 3, "gpipe", train)
+    counts = run_ranks(count_alive, ParallelConfig(pipeline_model_parallel_size=3).mesh, 3, "gpipe", train)
     *senders, (last,) = (most for most, _ in counts)
     assert [after for _, after in counts] == [0, 0, 0]
     assert max(most for (most,) in senders) <= 2 + MAX_OPEN_BATCHES
@@ -203,7 +207,7 @@ def peak_of_rank(topology, schedule, num_microbatches):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_activations_in_flight_are_the_simulators(schedule):
-    peaks = run_ranks(peak_of_rank, ParallelConfig(pipeline_model_parallel_size=2), 2, schedule, 7)
+    peaks = run_ranks(peak_of_rank, ParallelConfig(pipeline_model_parallel_size=2).mesh, 2, schedule, 7)
     stages = stage_map(schedule, 2)
     assert peaks == [peak_in_flight(SCHEDULES[schedule].train(rank, stages, 7)) for rank in range(2)]
 
@@ -229,13 +233,71 @@ def run_empty_stages(topology):
 
 
 def test_stages_without_layers():
-    gradient, _, losses = run_ranks(run_empty_stages, ParallelConfig(pipeline_model_parallel_size=3), 3)
+    gradient, _, losses = run_ranks(run_empty_stages, ParallelConfig(pipeline_model_parallel_size=3).mesh, 3)
     link, tail = Link(0, 3), Tail()
     expected = [tail(load(number), link(load(number), None)) for number in range(2)]
     for loss in expected:
         loss.backward()
     assert torch.equal(gradient, link.weight.grad)
-    assert [loss.item() for loss in losses] == [loss.item() for loss in expected]
+    assert losses == [{"lm_loss": loss} for loss in expected]
+
+
+class Adding(Link):
+    """A stage that adds a term to the loss; it has the name of its number's parity."""
+
+    def forward(self, microbatch, hidden):
+        output = super().forward(microbatch, hidden)
+        if self.is_last:
+            return output
+        term = LossTerm(output.square().sum(), "sample", scale=0.25)
+        return WithTerms(output, {f"{self.number % 2}_loss": term})
+
+
+def run_terms(topology):
+    results = {}
+    for schedule in SCHEDULES:
+        links, pipeline = build(topology, schedule, Adding)
+        for run in (pipeline.evaluate, pipeline.train_step):
+            losses = run(2, load, divisors={"token": 2.0, "sample": 8.0}, **SCALED[run.__name__])
+            results[schedule, run.__name__] = losses, [link.weight.grad for link in links]
+    return results
+
+
+SCALED = {"evaluate": {}, "train_step": {"loss_scale": 16.0}}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_stage_may_add_a_term_of_the_loss(num_ranks):
+    by_rank = run_ranks(run_terms, ParallelConfig(pipeline_model_parallel_size=num_ranks).mesh, num_ranks)
+    for schedule, name in itertools.product(SCHEDULES, SCALED):
+        stages = stage_map(schedule, num_ranks)
+        links = [Link(number, stages.num_stages) for number in range(stages.num_stages)]
+        expected = []
+        for number in range(2):
+            hidden, terms = None, {"0_loss": 0.0, "1_loss": 0.0}
+            for link in links[:-1]:
+                hidden = link(load(number), hidden)
+                terms[f"{link.number % 2}_loss"] += hidden.square().sum() * 0.25 / 8.0
+            terms["lm_loss"] = links[-1](load(number), hidden) / 2.0
+            (16.0 * sum(terms.values())).backward()
+            expected.append({each: torch.as_tensor(term).item() for each, term in terms.items()})
+        found = [dict.fromkeys(terms, 0.0) for terms in expected]
+        for rank, results in enumerate(by_rank):
+            losses, gradients = results[schedule, name]
+            for terms, own in zip(found, losses, strict=False):  # no loss of a rank without terms
+                for each, term in own.items():
+                    terms[each] += term.item()
+            for stage, gradient in zip(stages.stages_of(rank), gradients, strict=True):
+                if name == "train_step":
+                    torch.testing.assert_close(gradient, links[stage].weight.grad, rtol=1e-12, atol=1e-14)
+        assert found == [pytest.approx(terms, rel=1e-12) for terms in expected]
+
+
+def test_a_term_per_something_unknown(one_rank):
+    stage = lambda microbatch, hidden: WithTerms(None, {"a_loss": LossTerm(microbatch.sum(), "word")})  # noqa: E731
+    message = r"the term a_loss of the loss is a mean per word, and this run counts no words: use per='token'"
+    with pytest.raises(UserError, match=message):
+        pipeline_of(one_rank, "1f1b", [stage]).evaluate(1, load)
 
 
 class Turning:
@@ -265,14 +327,15 @@ def test_the_loss_is_a_mean_over_tokens_and_its_gradient_is_scaled(one_rank, sch
     (plain,), ((weight_grad, scale_grad),) = reference(1, 1)
     store = WeightGradientStore() if schedule == "zb-h1" else None
     link = Link(0, 1, store)
-    (loss,) = pipeline_of(one_rank, schedule, [link], store).train_step(
-        1, load, num_tokens=4.0, loss_scale=8.0
+    divisors = {"token": 4.0}
+    (losses,) = pipeline_of(one_rank, schedule, [link], store).train_step(
+        1, load, divisors=divisors, loss_scale=8.0
     )
-    assert loss == plain / 4
+    assert losses == {"lm_loss": plain / 4}
     torch.testing.assert_close(link.weight.grad, 2 * weight_grad, rtol=1e-12, atol=0)
     torch.testing.assert_close(link.scale.grad, 2 * scale_grad, rtol=1e-12, atol=0)
-    (evaluated,) = pipeline_of(one_rank, schedule, [link], store).evaluate(1, load, num_tokens=4.0)
-    assert evaluated == loss
+    (evaluated,) = pipeline_of(one_rank, schedule, [link], store).evaluate(1, load, divisors=divisors)
+    assert evaluated == losses
 
 
 class Notes:
@@ -297,7 +360,7 @@ def observe(topology):
 
 def test_an_observer_sees_each_action_of_an_evaluation_and_of_a_training_step():
     stages = stage_map("zb-h1", 2)
-    observed = run_ranks(observe, ParallelConfig(pipeline_model_parallel_size=2), 2)
+    observed = run_ranks(observe, ParallelConfig(pipeline_model_parallel_size=2).mesh, 2)
     for rank, (begun, ended) in enumerate(observed):
         schedule = SCHEDULES["zb-h1"]
         assert begun == ended == schedule.evaluate(rank, stages, 3) + schedule.train(rank, stages, 3)
@@ -313,4 +376,4 @@ def give_a_wrong_shape(topology):
 
 def test_a_stage_that_gives_another_shape_is_named():
     with pytest.raises(RankError, match=r"a stage returned \(3, 1\), not \(3, 8\)"):
-        run_ranks(give_a_wrong_shape, ParallelConfig(pipeline_model_parallel_size=2), 2, timeout=30)
+        run_ranks(give_a_wrong_shape, ParallelConfig(pipeline_model_parallel_size=2).mesh, 2, timeout=30)

@@ -10,12 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.config import ParallelConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.tensor_parallel import fp8
+from megalite.tensor_parallel.fp8 import in_fp8
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
+from megalite.train import model_chunks
+from megalite.train.trainer import start_trainer
+from megalite.verify.layouts import Layout
 
 S, B, WIDTH, OUT = 8, 2, 64, 96
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}
@@ -46,8 +58,7 @@ def _layer(topology: Topology, kind: str, sequence_parallel: bool, stored: bool)
     )
     layer = KINDS[kind](WIDTH, (OUT,) if kind == "column" else OUT, context, bias=False, std=1.0)  # type: ignore[arg-type]
     spec = spec_of(layer.weight)
-    assert spec.shard is not None
-    layer.weight.data.copy_(_full("weight", *spec.full_shape).chunk(tp.size, spec.shard.dim)[tp.rank])
+    layer.weight.data.copy_(spec.box(topology).of(_full("weight", *spec.full_shape)))
     whole_dim = 0 if sequence_parallel else None
     x_dim, y_dim = (whole_dim, 2) if kind == "column" else (2, whole_dim)
 
@@ -77,7 +88,61 @@ def _on_ranks(topology: Topology) -> dict[Any, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def worlds() -> dict[int, list[Any]]:
-    return {tp: run_ranks(_on_ranks, ParallelConfig(tensor_model_parallel_size=tp), tp) for tp in (1, 2, 4)}
+    return {
+        tp: run_ranks(_on_ranks, ParallelConfig(tensor_model_parallel_size=tp).mesh, tp) for tp in (1, 2, 4)
+    }
+
+
+def _train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Tensor], int]:
+    """Return losses and norms of two iterations, the new weights, and how often a matrix was rounded."""
+    num_rounded = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_rounded
+        num_rounded += 1
+        return in_fp8(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_chunks, "check_device", lambda *_: None)  # torch._scaled_mm runs on a CPU
+        patch.setattr(fp8, "in_fp8", counted)
+        trainer = start_trainer(config, topology)
+        results = [trainer.step() for _ in range(2)]
+    trainer.optimizer.finish_weights()
+    weights = {name: trainer.optimizer.weight(name).clone() for name in trainer.optimizer.weights()}
+    return [figure for each in results for figure in (each.loss, each.grad_norm)], weights, num_rounded
+
+
+@pytest.mark.parametrize("name", ["tp2+sp+full", "dp2+zero1+gather", "pp2zb", "dp2+zero3"])
+def test_training_with_kept_copies_has_the_same_bits(name: str) -> None:
+    """Count, without copies, 4 layers' 4 GEMMs of 3 microbatches of 2 iterations in 2 passes or more."""
+    layout = Layout.parse(name)
+    results = {}
+    for is_cached in (True, False):
+        training = TrainingConfig(
+            train_iters=9, micro_batch_size=1, fp8_format="hybrid", fp8_weight_cache=is_cached
+        )
+        config = Config(
+            model=ModelConfig(
+                num_layers=4,
+                hidden_size=64,
+                num_attention_heads=4,
+                seq_length=16,
+                vocab_size=90,
+                params_dtype="bf16",
+            ),
+            optimizer=OptimizerConfig(lr=1e-2),
+            data=DataConfig(mock_data=True),
+            training=training,
+        )
+        config = layout.apply(config, 3 * layout.size("dp"))
+        results[is_cached] = run_ranks(_train, config.parallel.mesh, layout.world_size, config)
+    gemms = 4 * 4 * 2 // layout.size("pp")
+    passes = 2.75 if "full" in name else 2  # a recomputed MLP stops before its last GEMM
+    for (figures, weights, num), (others, expected, num_plain) in zip(*results.values(), strict=True):
+        assert figures == others
+        assert all(torch.equal(weight, expected[key]) for key, weight in weights.items())
+        assert num_plain == 3 * gemms * passes * 2
+        assert num == (num_plain if "zero3" in name else gemms * (3 * passes + 2))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -42,7 +42,8 @@ def fill(module, topology):
     for name, parameter in module.named_parameters():
         spec = spec_of(parameter)
         whole = full(name, *spec.full_shape)
-        parameter.data.copy_(whole if spec.shard is None else mine(whole, spec.shard.dim, topology.tp))
+        dim = spec.dim_cut_over("tp")
+        parameter.data.copy_(whole if dim is None else mine(whole, dim, topology.tp))
 
 
 def full_gradients(module, topology):
@@ -198,7 +199,7 @@ def run_cases(topology):
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def results(request):
     parallel = ParallelConfig(tensor_model_parallel_size=request.param)
-    return run_ranks(run_cases, parallel, request.param)
+    return run_ranks(run_cases, parallel.mesh, request.param)
 
 
 @pytest.mark.parametrize("case", [*CASES, *COLLECTIVES])

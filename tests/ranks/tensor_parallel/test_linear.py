@@ -1,4 +1,8 @@
-"""Linear layers with whole and cut sequences, with weight gradients in backward, stored, and fused."""
+"""Linear layers with whole and cut sequences, with weight gradients in backward, stored, and fused.
+
+Collectives run before or after their GEMMs, or overlap with them in parts. On 2 and 4 ranks the parts have
+unequal sizes, and there are fewer positions than parts.
+"""
 
 import itertools
 
@@ -9,15 +13,19 @@ import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
+from megalite.tensor_parallel.gemm_collectives import ChunkedCollectives
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.overlap import SEPARATE, Overlap
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 
 S, B, WIDTH, OUT = 8, 3, 8, 12
 NUM_MICROBATCHES = 2
-FORMS = list(itertools.product((False, True), (False, True), (False, True)))
-"""Whether sequence parallel, whether weight gradients are stored for later, whether added to main_grad."""
+PARTS = Overlap("chunks", 3)
+FORMS = list(itertools.product((False, True), (False, True), (False, True), (SEPARATE, PARTS)))
+"""Whether sequence parallel, whether weight gradients are stored for later, whether added to main_grad, and
+how collectives overlap."""
 
 
 def full(name, *shape):
@@ -34,9 +42,7 @@ def fill(module, topology):
     for name, parameter in module.named_parameters():
         spec = spec_of(parameter)
         whole = full(name, *spec.full_shape)
-        if spec.shard is not None:
-            whole = whole.chunk(topology.tp.size, spec.shard.dim)[topology.tp.rank]
-        parameter.data.copy_(whole)
+        parameter.data.copy_(spec.box(topology).of(whole))
 
 
 class Cut:
@@ -62,13 +68,13 @@ def gradients_of(layer, topology, sequence_parallel):
     found = {}
     for name, parameter in layer.named_parameters():
         spec = spec_of(parameter)
-        if spec.shard is None and sequence_parallel:
+        if spec.spread.partial_over:
             dist.all_reduce(parameter.grad, group=topology.tp.group)
         found[name] = gather_full(parameter.grad, spec, topology)
     return found
 
 
-def linear(kind, topology, sequence_parallel, stored, fused):
+def linear(kind, topology, sequence_parallel, stored, fused, overlap):
     """Two microbatches through a layer, their weight gradients in backward or after it."""
     store = WeightGradientStore()
     context = LayerContext(
@@ -77,6 +83,7 @@ def linear(kind, topology, sequence_parallel, stored, fused):
         sequence_parallel=sequence_parallel,
         weight_gradient_store=store if stored else None,
         fuses_weight_gradients=fused,
+        overlap=overlap,
     )
     layer = kind(WIDTH, (2, OUT) if kind is ColumnParallelLinear else OUT, context, bias=True, std=1.0)
     fill(layer, topology)
@@ -150,7 +157,7 @@ def on_ranks(topology):
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def results(request):
     parallel = ParallelConfig(tensor_model_parallel_size=request.param)
-    return run_ranks(on_ranks, parallel, request.param)
+    return run_ranks(on_ranks, parallel.mesh, request.param)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -168,6 +175,24 @@ def test_equals_dense(layer, form, results):
 @pytest.mark.parametrize("layer", ["column", "row"])
 def test_stored_is_bitwise_the_same(layer, results):
     for result, cut, fused in itertools.product(results, (False, True), (False, True)):
-        at_once, stored = (result[layer, (cut, later, fused)] for later in (False, True))
+        at_once, stored = (result[layer, (cut, later, fused, SEPARATE)] for later in (False, True))
         for name, tensor in at_once.items():
             assert torch.equal(stored[name], tensor), name
+
+
+@pytest.mark.parametrize("layer", ["column", "row"])
+def test_parts_are_summed_in_the_same_order(layer, results):
+    """Weight and bias gradients are computed from the whole tensors: they have the same bits."""
+    for result, (*form, overlap) in itertools.product(results, FORMS):
+        if overlap == PARTS:
+            apart, parts = (result[layer, (*form, each)] for each in (SEPARATE, PARTS))
+            assert torch.equal(parts["weight"], apart["weight"]), form
+            assert torch.equal(parts["bias"], apart["bias"]), form
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "sizes"), [(8, [2, 3, 3]), (3, [1, 1, 1]), (2, [1, 1]), (1, [1]), (0, [0])]
+)
+def test_sizes_of_parts(num_positions, sizes, one_rank):
+    parts = ChunkedCollectives(None, one_rank.tp, False, 3)._parts(num_positions)
+    assert [part.stop - part.start for part in parts] == sizes

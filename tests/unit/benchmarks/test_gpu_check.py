@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from benchmarks.gpu_check.installation import outcome_of_tests
 from benchmarks.gpu_check.results import (
     Result,
     at_most,
+    cut,
     duration,
     failed,
     has_failed,
@@ -31,10 +34,20 @@ from benchmarks.gpu_check.results import (
     skipped,
     table,
 )
-from benchmarks.gpu_check.runner import STAGE_SECONDS, Check, CheckContext, Stage, run_stage
+from benchmarks.gpu_check.runner import (
+    COMMAND_SECONDS,
+    STAGE_SECONDS,
+    Check,
+    CheckContext,
+    Command,
+    Stage,
+    StageRunner,
+    is_complete,
+    load_stage,
+)
 from benchmarks.gpu_check.same_numbers import difference
 from benchmarks.gpu_check.speed import kind_of, train_step_row
-from benchmarks.gpu_check.stages import BUILD, STAGES
+from benchmarks.gpu_check.stages import BUILD, BUILD_SECONDS, STAGES, fitting
 from benchmarks.gpu_check.watch import Watch
 
 ROOT = Path(__file__).parents[3]
@@ -47,13 +60,19 @@ def report(name, value=1.0):
 """
 
 
-def programs(**scripts: str) -> tuple[Stage, Callable[[Check, CheckContext, Path], Sequence[str]]]:
-    """A stage with a check of each name, which runs the script."""
+def programs(**scripts: str) -> tuple[Stage, Command]:
+    """A stage with a check of each name, which runs the script; one named build comes before the checks."""
 
     def command(check: Check, context: CheckContext, file: Path) -> Sequence[str]:
         return [sys.executable, "-c", REPORT.format(file=str(file)) + scripts[check.name]]
 
-    return Stage(3, "of programs", [Check(name, "none.none", 20.0) for name in scripts]), command
+    checks = [Check(name, "none.none", 20.0) for name in scripts]
+    builds = [check for check in checks if check.name == "build"]
+    return Stage(3, "of programs", [check for check in checks if check not in builds], builds), command
+
+
+def run_stage(stage: Stage, out: Path, command: Command, limit: float = 60.0, **options: Any) -> list[Result]:
+    return StageRunner(out, "cpu", "a machine", True, command=command, **options).run(stage, limit)
 
 
 def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -62,7 +81,7 @@ def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
         silent="pass",
         good="report('after', 2.5)",
     )
-    results = run_stage(stage, tmp_path, "cpu", True, command=command)
+    results = run_stage(stage, tmp_path, command)
     assert [(r.name, r.verdict) for r in results] == [
         ("before", "info"),
         ("dies", "failed"),
@@ -72,11 +91,11 @@ def test_a_failed_check_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
     assert results[1].detail == "its process ended with status -6: out of luck"
     assert results[2].detail == "it reported nothing"
     content = json.loads((tmp_path / "stage_3.json").read_text())
-    assert [Result(**each) for each in content["results"]] == results
-    assert (content["stage"], content["device"]) == (3, "cpu")
+    assert [Result(**each) for check in content["checks"] for each in check["results"]] == results
+    assert (content["stage"], content["machine"]) == (3, "a machine")
     log = (tmp_path / "stage_3.log").read_text()
     assert log.index("=== dies") < log.index("out of luck") < log.index("=== good")
-    assert log.rstrip().endswith("0 ok, 0 low, 2 failed, 0 skipped")
+    assert log.rstrip().endswith("0 passed, 2 failed, 0 skipped")
 
 
 def test_a_check_over_its_time_is_ended_with_what_it_started(
@@ -95,10 +114,11 @@ time.sleep(100)
     stage, command = programs(hangs=hangs, next="report('second')")
     stage = Stage(3, "", [Check("hangs", stage.checks[0].function, 3.0), stage.checks[1]])
     start = time.monotonic()
-    results = run_stage(stage, tmp_path, "cpu", True, command=command)
+    results = run_stage(stage, tmp_path, command)
     assert time.monotonic() - start < 30
     assert [r.name for r in results] == ["first", "hangs", "second"]
-    assert results[1].detail == "not finished after 3 s: waiting"
+    assert (results[1].verdict, results[1].detail) == ("skipped (time)", "not finished after 3 s: waiting")
+    assert not has_failed(results)
     assert not _is_running(int(child.read_text()))
 
 
@@ -113,20 +133,78 @@ def test_a_stage_keeps_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
     stage, command = programs(slow="time.sleep(100)", late="report('late')")
     start = time.monotonic()
-    results = run_stage(stage, tmp_path, "cpu", True, limit=3.0, command=command)
+    results = run_stage(stage, tmp_path, command, limit=3.0)
     assert time.monotonic() - start < 5
-    assert [(r.name, r.verdict) for r in results] == [("slow", "failed"), ("late", "failed")]
-    assert "not run: the stage's 3 s are over" in results[1].detail
+    assert [(r.name, r.verdict) for r in results] == [("slow", "skipped (time)"), ("late", "skipped (time)")]
+    assert results[1].detail == "not run: the time was over"
+
+
+def test_a_build_takes_no_time_of_the_checks_and_runs_once(tmp_path: Path) -> None:
+    builds = tmp_path / "builds"
+    build = f"open({str(builds)!r}, 'a').write('x'); time.sleep(2.0); report('built')"
+    stage, command = programs(build=build, check="report('measured')")
+    runner_ = StageRunner(tmp_path, "cpu", "a machine", True, command=command)
+    results = runner_.run(stage, limit=runner.SECONDS_TO_END + 1.5)
+    assert [r.name for r in results] == ["built", "build: time", "measured"]
+    assert results[1].measured >= 2.0 and results[1].unit == "s"  # type: ignore[operator]
+    assert [r.name for r in runner_.run(stage)] == ["measured"]
+    assert builds.read_text() == "x"
+
+
+def test_a_command_keeps_its_end_with_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
+    stage, command = programs(build="time.sleep(100)", check="report('measured')")
+    results = run_stage(stage, tmp_path, command, end=time.monotonic() + 2.0)
+    assert [(r.name, r.verdict) for r in results if r.verdict != "info"] == [
+        ("build", "skipped (time)"),
+        ("check", "skipped (time)"),
+    ]
+
+
+def test_a_resumed_stage_runs_what_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "SECONDS_TO_END", 0.5)
+    gate, runs = tmp_path / "gate", tmp_path / "runs"
+    note = f"open({str(runs)!r}, 'a').write(sys.argv[0])\n"
+    stage, command = programs(
+        wrong=note + "report('wrong'); sys.exit(1)",
+        cut=f"""
+report("first half")
+if not os.path.exists({str(gate)!r}):
+    time.sleep(100)
+report("second half")
+""",
+    )
+    results = run_stage(stage, tmp_path, command, limit=4.0)
+    assert [r.name for r in results] == ["wrong", "wrong", "first half", "cut"]
+    assert not is_complete(tmp_path, stage, "a machine")
+    gate.touch()
+    resumed = run_stage(stage, tmp_path, command, resumes=True)
+    assert [r.name for r in resumed] == ["wrong", "wrong", "first half", "second half"]
+    assert runs.read_text() == "-c"  # once: a failure is a result
+    assert is_complete(tmp_path, stage, "a machine")
+    assert load_stage(tmp_path, stage, "another machine") == []
+    assert "=== wrong" in (tmp_path / "stage_3.log").read_text()
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.title)
-def test_the_limits_of_a_stage_come_to_nine_minutes(stage: Stage) -> None:
-    assert stage.checks[0] is BUILD
-    assert sum(check.seconds for check in stage.checks[1:]) <= STAGE_SECONDS == 540.0
+def test_a_stage_with_its_build_takes_at_most_ten_minutes(stage: Stage) -> None:
+    assert stage.builds[0] is BUILD
+    assert stage.seconds <= STAGE_SECONDS
+    assert STAGE_SECONDS + 170.0 <= COMMAND_SECONDS < 600.0
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"),
+    [(1, [1]), (10, [1]), (30, [1, 3, 6, 8]), (45, [1, 3, 6, 2, 4, 8]), (90, [1, 3, 6, 2, 4, 8, 7, 9, 5])],
+)
+def test_a_plan_has_the_stages_that_fit_in_their_order(minutes: float, expected: list[int]) -> None:
+    chosen = fitting(STAGES, 60 * minutes)
+    assert [stage.number for stage in chosen] == expected
+    assert len(chosen) == 1 or BUILD_SECONDS + sum(stage.seconds for stage in chosen) <= 60 * minutes
 
 
 def test_checks_exist() -> None:
-    for check in (check for stage in STAGES for check in stage.checks):
+    for check in (check for stage in STAGES for check in (*stage.builds, *stage.checks)):
         module, function = check.function.split(".")
         assert callable(getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), function))
 
@@ -141,14 +219,14 @@ def test_the_build_imports_nothing_that_must_be_built() -> None:
 
 
 def test_names_of_checks_are_unique() -> None:
-    names = [check.name for stage in STAGES for check in stage.checks if check is not BUILD]
+    names = [check.name for stage in STAGES for check in (*stage.builds[1:], *stage.checks)] + [BUILD.name]
     assert len(names) == len(set(names))
 
 
 def test_a_check_runs_in_a_process_and_reports_its_exception(tmp_path: Path) -> None:
     """A check on a device that is none fails in torch, with the line of the check."""
     stage = Stage(1, "", [check for check in STAGES[0].checks if check.name in ("kernels", "copy")])
-    results = run_stage(stage, tmp_path, "nonsense", True)
+    results = StageRunner(tmp_path, "nonsense", "a machine", True).run(stage)
     kernels, copy = results
     assert kernels.verdict == "failed" and kernels.expected == "compiled"
     assert copy.verdict == "failed" and "RuntimeError" in copy.detail and "nonsense" in copy.detail
@@ -163,19 +241,20 @@ def test_verdicts() -> None:
     assert at_most("", 1e-12, 1e-11).verdict == "ok"
     assert at_most("", float("nan"), 1e-11).verdict == "failed"
     slow = [rate("", 1.0, 100.0, ""), skipped("", "x"), info("", 1.0)]
-    assert not has_failed(slow)
+    assert not has_failed([*slow, cut("", "x")])
     assert has_failed([*slow, failed("", "x")])
 
 
 def test_the_table_is_aligned() -> None:
     lines = table(
-        [rate("copy", 4.28731, 4.32, "TB/s", detail="of 4 GB"), skipped("x", "no\nGPU")]
+        [rate("copy", 4.28731, 4.32, "TB/s", detail="of 4 GB"), skipped("x", "no\nGPU"), cut("y", "late")], 5
     ).splitlines()
     assert lines == [
         "check  measured  expected  unit  verdict",
-        "copy      4.287      4.32  TB/s  ok       of 4 GB",
-        "x             -         -        skipped  no GPU",
-        "1 ok, 0 low, 0 failed, 1 skipped",
+        "copy      4.287      4.32  TB/s  ok              of 4",
+        "x             -         -        skipped         no GP",
+        "y             -         -        skipped (time)  late",
+        "1 passed, 0 failed, 2 skipped (1 for time)",
     ]
 
 
@@ -194,17 +273,73 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_status_says_whether_a_check_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The stages that the program runs; stage 2 fails, and 3 has no time."""
+    numbers: list[int] = []
 
-    def stage_of(stage: Stage, out: Path, device: str, is_small: bool) -> list[Result]:
-        ran.append((stage.number, device, is_small))
-        return [failed("x", "y")] if stage.number == 2 else []
+    def run(self: StageRunner, stage: Stage) -> list[Result]:
+        numbers.append(stage.number)
+        verdicts = {2: [failed("x", "y")], 3: [cut("x", "y")]}
+        return verdicts.get(stage.number, [])
 
-    monkeypatch.setattr(program, "run_stage", stage_of)
-    assert program.main(["--out", str(tmp_path), "--rehearse", "--stage", "1", "3"]) == 0
+    monkeypatch.setattr(StageRunner, "run", run)
+    return numbers
+
+
+def test_the_status_says_whether_a_check_failed(tmp_path: Path, ran: list[int]) -> None:
+    assert program.main(["--out", str(tmp_path), "--rehearse", "--stage", "3", "1"]) == 0
     assert program.main(["--out", str(tmp_path), "--rehearse"]) == 1
-    assert ran == [(number, "cpu", True) for number in (1, 3, 1, 2, 3, 4, 5, 6, 7)]
+    assert ran == [1, 3, *(stage.number for stage in STAGES)]
+    assert [stage.number for stage in STAGES][:3] == [1, 3, 6]
+
+
+def test_stages_without_time_are_named_with_the_next_command(
+    tmp_path: Path, ran: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "num_gpus", lambda device: 1)
+    monkeypatch.setattr(StageRunner, "seconds_left", property(lambda self: 2700.0 - 500.0 * len(ran)))
+    assert program.main(["--out", str(tmp_path), "--rehearse", "--minutes", "45"]) == 1
+    assert ran == [1, 3, 6, 2, 4, 8]
+    shown = capsys.readouterr().out
+    assert (
+        "45 minutes suffice for stages 1, 3, 6, 2, 4, 8; what runs only if time is left: stages 7, 9" in shown
+    )
+    assert "stage 7: operators without nvcc" in shown and "left out: takes up to 7 minutes" in shown
+    assert "stage 5: several GPUs" in shown and "needs 2 GPUs" in shown
+    assert f"next: scripts/check_gpu.sh --out {tmp_path} --resume --stage 1 --rehearse" in shown
+    assert (tmp_path / "summary.txt").read_text().startswith("rehearsal on a CPU; megalite ")
+
+
+def test_an_interrupted_command_shows_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, command = programs(good="report('measured')", interrupted="pass")
+
+    def interrupt(check: Check, *rest: Any) -> Sequence[str]:
+        if check.name == "interrupted":
+            raise KeyboardInterrupt
+        return command(check, *rest)
+
+    monkeypatch.setattr(program, "STAGES", (stage,))
+    monkeypatch.setattr(program, "StageRunner", partial(StageRunner, command=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        program.main(["--out", str(tmp_path), "--rehearse"])
+    shown = capsys.readouterr().out
+    assert "interrupted; finished are:" in shown and "measured" in shown
+    assert f"next: scripts/check_gpu.sh --out {tmp_path} --resume --stage 3" in shown
+
+
+def test_missing_packages_are_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert program.package_problem([1, 3]) == ""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("pytest", "yaml") else find(name)
+    )
+    assert "lacks pyyaml, pytest: pip install pyyaml pytest" in program.package_problem([1])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest" else find(name))
+    assert program.package_problem([3, 2]) == ""
+    assert "--stage 3 2 4 8 5" in program.package_problem([1])
 
 
 def test_the_row_of_train_step_is_read() -> None:

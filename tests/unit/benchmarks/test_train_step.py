@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from megalite.errors import UserError
-from megalite.plan.model_parameters import total_parameters
+from megalite.plan.units import whole_model
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def arguments_of(train_step: ModuleType, line: str):
 def test_models_have_their_size(train_step: ModuleType, name: str, billions: float) -> None:
     """GPT's as the paper's table has them; BLOOM's 8 layers are 20 billion without the table of words."""
     named = train_step.named_model(arguments_of(train_step, f"--model {name}"), 0.0)
-    assert total_parameters(named.model, named.tp) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert whole_model(named.model, named.tp).num_parameters / 1e9 == pytest.approx(billions, rel=0.02)
     assert named.model.vocab_size == named.model.padded_vocab_size(named.tp)
 
 
@@ -80,7 +80,7 @@ def test_a_gpu_gets_the_largest_micro_batch_that_fits(train_step: ModuleType) ->
 @pytest.mark.parametrize(
     ("line", "free", "reason"),
     [
-        ("", 1.58, "it needs 1.6 GB by the plan"),
+        ("", 1.6, "it needs 1.6 GB by the plan"),
         ("--model small-llama", 24.0, "a whole GPT-2 alone"),
         ("--no-plain", 24.0, None),
     ],

@@ -20,10 +20,12 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.fields import ConfigField, config_fields
-from megalite.config.resume_rules import RESUME_RULES, OnResume
+from megalite.config.model import MODEL_OPTIONS
+from megalite.config.option import OnResume
+from megalite.config.parameter_schedules import OptimizerSchedules
+from megalite.config.resume_rules import RESUME_RULES
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.optim.parameter_schedules import OptimizerSchedules
 
 FOLDER = Path("SAVE/iter_0000010")
 CONFIG = Config(
@@ -92,7 +94,7 @@ WRONG_OF_A_RUN: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.fixture
 def topology() -> Iterator[Topology]:
-    with Topology.fake(ParallelConfig(), 1, 0) as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0) as topology:
         yield topology
 
 
@@ -159,6 +161,15 @@ def test_a_setting_of_a_later_version_is_refused(compare, topology: Topology) ->
         compare(CONFIG, CONFIG, settings=saved)
 
 
+def test_another_optimizer_cannot_continue_with_the_state(compare) -> None:
+    muon = replace(CONFIG, optimizer=replace(CONFIG.optimizer, optimizer="muon"))
+    for allows in (False, True):
+        checkpoint = replace(CONFIG.checkpoint, allow_settings_change=allows)
+        with pytest.raises(UserError, match=r"optimizer adam \(now muon\); .*pass --no-load-optim"):
+            compare(CONFIG, replace(muon, checkpoint=checkpoint))
+    compare(CONFIG, replace(muon, checkpoint=CheckpointConfig(load="SAVE", load_optim=False)))
+
+
 @pytest.mark.parametrize(("group", "values"), SILENT)
 def test_what_makes_no_difference_is_not_reported(compare, group: str, values: dict[str, Any]) -> None:
     assert compare(CONFIG, changed(group, values)) == []
@@ -204,6 +215,16 @@ def test_a_tied_model_takes_no_untied_one(compare) -> None:
     with pytest.raises(UserError, match=r"differs from its word embedding.*pass --untie-embeddings"):
         compare(untied, CONFIG)
     assert "untie_embeddings_and_output_weights True (now False)" in compare(untied, finetuned(CONFIG))[0]
+
+
+def test_a_window_comes_back_and_may_change_with_finetune(compare) -> None:
+    window, other = (
+        changed("model", {"window_size": (size, 0), "window_attn_skip_freq": (2,)}) for size in (8, 9)
+    )
+    assert compare(window, window) == []
+    with pytest.raises(UserError, match=r"has another model: window_size 8 0 \(now 9 0\); use"):
+        compare(window, other)
+    assert "window_size 8 0 (now 9 0)" in compare(window, finetuned(other))[0]
 
 
 def test_longer_samples_are_for_a_run_of_its_own_and_for_positions_without_a_table(compare) -> None:
@@ -308,7 +329,11 @@ RISING: Changes = {
     "optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
 }
 BY_CONTEXT: list[tuple[str, Changes]] = [
-    ("rotary_base", {"model": {"position_embedding_type": "rope"}}),
+    *(
+        (name, {"model": {declared.only_with[0]: declared.only_with[1][0]}})
+        for name, declared in MODEL_OPTIONS.items()
+        if declared.only_with is not None
+    ),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
     ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),

@@ -116,7 +116,7 @@ def test_wrong_types_in_run_json_are_reported(folder: Path, part: str, value) ->
     assert problem_of(folder).startswith("run.json is ")
 
 
-PLACE = ParameterRange((4, 6), 1, 0, (4, 4), 0, 7).record()
+PLACE = ParameterRange((4, 6), (0, 0), (4, 4), 0, 7).record()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,8 @@ def test_wrong_types_in_index_json_are_reported(folder: Path, change) -> None:
     [
         *({"dtype": name} for name in (None, 3, "float31", "Tensor", "__name__", "load")),
         *({"file": name} for name in (None, 3, [], "none.safetensors")),
-        *({"place": place} for place in ([], 3, "x", {}, PLACE | {"dim": 7}, PLACE | {"offset": 1e99})),
+        *({"place": place} for place in ([], 3, "x", {})),
+        *({"place": PLACE | {"offsets": offsets}} for offsets in ([7], [0, 1e99])),
         {"place": PLACE | {"full_shape": [True, 6]}},
     ],
     ids=str,
@@ -224,19 +225,19 @@ def test_a_folder_with_a_free_name_is_read(folder: Path) -> None:
 
 
 def test_a_later_format_says_to_upgrade(folder: Path) -> None:
-    edit_run(folder, format=4)
-    with pytest.raises(OtherFormat, match="it has format 4, this version reads 3: upgrade megalite"):
+    edit_run(folder, format=6)
+    with pytest.raises(OtherFormat, match="it has format 6, this version reads 3 to 5: upgrade megalite"):
         read_manifest(folder)
 
 
 def test_the_format_before_is_reported(tmp_path: Path) -> None:
     (tmp_path / RUN).write_text(json.dumps({"format": 2, "progress": {}, "files": []}))
-    with pytest.raises(OtherFormat, match="it has format 2, this version reads 3: only the version of"):
+    with pytest.raises(OtherFormat, match="it has format 2, this version reads 3 to 5: only the version of"):
         read_manifest(tmp_path)
 
 
 def test_a_damaged_format_is_no_other_format(folder: Path) -> None:
-    (folder / RUN).write_text((folder / RUN).read_text().replace('"format": 3', '"format": 7'))
+    (folder / RUN).write_text((folder / RUN).read_text().replace('"format": 5', '"format": 7'))
     assert problem_of(folder) == "run.json has other contents than SHA256SUMS says"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -23,20 +22,19 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
+from megalite.config.rules.parallel_rules import batch, replicas, sample_ranks, sequence, shard_groups
 from megalite.config.rules.training_rules import LOCAL_PATHS
+from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
+from tests.command_line import mistakes_of
+from tests.trial_axis import CutConfig
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 
 
 def problems_with(line: str, world_size: int | None = None) -> list[str]:
-    config, _ = parse(shlex.split(ENOUGH + line))
-    try:
-        check_config(config, world_size)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+    return mistakes_of(ENOUGH + line, world_size)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +106,23 @@ RULES = [
         None,
         "12 is not divisible by --num-query-groups 5: pass --num-query-groups 4 or 6",
     ),
+    (
+        "--window-size 0,0",
+        None,
+        "--window-size 0 0 with --seq-length 1024: pass --window-size W,0 with 1 <= W",
+    ),
+    ("--window-size (1024,0)", None, "--window-size 1024 0 with --seq-length 1024: pass"),
+    ("--window-size 8,3", None, "--window-size 8 3 must be a number of tokens before a token, and 0 for"),
+    ("--window-size 8", None, "for the tokens after it: pass --window-size 8,0"),
+    (
+        "--window-size 8,0 --architecture bert --mock-data",
+        None,
+        "--window-size 8 0 with a bert, whose attention is bidir",
+    ),
+    ("--window-attn-skip-freq 2", None, "--window-attn-skip-freq 2 without --window-size: pass both"),
+    ("--window-size 8,0 --window-attn-skip-freq 1", None, "--window-attn-skip-freq 1 leaves no layer with"),
+    ("--window-size 8,0 --window-attn-skip-freq [1]*3", None, "1 1 1 has 3 numbers, not one for each of --n"),
+    ("--window-size 8,0 --window-attn-skip-freq [1,2]*6", None, "has numbers other than 0 and 1: change"),
     ("--seq-length 2048 --max-position-embeddings 1024", None, "--seq-length 2048 is longer than --max-pos"),
     ("--num-attention-heads 6 --tp 4", 4, "--num-attention-heads 6 is not divisible by --tp 4"),
     (
@@ -309,14 +324,9 @@ SAMPLES = "--data-path p --tokenizer-type byte --train-samples 100 "
     ],
 )
 def test_a_run_counted_in_samples(line: str, expected: str | None) -> None:
-    config, _ = parse(shlex.split(SAMPLES + line))
-    if expected is None:
-        check_config(config)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_config(config)
-    (problem,) = caught.value.problems
-    assert expected in problem
+    problems = mistakes_of(SAMPLES + line)
+    assert len(problems) == (expected is not None)
+    assert all(expected in problem for problem in problems)
 
 
 @pytest.mark.parametrize(("line", "world_size", "expected"), RULES)
@@ -477,14 +487,9 @@ def test_batches() -> None:
     ],
 )
 def test_splits_given_apart(line: str, fault: str | None) -> None:
-    config, _ = parse(shlex.split("--train-iters 100 --tokenizer-type byte " + line))
-    if fault is None:
-        check_config(config)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_config(config)
-    (problem,) = caught.value.problems
-    assert fault in problem
+    problems = mistakes_of("--train-iters 100 --tokenizer-type byte " + line)
+    assert len(problems) == (fault is not None)
+    assert all(fault in problem for problem in problems)
 
 
 def test_split_says_nothing_where_splits_are_given_apart() -> None:
@@ -535,6 +540,8 @@ def test_every_field_that_names_a_path_is_looked_at() -> None:
         ("train_tokenizer", "--input here --output gs://bucket/tokenizer.json"),
         ("show_schedule", "--svg file:///tmp/a.svg"),
         ("autotune", "--folder s3://bucket/tuning"),
+        ("measure_scaling", "--folder s3://bucket/scaling"),
+        ("plan", "--gpu h100 --scaling 1,2 --svg s3://bucket/scaling.svg"),
         ("make_sbatch", "--nodes 1 --time 1:00:00 --output s3://bucket/job.sbatch"),
     ],
 )
@@ -543,3 +550,83 @@ def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="is a URL: pass a path on this machine"):
         importlib.import_module(f"tools.{tool}").main(words.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        (
+            ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True),
+            "--sequence-parallel with --seq-length 26, which is not divisible by --tp 4: use a multiple of "
+            "it, such as 28, or another --tp",
+        ),
+        (
+            CutConfig(tensor_model_parallel_size=4, sequence_parallel=True),
+            "--sequence-parallel with --seq-length 26, which is not divisible by --cut 2 x --tp 4: use a "
+            "multiple of it, such as 32, or another --tp",
+        ),
+    ],
+)
+def test_axes_that_cut_the_sequence_must_divide_its_length(parallel: ParallelConfig, expected: str) -> None:
+    config = Config(model=ModelConfig(seq_length=26), parallel=parallel)
+    assert [problem.text for problem in sequence(config, None)] == [expected]
+    assert parallel.num_hidden_slices == parallel.mesh.num_position_slices * 4
+    assert config.microbatch_tokens == 26 // parallel.mesh.num_position_slices
+
+
+def test_an_axis_cuts_the_sequence_without_sequence_parallelism() -> None:
+    parallel = CutConfig(tensor_model_parallel_size=4)
+    assert parallel.num_hidden_slices == 2
+    assert not [*sequence(Config(model=ModelConfig(seq_length=26), parallel=parallel), None)]
+    (problem,) = sequence(Config(model=ModelConfig(seq_length=25), parallel=parallel), None)
+    assert problem.text == (
+        "--seq-length 25 is not divisible by --cut 2: use a multiple of it, such as 26, or another --cut"
+    )
+
+
+def test_ranks_that_share_samples_are_replicas_too() -> None:
+    parallel = CutConfig(data_parallel_size=1, zero_stage=1, data_parallel_shard_degree=2)
+    config = Config(parallel=parallel, training=TrainingConfig(micro_batch_size=4, global_batch_size=4))
+    assert (sample_ranks(config, 2), replicas(config, 2)) == (1, 2)
+    assert (sample_ranks(config, None), replicas(config, None)) == (1, 2)
+    assert not [*shard_groups(config, 2), *batch(config, 2)]
+    assert not [line for line in unused_options(config, 2) if "zero-stage" in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--qk-layernorm --qk-layernorm-width all_heads", "all_heads with --normalization LayerNorm: pass"),
+        (
+            "--position-embedding-type rope --rotary-percent 0.3 --kv-channels 10",
+            "of a head of 10 is 3 elements",
+        ),
+        (
+            "--position-embedding-type rope --no-rope-freq 1,0",
+            "has 2 numbers, not one for each of --num-layers 12",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4",
+            "--rope-low-freq-factor 4.0 is not below --rope-high-freq-factor 4.0: change one of them",
+        ),
+        (
+            "--position-embedding-type rope --rope-scaling yarn --yarn-mscale 1",
+            "have an effect only together",
+        ),
+        (
+            "--norm-position output --recompute-granularity selective --recompute-modules layernorm",
+            "layernorm with --norm-position output",
+        ),
+    ],
+)
+def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:
+    assert any(problem in found for found in problems_with(flags, None))
+
+
+def test_options_without_effect_name_the_other_option() -> None:
+    lines = unused_options(Config(model=ModelConfig(add_qkv_bias=True, rope_scaling_factor=2.0)))
+    assert "--add-qkv-bias has no effect: --add-bias-linear is True, not False" in lines
+    assert (
+        "--rope-scaling-factor 2.0 has no effect: --rope-scaling is none, not linear or llama3 or yarn"
+        in lines
+    )

@@ -1,4 +1,4 @@
-"""Reading ahead: the same microbatches in any order, no sample beyond the end, errors where they belong."""
+"""Microbatches: their samples, what they hold, and reading them ahead."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.data.batch_loader import NUM_AHEAD, BatchLoader, Prefetcher, reads_data
+from megalite.data.batch_loader import (
+    NUM_AHEAD,
+    BatchLoader,
+    Prefetcher,
+    microbatch_samples,
+    read_microbatch,
+    reads_data,
+)
 from megalite.data.build_datasets import DatasetSplits, NamedDataset
 from megalite.data.document_ends import DocumentEnds
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.microbatch import Microbatch
 from megalite.train.run_datasets import UnreadDataset, datasets_on_every_stage
 
 PLAIN = GPTSamples(8, seed=1)
@@ -43,7 +53,7 @@ class Recorder:
 
 
 def test_what_is_read_ahead_is_what_is_asked_for() -> None:
-    with Topology.fake(ParallelConfig(), 3, 1, device="cpu") as topology:
+    with Topology.fake(ParallelConfig().mesh, 3, 1, device="cpu") as topology:
         dataset = Recorder(48)
         load = BatchLoader(dataset, 2, topology, PLAIN)
         for consumed in (0, 12, 24, 36):
@@ -66,7 +76,7 @@ def test_any_order_gives_the_same(order: list[int]) -> None:
 
 
 def test_a_damaged_sample_is_an_error_when_it_is_asked_for() -> None:
-    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         load = BatchLoader(Recorder(8, bad=3), 1, topology, PLAIN)
         for index in range(3):
             load(0, index)
@@ -82,7 +92,7 @@ def _readers() -> set[threading.Thread]:
 
 def test_a_closed_loader_leaves_no_thread() -> None:
     others = _readers()
-    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         with BatchLoader(Recorder(24), 2, topology, PLAIN) as load:
             load(0, 0)
             assert len(_readers() - others) == 1
@@ -96,7 +106,7 @@ def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
 
     def fail() -> None:
         with (
-            Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology,
+            Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology,
             BatchLoader(Recorder(24), 2, topology, PLAIN) as load,
         ):
             load(0, 0)
@@ -112,7 +122,7 @@ def test_a_loader_that_an_error_closes_leaves_no_thread() -> None:
 
 def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
     others = _readers()
-    with Topology.fake(ParallelConfig(), 1, 0, device="cpu") as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
         load = BatchLoader(Recorder(24), 2, topology, PLAIN)
         load(0, 0)
         (reader,) = _readers() - others
@@ -123,10 +133,13 @@ def test_a_loader_that_nobody_closes_ends_with_its_last_reference() -> None:
 
 def test_middle_stages_read_nothing() -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
-    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+    with Topology.fake(parallel.mesh, 3, 1, device="cpu") as topology:
         dataset: Any = UnreadDataset(8)
         batch = BatchLoader(dataset, 2, topology, PLAIN)(4, 1)
-        assert batch.tokens.numel() == batch.labels.numel() == 0
+        assert (
+            batch.tokens.shape == batch.labels.shape == (2, PLAIN.seq_length)
+        )  # attention asks for the length
+        assert batch.tokens.untyped_storage().nbytes() == 8
         assert batch.sample_numbers.tolist() == [6, 7]
 
 
@@ -135,7 +148,7 @@ def test_middle_stages_read_documents_where_layers_need_them(on_every_stage: boo
     ends = DocumentEnds(5, True, True, True, on_every_stage)
     samples = GPTSamples(8, seed=1, ends=ends)
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
-    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+    with Topology.fake(parallel.mesh, 3, 1, device="cpu") as topology:
         assert reads_data(topology, samples) == on_every_stage
         batch = BatchLoader(Recorder(8), 2, topology, samples)(4, 0)
     assert batch.sample_numbers.tolist() == [4, 5]
@@ -165,7 +178,9 @@ def test_what_a_gpu_takes_is_pinned_and_not_waited_for(rank: int, monkeypatch: p
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", send)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    with Topology.fake(ParallelConfig(pipeline_model_parallel_size=3), 3, rank, device="cpu") as topology:
+    with Topology.fake(
+        ParallelConfig(pipeline_model_parallel_size=3).mesh, 3, rank, device="cpu"
+    ) as topology:
         on_gpu = dataclasses.replace(topology, device=torch.device("cuda"))
         BatchLoader(Recorder(8), 2, on_gpu, PLAIN)(0, 0)
     assert sent == [(True, True)] * 3  # tokens, labels, sample numbers
@@ -175,12 +190,58 @@ def test_middle_stages_learn_what_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
     sent: list[Any] = []
     splits = DatasetSplits(Recorder(8), None, Recorder(3), (NamedDataset("valid", "law", Recorder(5)),))
-    with Topology.fake(parallel, 3, 0, device="cpu") as topology:
+    with Topology.fake(parallel.mesh, 3, 0, device="cpu") as topology:
         monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda told, src: sent.extend(told))
         assert datasets_on_every_stage(splits, topology) is splits
-    with Topology.fake(parallel, 3, 1, device="cpu") as topology:
+    with Topology.fake(parallel.mesh, 3, 1, device="cpu") as topology:
         monkeypatch.setattr(
             "torch.distributed.broadcast_object_list", lambda told, src: told.__setitem__(0, sent[0])
         )
         told = datasets_on_every_stage(None, topology)
     assert list(told.sizes()) == list(splits.sizes()) == [("train", 8), ("test", 3), ("valid law", 5)]
+
+
+def test_microbatch(write_dataset: Any) -> None:
+    dataset = GPTDataset(IndexedDataset(write_dataset([50, 60])), range(2), 12, 8, seed=1)
+    samples = microbatch_samples(6, 0, 3, 0, 1)
+    batch = read_microbatch(dataset, samples, torch.device("cpu"), GPTSamples(8, seed=1))
+    assert batch.tokens.shape == batch.labels.shape == (3, 8)
+    assert batch.tokens.dtype == batch.labels.dtype == batch.sample_numbers.dtype == torch.int64
+    assert batch.tokens.is_contiguous() and batch.labels.is_contiguous()
+    assert batch.sample_numbers.tolist() == [6, 7, 8]
+    for row, number in enumerate([6, 7, 8]):
+        assert batch.tokens[row].tolist() == dataset[number][:-1].tolist()
+        assert batch.labels[row].tolist() == dataset[number][1:].tolist()
+
+
+def step(consumed: int, global_batch: int, micro: int, dp: int) -> list[int]:
+    """All samples of a global batch, in the order of microbatches and ranks."""
+    return [
+        int(sample)
+        for index in range(global_batch // (micro * dp))
+        for rank in range(dp)
+        for sample in microbatch_samples(consumed, index, micro, rank, dp)
+    ]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_a_step_takes_the_next_samples_for_any_layout(dp: int, micro: int) -> None:
+    assert step(2**33, 48, micro, dp) == list(range(2**33, 2**33 + 48))
+
+
+def test_blocks_and_slices() -> None:
+    assert microbatch_samples(100, 1, 2, 1, 3).tolist() == [108, 109]
+    assert microbatch_samples(2**40, 0, 4, 0, 1).dtype == np.int64
+
+
+def test_a_slice_of_a_microbatch() -> None:
+    tokens, numbers = torch.arange(12).view(2, 6), torch.tensor([4, 5])
+    whole = Microbatch(tokens, tokens + 1, numbers, document_ids=tokens // 4, loss_mask=tokens > 3)
+    part = whole.cut(1, 3)
+    assert part.tokens.tolist() == [[2, 3], [8, 9]]
+    assert part.labels.tolist() == [[3, 4], [9, 10]]
+    assert part.loss_mask is not None and part.loss_mask.tolist() == [[False, False], [True, True]]
+    assert part.document_ids is whole.document_ids and part.sample_numbers is numbers
+    assert part.position_ids is None
+    assert whole.cut(0, 1) is whole

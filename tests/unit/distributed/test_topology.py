@@ -2,6 +2,7 @@
 
 import itertools
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from megalite.config import ParallelConfig
-from megalite.distributed import topology
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed import rendezvous, topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -44,7 +46,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 7, 8, 1023, 1024, 2345, 4095])
 def test_ranks_of_a_large_world(rank):
     tp_size, pp_size, dp_size = 8, 4, 128
-    with Topology.fake(layout(tp_size, pp_size), 4096, rank) as topology:
+    with Topology.fake(layout(tp_size, pp_size).mesh, 4096, rank) as topology:
         tp, dp, pp = rank % tp_size, rank // tp_size % dp_size, rank // (tp_size * dp_size)
         assert (topology.tp.rank, topology.dp.rank, topology.pp.rank) == (tp, dp, pp)
         assert (topology.tp.size, topology.dp.size, topology.pp.size) == (tp_size, dp_size, pp_size)
@@ -57,16 +59,24 @@ def test_ranks_of_a_large_world(rank):
         assert topology.is_reporter == (rank == 4095)
 
 
+def test_messages_of_a_dry_run(monkeypatch):
+    """torch registers the backend of a process's first fake group late, and then forgets devices."""
+    monkeypatch.delitem(sys.modules, "torch.testing._internal.distributed.fake_pg", raising=False)
+    with Topology.fake(layout(1, 2).mesh, 2, 0) as topology:
+        for group in (topology.pp.group, topology.world.group):
+            message = dist.P2POp(dist.isend, torch.empty(1, device="meta"), group=group, group_peer=1)
+            dist.batch_isend_irecv([message])
+
+
 @pytest.mark.parametrize("rank", [0, 5, 21, 46, 47])
 def test_zero_shards_over_neighbours(rank):
     """Six replicas of two ranks, in groups of three, on each of four stages."""
     parallel = replace(layout(2, 4, 6), zero_stage=1, data_parallel_shard_degree=3)
-    with Topology.fake(parallel, 48, rank) as topology:
+    with Topology.fake(parallel.mesh, 48, rank) as topology:
         dp = topology.dp
         assert dp.shard.ranks == dp.ranks[dp.rank // 3 * 3 :][:3]
         assert dp.replicate.ranks == dp.ranks[dp.rank % 3 :: 3]
         assert (dp.shard.rank, dp.replicate.rank) == (dp.rank % 3, dp.rank // 3)
-        assert topology.mesh["dp_replicate", "dp_shard"].mesh.flatten().tolist() == list(dp.ranks)
         for axis in dp.parts:
             assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
             assert axis.ranks[axis.rank] == rank
@@ -74,7 +84,7 @@ def test_zero_shards_over_neighbours(rank):
 
 
 def test_one_group_is_the_axis_itself():
-    with Topology.fake(layout(1, 1, 4), 4, 2) as topology:
+    with Topology.fake(layout(1, 1, 4).mesh, 4, 2) as topology:
         assert topology.dp.shard is topology.dp
         assert topology.dp.parts == (topology.dp,)
 
@@ -82,13 +92,13 @@ def test_one_group_is_the_axis_itself():
 def test_a_node_that_holds_one_replica_has_nothing_to_shard():
     parallel = replace(layout(4, 1, 2), zero_stage=1, data_parallel_shard_degree=0)
     message = "pass --data-parallel-shard-degree N, or remove it"
-    with pytest.raises(UserError, match=message), Topology.start(parallel, Launch(0, 8, 0, 4)):
+    with pytest.raises(UserError, match=message), Topology.start(parallel.mesh, Launch(0, 8, 0, 4)):
         pass
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 4), (2, 1), (4, 1), (2, 3)])
 def test_gradients_of_a_pipeline_have_a_group_of_their_own(pp, dp):
-    with Topology.fake(layout(1, pp, dp), pp * dp, 0) as found:
+    with Topology.fake(layout(1, pp, dp).mesh, pp * dp, 0) as found:
         assert (found.dp.backward_group, found.tp.backward_group) == (None, None)
         if pp == 1:
             assert found.pp.backward_group is None
@@ -105,8 +115,10 @@ class NcclOptions(Backend.Options):
         self.is_high_priority_stream = is_high_priority_stream
 
 
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 4, 2), (1, 4, 1), (2, 1, 2)])
-def test_groups_on_gpus(monkeypatch, pp, dp, tp):
+@pytest.mark.parametrize(
+    ("pp", "dp", "tp", "shard"), [(2, 4, 2, None), (1, 4, 1, None), (2, 1, 2, None), (1, 4, 1, 2)]
+)
+def test_groups_on_gpus(monkeypatch, pp, dp, tp, shard):
     """Collectives between replicas alone have streams of high priority; a pipeline has a second group."""
     made, split = {}, []
 
@@ -114,20 +126,22 @@ def test_groups_on_gpus(monkeypatch, pp, dp, tp):
         made.setdefault(group_desc, set()).add(pg_options and pg_options.is_high_priority_stream)
         return make(ranks=ranks, group_desc=group_desc)
 
-    def split_group(split_ranks, group_desc):
-        split.append((split_ranks, group_desc))
+    def split_group(split_ranks, group_desc, pg_options=None):
+        split.append((split_ranks, group_desc, pg_options and pg_options.is_high_priority_stream))
         return dist.new_subgroups_by_enumeration(split_ranks, group_desc=group_desc)[0]
 
     make = dist.new_group
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("", (), {"Options": NcclOptions}), raising=False)
     monkeypatch.setattr("torch.distributed.device_mesh.new_group", new_group)
     monkeypatch.setattr(dist, "split_group", split_group)
-    with Topology.fake(layout(tp, pp, dp), pp * dp * tp, 0, device="cuda:0") as found:
+    mesh = replace(layout(tp, pp, dp), data_parallel_shard_degree=shard).mesh
+    with Topology.fake(mesh, pp * dp * tp, 0, device="cuda:0") as found:
         # Also where all ranks are replicas, they do not use the group of the world.
         assert made.pop("mesh_dp") == {True if dp > 1 else None}
         assert all(each == {None} for each in made.values())
         lines = [[line, line + dp * tp] for line in range(dp * tp)]
-        assert split == ([(lines, "mesh_pp_backward")] if pp == 2 else [])
+        parts = [([[0, 2], [1, 3]], "mesh_dp_replicate", True), ([[0, 1], [2, 3]], "mesh_dp_shard", True)]
+        assert split == ([(lines, "mesh_pp_backward", None)] if pp == 2 else []) + (parts if shard else [])
         assert found.device == torch.device("cuda:0")
 
 
@@ -136,7 +150,7 @@ def test_every_layout_of_small_worlds(tp, pp, dp):
     world_size = tp * pp * dp
     places = set()
     for rank in range(world_size):
-        with Topology.fake(layout(tp, pp, dp), world_size, rank) as topology:
+        with Topology.fake(layout(tp, pp, dp).mesh, world_size, rank) as topology:
             places.add((topology.pp.rank, topology.dp.rank, topology.tp.rank))
             for axis in (topology.tp, topology.dp, topology.pp):
                 assert axis.ranks[axis.rank] == rank
@@ -150,23 +164,23 @@ def test_every_layout_of_small_worlds(tp, pp, dp):
 def test_world_of_another_size_is_refused_before_any_process_group(parallel, world_size):
     launch = Launch(world_size - 1, world_size, 0, 1)  # a process group would wait for the others
     cause = rf"world size {world_size} is not tp .* start \d+ ranks"
-    with pytest.raises(UserError, match=cause), Topology.start(parallel, launch):
+    with pytest.raises(UserError, match=cause), Topology.start(parallel.mesh, launch):
         pass
-    with pytest.raises(UserError, match=cause), Topology.fake(parallel, world_size, 0):
+    with pytest.raises(UserError, match=cause), Topology.fake(parallel.mesh, world_size, 0):
         pass
     assert not dist.is_initialized()
 
 
 def test_one_rank_needs_no_network(environment):
     environment({})
-    with Topology.start(ParallelConfig(), Launch.from_environment()) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch.from_environment()) as topology:
         assert (topology.rank, topology.world_size) == (0, 1)
         assert topology.is_reporter
     assert not dist.is_initialized()
 
 
 def test_process_group_ends_with_an_error():
-    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)):
         raise ZeroDivisionError
     assert not dist.is_initialized()
 
@@ -234,10 +248,10 @@ def test_a_failure_on_a_gpu_is_told_without_a_wait_for_the_other_ranks(monkeypat
     monkeypatch.setattr(topology, "_join", lambda *_: None)
     monkeypatch.setattr(topology, "_from_mesh", lambda *_: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
-    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+    with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)):
         raise ZeroDivisionError
     assert not left
-    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)):
+    with Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)):
         pass
     assert left
 
@@ -252,27 +266,27 @@ def test_a_rank_that_refuses_its_flags_ends_the_others(environment):
 
     def start():
         try:
-            with Topology.start(layout(), Launch(0, 2, 0, 2), must_agree={"--seed": "5"}):
+            with Topology.start(layout().mesh, Launch(0, 2, 0, 2), must_agree={"--seed": "5"}):
                 pass
         except UserError as error:
             raised.append(str(error))
 
     thread = threading.Thread(target=start, daemon=True)
     thread.start()
-    with pytest.raises(UserError, match=r"^unknown flag --lrr$"), topology.refusal_reported():
+    with pytest.raises(UserError, match=r"^unknown flag --lrr$"), rendezvous.refusal_reported():
         raise UserError("unknown flag --lrr")
     thread.join(30.0)
     assert raised == ["rank 1 alone: unknown flag --lrr"]
 
 
 def test_a_refusal_of_all_ranks_is_not_waited_with(environment, monkeypatch):
-    monkeypatch.setattr(topology, "_SECONDS_TO_REFUSE", 0.3)
+    monkeypatch.setattr(rendezvous, "_SECONDS_TO_REFUSE", 0.3)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     for variables in ({}, {"RANK": "1"}, free | {"RANK": "0"}, free | {"RANK": "1"}):
         environment(variables)
-        with pytest.raises(UserError, match="of them all"), topology.refusal_reported():
+        with pytest.raises(UserError, match="of them all"), rendezvous.refusal_reported():
             raise UserError("of them all")
 
 
@@ -294,7 +308,7 @@ def test_the_store_of_one_machines_ranks_listens_on_loopback(environment, master
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment(WORLD | {"MASTER_ADDR": master, "MASTER_PORT": str(port)})
-    start, timeout = topology._store_of_start, timedelta(seconds=60)
+    start, timeout = rendezvous._store_of_start, timedelta(seconds=60)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: start(Launch(rank, 2, rank, 2), timeout), range(2))
     first.set("key", "value")
@@ -311,14 +325,14 @@ def test_a_taken_port_is_told(environment):
         environment(WORLD | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         with (
             pytest.raises(UserError, match=rf"no rendezvous at .* 127.0.0.1:{port} \(.*in use\)"),
-            Topology.start(layout(2), Launch(0, 2, 0, 2)),
+            Topology.start(layout(2).mesh, Launch(0, 2, 0, 2)),
         ):
             pass
 
 
 def test_ranks_whose_rank_0_is_gone_wait_no_longer_than_their_time_out(monkeypatch):
     """Each of them says so, as rank 0 does not; torch's own wait may take twice the time-out."""
-    monkeypatch.setattr(topology, "rendezvous", lambda *_, **__: pytest.fail("torch's own wait"))
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_, **__: pytest.fail("torch's own wait"))
     parallel, launch = ParallelConfig(distributed_timeout_minutes=0.001), Launch(1, 2, 1, 2)
     with socket.socket() as taken:  # a port at which nothing listens
         taken.bind(("127.0.0.1", 0))
@@ -326,7 +340,7 @@ def test_ranks_whose_rank_0_is_gone_wait_no_longer_than_their_time_out(monkeypat
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with (
             pytest.raises(UserError, match=r"rank 1: no rendezvous at .*nothing listened there") as error,
-            Topology.start(parallel, launch),
+            Topology.start(parallel.mesh, launch),
         ):
             pass
     assert error.value.on_one_rank

@@ -46,7 +46,8 @@ def test_the_code_of_the_page_is_the_code_of_the_examples() -> None:
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
         for line in block.splitlines()
     ]
-    tested = [*(ROOT / "examples").glob("*.py"), ROOT / "tests/parity/test_own_model.py"]
+    parity = [ROOT / "tests" / "parity" / f"test_{name}.py" for name in ("own_model", "loss_terms")]
+    tested = [*(ROOT / "examples").glob("*.py"), *parity]
     code = re.sub(r"\s+", " ", " ".join(path.read_text(encoding="utf-8") for path in tested))
     assert len(shown) > 8
     for line in shown:

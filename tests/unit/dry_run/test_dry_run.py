@@ -13,9 +13,10 @@ from megalite.config.validate import problems_of
 from megalite.dry_run.dry_run import dry_run
 from megalite.dry_run.dry_run_report import summarize_actions
 from megalite.errors import ConfigError, UserError
+from megalite.model.transformer_stage import GPT
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.pretraining import pretrain
-from tests.unit.config.lines import example_scripts
+from tests.unit.config.compatibility.lines import example_scripts
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 1000 --mock-data"
@@ -36,6 +37,16 @@ def object_of(line: str, folder: Path) -> dict[str, object]:
     path = folder / "dry.json"
     run(f"{line} --dry-run-json {path}")
     return json.loads(path.read_text())
+
+
+class OwnModel(GPT):
+    """A model of a program's own."""
+
+
+def test_a_model_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a real run checks after its first iteration needs values."""
+    dry_run(*parse(shlex.split(f"{MODEL} {RUN} --tp 2 --pp 2 --world-size 8")), OwnModel)
+    assert "dry run of rank 0 of 8" in capsys.readouterr().out
 
 
 def test_a_rank_of_a_large_world(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from megalite.config.command_line import parse
 from megalite.distributed.topology import Topology
 from megalite.dry_run import counts as counting
 from megalite.dry_run.counts import count_iteration
-from megalite.dry_run.meta_tensors import meta_tensors
 from megalite.dry_run.repetition import repetition_of
+from megalite.recording.meta_tensors import meta_tensors
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
 
@@ -41,7 +41,7 @@ def counts_of(layout: str, rank: int, microbatches: int, *, shortened: bool) -> 
     parallel = config.parallel
     dp = parallel.data_parallel_size or 1
     config, _ = parse(shlex.split(f"{MODEL} {layout} --global-batch-size {microbatches * dp}"))
-    with Topology.fake(parallel, parallel.tp * parallel.pp * dp, rank) as topology, meta_tensors():
+    with Topology.fake(parallel.mesh, parallel.tp * parallel.pp * dp, rank) as topology, meta_tensors():
         repetition = repetition_of(config, topology.pp, microbatches) if shortened else None
         assert (repetition is not None) == shortened
         run = resolve_run(config, topology)
@@ -68,13 +68,13 @@ def test_a_shorter_iteration_has_the_same_counts(
 
 def test_a_schedule_without_a_steady_state_is_run_whole() -> None:
     config, _ = parse(shlex.split(f"{MODEL} --pp 2 --pipeline-schedule gpipe --global-batch-size 64"))
-    with Topology.fake(config.parallel, 2, 0) as topology:
+    with Topology.fake(config.parallel.mesh, 2, 0) as topology:
         assert repetition_of(config, topology.pp, 64) is None
 
 
 def test_few_microbatches_are_all_run() -> None:
     config, _ = parse(shlex.split(f"{MODEL} --pp 2 --global-batch-size 8"))
-    with Topology.fake(config.parallel, 2, 0) as topology:
+    with Topology.fake(config.parallel.mesh, 2, 0) as topology:
         assert repetition_of(config, topology.pp, 8) is None
 
 

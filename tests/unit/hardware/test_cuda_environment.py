@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.hardware import cuda_environment
 
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -41,6 +42,11 @@ def test_by_layout(tp: int, zero_stage: int, one_connection: bool) -> None:
     assert "set by the user" not in told
 
 
+def test_symmetric_memory_needs_several_connections() -> None:
+    cuda_environment.prepare_environment(cuda_environment.settings_for(8, 0, has_symmetric_memory=True))
+    assert found() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_what_the_user_has_set_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {name: "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -67,7 +73,7 @@ def test_a_run_sets_it_before_it_looks_for_a_gpu(
 ) -> None:
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(found()) or False)
-    with Topology.start(ParallelConfig(distributed_backend=backend), Launch(0, 1, 0, 1)):
+    with Topology.start(ParallelConfig(distributed_backend=backend).mesh, Launch(0, 1, 0, 1)):
         pass
     expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if is_set else {}
     assert found() == expected

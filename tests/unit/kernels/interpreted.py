@@ -25,7 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     from megalite.kernels.flash_attention import SIZES, BlockSizes, KernelSizes, launch, launch_backward
 
     small = KernelSizes(BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1), BlockSizes(32, 16, 4, 1))
-    SIZES.update({(itemsize, head_dim): small for itemsize in (2, 4) for head_dim in (64, 128, 256)})
+    split = small._replace(value_gradients=BlockSizes(16, 32, 4, 1))
+    sizes = {64: small, 128: small, 256: split}
+    SIZES.update({(itemsize, head_dim): sizes[head_dim] for itemsize in (2, 4) for head_dim in sizes})
     library = torch.library.Library("megalite", "IMPL")
     for name, function in {
         "bias_dropout_add": dropout_add.launch,

@@ -23,7 +23,7 @@ TESTS = (
     "normal",
     "rotary",
     "softmax",
-    "weight_and_bias_gradient",
+    "weight_gradient_and_bias",
 )
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-sanitize=vptr")
 FLAGS = (

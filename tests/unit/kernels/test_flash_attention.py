@@ -14,11 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, dropout, flash_attention, site_key
-from megalite.kernels.flash_attention import padded
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
+from megalite.kernels.flash_attention import BLACKWELL_SIZES, SMALL_SIZES, different_sizes, padded
 from megalite.model.blockwise_attention import Blocking, attend
-from megalite.model.positions import seen_keys
 from tests.unit.kernels.test_softmax import expected_weights
 
 KEY = site_key(1, "attention.weights")
@@ -39,6 +37,7 @@ class Case(NamedTuple):
     alibi: bool = False
     documents: bool = False
     both_sides: bool = False
+    window: int | None = None
     p: float = 0.0
 
 
@@ -49,12 +48,17 @@ CASES = {
     "small heads": Case(21, d=8),
     "padded heads": Case(20, d=80),
     "large heads": Case(18, d=256, p=0.2),
+    "large heads, gqa": Case(34, d=256, n=4, p=0.2),
+    "large heads, one group": Case(34, d=192, n=3, g=1, alibi=True, documents=True),
     "gqa": Case(35, n=4),
     "one group": Case(33, n=3, g=1, alibi=True),
     "alibi": Case(37, alibi=True),
     "documents": Case(50, documents=True),
     "both sides": Case(50, documents=True, both_sides=True),
     "both sides, everything": Case(45, d=40, n=4, alibi=True, documents=True, both_sides=True, p=0.3),
+    "window": Case(50, window=7),
+    "window of no other key": Case(21, n=4, window=0),
+    "window, gqa, everything": Case(45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3),
     "one query, dropout": Case(1, p=0.5),
     "dropout": Case(37, p=0.3),
     "dropout, rows of four": Case(40, p=0.3),
@@ -72,9 +76,12 @@ def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
     if case.documents:
         ends = torch.tensor([[0.1, 0.13, 0.6, 0.9], [0.5, 0.55, 0.57, 2.0]]) * case.s
         ids = (torch.arange(case.s)[:, None] >= ends[:, None]).sum(-1)
-        seen = seen_keys(ids, ModelConfig(architecture="bert" if case.both_sides else "gpt"))
-        starts, ends = (None if x is None else x.to(device) for x in seen)
-        softmax = softmax._replace(starts=starts, ends=ends)
+        softmax = softmax._replace(
+            visible=VisibleKeys.in_documents(ids.to(device), is_causal=not case.both_sides)
+        )
+    if case.window is not None:
+        visible = softmax.visible.within(case.window, case.s, torch.device(device))
+        softmax = softmax._replace(visible=visible if case.documents else visible.expand(2))
     if case.p:
         drop = Drop(case.p, KEY, NUMBERS.to(device), base=8 * case.s**2)
         softmax = softmax._replace(drop=drop)
@@ -144,6 +151,23 @@ def test_drops_exactly_the_weights_that_blockwise_attention_drops(s: int) -> Non
     assert torch.equal(~zeros, (kept != 0.0).tril())
 
 
+@pytest.mark.skipif(not IS_INTERPRETED, reason="only the Triton kernels have blocks of keys")
+def test_skips_blocks_outside_of_a_window() -> None:
+    """A NaN in a block that is read would spread: values meet a weight of 0, and 0 x NaN is NaN."""
+    case = Case(200, d=16, window=5)
+    *leaves, grad = (part.detach().requires_grad_() for part in inputs(case, torch.float32))
+    q, k, v = leaves
+    broken = v.detach().clone()
+    broken[:, :, :64] = torch.nan
+    out = flash_attention(q, k, broken, softmax_of(case))
+    assert out[:, :, 133:].isfinite().all()
+    assert out[:, :, 63].isnan().all()
+    later = grad.detach().clone()
+    later[:, :, 133:] = torch.nan
+    of_q, of_k, of_v = torch.autograd.grad(flash_attention(q, k, v, softmax_of(case)), leaves, later)
+    assert all(x[:, :, :64].isfinite().all() for x in (of_q, of_k, of_v))
+
+
 def test_reads_heads_where_they_lie() -> None:
     """Queries, keys and values are slices of one tensor, and the gradient of a sum is expanded."""
     s, n, d = 19, 2, 64
@@ -172,7 +196,7 @@ def test_opcheck_and_compile() -> None:
         softmax = softmax_of(case)
         key = None if softmax.drop is None else torch.tensor(7)
         samples, base = (None, 0) if softmax.drop is None else (NUMBERS, softmax.drop.base)
-        seen = softmax.slopes, softmax.starts, softmax.ends
+        seen = softmax.slopes, *softmax.visible[:2]
         rest = *seen, samples, key, softmax.scale, case.p, base
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         torch.library.opcheck(torch.ops.megalite.flash_attention.default, (*leaves, *rest))
@@ -189,3 +213,19 @@ def test_head_sizes_are_padded_to_powers_of_two() -> None:
     assert [padded(d) for d in (1, 16, 17, 64, 80, 96, 128, 192, 256)] == [
         16, 16, 32, 64, 128, 128, 128, 256, 256,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "expected"),
+    [
+        ((8, 0), 163, SMALL_SIZES),
+        ((8, 9), 99, SMALL_SIZES),
+        ((9, 0), 227, {}),
+        ((10, 0), 227, BLACKWELL_SIZES),
+        ((10, 3), 227, BLACKWELL_SIZES),
+        ((12, 0), 99, SMALL_SIZES),
+    ],
+    ids=str,
+)
+def test_gpus_have_their_block_sizes(capability: tuple[int, int], shared_kib: int, expected: object) -> None:
+    assert different_sizes(capability[0], shared_kib << 10) == expected

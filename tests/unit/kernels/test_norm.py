@@ -216,13 +216,22 @@ def test_keeps_its_input_and_its_weight_alone(kernel: Kernel) -> None:
 def test_a_device_without_a_kernel_has_pytorch_s(
     name: str, choose: Callable[[str], norm.NormFunctions]
 ) -> None:
-    kernel, functions = KERNELS[name], choose("meta")
+    kernel, functions = KERNELS[name], choose("mps")
     x = numbers(4, 6, dtype=torch.float32)
     arguments = x, *kernel.parameters(6, torch.float32), EPSILON
     assert functions.alone is not kernel.function
     torch.testing.assert_close(functions.alone(*arguments), kernel.function(*arguments))
     y, residual = functions.with_residual(*arguments)
     assert residual is x and torch.equal(y, functions.alone(*arguments))
+
+
+@pytest.mark.parametrize(("name", "choose"), [("rms_norm", rms_norm_on), ("layer_norm", layer_norm_on)])
+def test_meta_tensors_have_the_kernels_of_a_gpu(
+    name: str, choose: Callable[[str], norm.NormFunctions]
+) -> None:
+    functions = choose("meta")
+    assert functions.alone is KERNELS[name].function
+    assert functions.of_sum in (norm.bias_dropout_add_norm, norm._rms_norm_of_sum)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.kernels import CausalSoftmax, Drop, dropout, site_key
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, site_key
 from megalite.kernels.softmax import reference, reference_backward
 
 KEY = site_key(1, "attention.weights")
 SHAPES = [
-    (1, 1, 1, 1, 0, 1),
-    (2, 3, 7, 7, 0, 7),
-    (1, 2, 5, 130, 125, 130),
-    (2, 1, 3, 40, 37, 97),
-    (3, 2, 0, 5, 5, 5),
+    (1, 1, 1, 1, 0, 0, 1),
+    (2, 3, 7, 7, 0, 0, 7),
+    (1, 2, 5, 130, 125, 0, 130),
+    (2, 1, 3, 40, 37, 0, 97),
+    (3, 2, 0, 5, 5, 0, 5),
+    (2, 3, 4, 23, 36, 17, 50),
+    (2, 2, 4, 24, 36, 16, 44),
 ]
-"""b, n, rows, keys, first and s."""
+"""b, n, rows, keys, first, first_key and s."""
 ROUNDING = {torch.float64: 1e-14, torch.float32: 5e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 OPTIONS = ["plain", "alibi", "documents", "dropout", "all", "both sides", "all, both sides"]
 
@@ -26,41 +28,44 @@ def softmax_of(option: str, b: int, n: int, s: int) -> CausalSoftmax:
         made = made._replace(slopes=torch.rand(n, dtype=torch.float64))
     if option not in ("plain", "alibi", "dropout"):
         starts = torch.arange(s).expand(b, s) - torch.arange(b)[:, None]
-        made = made._replace(starts=(starts // 3 * 3).clamp_min(0).contiguous())
+        made = made._replace(visible=VisibleKeys((starts // 3 * 3).clamp_min(0).contiguous()))
     if "both sides" in option:
-        assert made.starts is not None
-        made = made._replace(ends=(made.starts + 4).clamp_min(torch.arange(1, s + 1)))
+        assert made.visible.starts is not None
+        ends = (made.visible.starts + 4).clamp_min(torch.arange(1, s + 1))
+        made = made._replace(visible=VisibleKeys(made.visible.starts, ends))
     if option in ("dropout", "all", "all, both sides"):
         made = made._replace(drop=Drop(0.3, KEY, torch.arange(b) + 2**33, base=4 * s * s))
     return made
 
 
-def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int) -> Tensor:
+def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int, first_key: int = 0) -> Tensor:
     """By the formula, out of whole tensors: differentiable, in fp64."""
     b, n, rows, keys = scores.shape
     s = softmax.seq_length
-    queries, places = torch.arange(first, first + rows)[:, None], torch.arange(keys)
+    queries, places = torch.arange(first, first + rows)[:, None], torch.arange(keys) + first_key
     x = scores.double() * softmax.scale
     if softmax.slopes is not None:
         x = x + softmax.slopes[:, None, None] * (places - queries)
-    after = queries + 1 if softmax.ends is None else softmax.ends[:, None, first : first + rows, None]
+    starts, ends = softmax.visible[:2]
+    after = queries + 1 if ends is None else ends[:, None, first : first + rows, None]
     seen = (places < after).expand(b, 1, rows, keys)
-    if softmax.starts is not None:
-        seen = seen & (places >= softmax.starts[:, None, first : first + rows, None])
+    if starts is not None:
+        seen = seen & (places >= starts[:, None, first : first + rows, None])
     weights = torch.softmax(x.masked_fill(~seen, -torch.inf), dim=-1)
     if softmax.drop is not None:
         p, key, samples, base, _ = softmax.drop
         kept = dropout(torch.ones(1, b, n, s, s, dtype=torch.float64), p, key, samples, base=base)[0]
-        weights = weights * kept[:, :, first : first + rows, :keys]
+        weights = weights * kept[:, :, first : first + rows, first_key : first_key + keys]
     return weights
 
 
 def scores_of(shape: tuple[int, ...], dtype: torch.dtype, softmax: CausalSoftmax) -> Tensor:
-    b, n, rows, keys, first, _ = shape
+    b, n, rows, keys, first, first_key, _ = shape
     scores = (3 * torch.randn(b, n, rows, keys, dtype=torch.float64)).to(dtype)
-    after = torch.arange(keys) > torch.arange(first, first + rows)[:, None]
-    if softmax.ends is not None:
-        after = torch.arange(keys) >= softmax.ends[:, None, first : first + rows, None]
+    places = torch.arange(keys) + first_key
+    after = places > torch.arange(first, first + rows)[:, None]
+    if softmax.visible.ends is not None:
+        after = places >= softmax.visible.ends[:, None, first : first + rows, None]
     return scores.masked_fill_(after, torch.nan)  # nothing may read them
 
 
@@ -70,19 +75,19 @@ def scores_of(shape: tuple[int, ...], dtype: torch.dtype, softmax: CausalSoftmax
 def test_weights_and_gradients_are_those_of_the_formula(
     implementation: str, shape: tuple[int, ...], option: str, dtype: torch.dtype
 ) -> None:
-    b, n, rows, keys, first, s = shape
+    b, n, rows, keys, first, first_key, s = shape
     softmax = softmax_of(option, b, n, s)
     given = scores_of(shape, dtype, softmax)
     leaf = given.nan_to_num().double().requires_grad_()
-    expected = expected_weights(leaf, softmax, first)
+    expected = expected_weights(leaf, softmax, first, first_key)
     gradient = torch.randn(b, n, rows, keys, dtype=torch.float64).to(dtype)
     expected.backward(gradient.double())
 
     weights, again, grad = given.clone(), given.clone(), gradient.clone()
-    arguments = softmax.arguments(first)
+    arguments = softmax.arguments(first, first_key)
     if implementation == "op":
-        log_sums = softmax.weights_(weights, first)
-        softmax.backward_(again, grad, log_sums, first)
+        log_sums = softmax.weights_(weights, first, first_key)
+        softmax.backward_(again, grad, log_sums, first, first_key)
     else:
         log_sums = reference(weights, *arguments)
         reference_backward(again, grad, log_sums, *arguments)
@@ -171,10 +176,13 @@ def test_what_does_not_fit_is_refused() -> None:
         softmax.weights_(torch.zeros(1, 2, 4, 8), 5)
     with pytest.raises(RuntimeError, match="beyond the keys"):
         softmax.weights_(torch.zeros(1, 2, 4, 9), 0)
+    with pytest.raises(RuntimeError, match="beyond the keys"):
+        softmax.weights_(torch.zeros(1, 2, 4, 8), 0, 1)
     with pytest.raises(RuntimeError, match="slopes"):
         softmax._replace(slopes=torch.ones(2)).weights_(torch.zeros(1, 2, 8, 8), 0)
+    visible = VisibleKeys(torch.zeros(1, 7, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="starts"):
-        softmax._replace(starts=torch.zeros(1, 7, dtype=torch.int64)).weights_(torch.zeros(1, 2, 8, 8), 0)
+        softmax._replace(visible=visible).weights_(torch.zeros(1, 2, 8, 8), 0)
 
 
 @pytest.mark.gpu
@@ -182,10 +190,10 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_cuda_gives_the_same_weights(dtype: torch.dtype) -> None:
     scores, softmax = torch.randn(2, 3, 5, 9).to(dtype), softmax_of("all", 2, 3, 9)
     remote = scores.cuda()
-    assert softmax.slopes is not None and softmax.starts is not None and softmax.drop is not None
+    assert softmax.slopes is not None and softmax.visible.starts is not None and softmax.drop is not None
     softmax._replace(
         slopes=softmax.slopes.cuda(),
-        starts=softmax.starts.cuda(),
+        visible=VisibleKeys(softmax.visible.starts.cuda()),
         drop=softmax.drop._replace(sample_numbers=softmax.drop.sample_numbers.cuda()),
     ).weights_(remote, 4)
     softmax.weights_(scores, 4)

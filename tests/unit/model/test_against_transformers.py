@@ -1,4 +1,4 @@
-"""Logits, loss and every gradient are those of transformers' GPT-2, BLOOM and Llama.
+"""Logits, loss and every gradient are those of transformers' models of each family.
 
 Gradients are compared in our shapes, where query, key and value are one tensor. By itself the key bias has,
 but for rotary positions, a gradient of zero (what it adds to a row of scores drops out of the softmax): its
@@ -17,19 +17,41 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_tensors import from_hf, to_hf
+from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
 from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 
 NUM_POSITIONS = 40
-TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
-MODELS = {"gpt2": GPT2LMHeadModel, "bloom": BloomForCausalLM, "llama": LlamaForCausalLM}
+TOLERANCES = {"fp32": 2e-5, "fp64": 1e-12}
+MODELS = {
+    "gpt2": GPT2LMHeadModel,
+    "bloom": BloomForCausalLM,
+    "llama": LlamaForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "olmo2": Olmo2ForCausalLM,
+    "smollm3": SmolLM3ForCausalLM,
+    "gpt_neox": GPTNeoXForCausalLM,
+}
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -77,6 +99,19 @@ def bloom_config(choose):
     )
 
 
+ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 10}
+LLAMA3 = {"rope_type": "llama3", **ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", **ORIGINAL, "beta_fast": 3.0, "beta_slow": 1.0}
+ROPE_SCALINGS = (
+    {"rope_type": "default"},
+    LLAMA3,
+    {"rope_type": "linear", "factor": 2.5},
+    YARN,
+    {**YARN, "truncate": False, "attention_factor": 1.3},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 1.9},
+)
+
+
 def llama_config(choose):
     groups, heads_per_group = choose((1, 2, 3)), choose((1, 2, 3))
     bias = choose((True, False))
@@ -90,7 +125,7 @@ def llama_config(choose):
         vocab_size=choose((97, 301, 384)),
         max_position_embeddings=NUM_POSITIONS,
         rms_norm_eps=choose((1e-6, 1e-3)),
-        rope_parameters={"rope_type": "default", "rope_theta": choose((10000.0, 500.0))},
+        rope_parameters={"rope_theta": choose((10000.0, 500.0)), **choose(ROPE_SCALINGS)},
         tie_word_embeddings=choose((True, False)),
         attention_bias=bias,
         mlp_bias=bias,
@@ -99,7 +134,81 @@ def llama_config(choose):
     )
 
 
-CONFIGS = {"gpt2": gpt2_config, "bloom": bloom_config, "llama": llama_config}
+def mistral_config(choose):
+    fields = llama_config(choose).to_dict()
+    del fields["model_type"], fields["attention_bias"], fields["mlp_bias"]
+    return MistralConfig(**fields, sliding_window=choose((2, 9, 17)))
+
+
+def like_llama(kind, choose, *omitted, **more):
+    """A config with a Llama's sizes; biases are the family's own."""
+    fields = llama_config(choose).to_dict()
+    for name in ("model_type", "architectures", "attention_bias", "mlp_bias", *omitted):
+        fields.pop(name, None)
+    return kind(**{**fields, **more})
+
+
+def whole_heads(choose):
+    """Sizes of a family without a head size of its own."""
+    groups, heads_per_group, size = choose((1, 2, 3)), choose((1, 2, 3)), choose((4, 6, 8))
+    heads = groups * heads_per_group
+    return {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * size}
+
+
+def windows(choose):
+    if not choose((True, False)):
+        return {}
+    return {"use_sliding_window": True, "sliding_window": choose((2, 9, 17)), "max_window_layers": 1}
+
+
+def qwen2_config(choose):
+    return like_llama(Qwen2Config, choose, "head_dim", **whole_heads(choose), **windows(choose))
+
+
+def qwen3_config(choose):
+    return like_llama(Qwen3Config, choose, **windows(choose))
+
+
+def olmo2_config(choose):
+    return like_llama(Olmo2Config, choose, "head_dim", **whole_heads(choose))
+
+
+def smollm3_config(choose):
+    pattern = choose((None, [1, 0, 1], [0, 1, 1], [0, 0, 0]))
+    sizes = {"num_hidden_layers": 3, "no_rope_layers": pattern, "no_rope_layer_interval": 2}
+    return like_llama(SmolLM3Config, choose, "head_dim", **whole_heads(choose), **sizes)
+
+
+def gpt_neox_config(choose):
+    heads = choose((1, 2, 3, 5))
+    return GPTNeoXConfig(
+        num_hidden_layers=choose((1, 2, 3)),
+        num_attention_heads=heads,
+        hidden_size=heads * choose((8, 16)),
+        intermediate_size=choose((30, 37)),
+        max_position_embeddings=NUM_POSITIONS,
+        vocab_size=choose((97, 301, 384)),
+        hidden_act=choose(("gelu", "relu", "gelu_new")),
+        rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": choose((0.25, 0.5, 0.75, 1.0))},
+        use_parallel_residual=choose((True, False)),
+        layer_norm_eps=choose((1e-5, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+CONFIGS = {
+    "mistral": mistral_config,
+    "gpt2": gpt2_config,
+    "bloom": bloom_config,
+    "llama": llama_config,
+    "qwen2": qwen2_config,
+    "qwen3": qwen3_config,
+    "olmo2": olmo2_config,
+    "smollm3": smollm3_config,
+    "gpt_neox": gpt_neox_config,
+}
 
 
 def random_ids(hf_config, num_samples, length, seed):
@@ -204,8 +313,9 @@ def test_weights_return_to_transformers(kind, one_rank):
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[1]), 0)
     ours = build_ours(theirs, one_rank)
     returned = to_hf(dict(ours.named_parameters()), ours.config)
-    assert set(returned) == {name for name, _ in theirs.named_parameters()}
-    for name, parameter in theirs.named_parameters():
+    named = {family_of(ours.config).full_name(name): each for name, each in theirs.named_parameters()}
+    assert returned.keys() == named.keys()
+    for name, parameter in named.items():
         assert torch.equal(returned[name], parameter), name
         assert returned[name].is_contiguous()
 

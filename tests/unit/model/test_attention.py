@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.kernels import Drop, dropout, site_key
+from megalite.kernels import Drop, VisibleKeys, dropout, site_key
+from megalite.kernels.visible_keys import document_starts
 from megalite.model import attention_backends
 from megalite.model.attention import Attention
 from megalite.model.attention_backends import (
@@ -29,9 +31,9 @@ from megalite.model.attention_backends import (
     kernel_of,
     preference,
 )
-from megalite.model.attention_core import AttentionCore, Blocking, TritonCore, UnfusedCore
+from megalite.model.attention_core import AttentionCore, Blocking, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
-from megalite.model.positions import alibi_slopes, document_starts
+from megalite.model.positions import alibi_slopes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_bytes import LiveBytes
 
@@ -86,7 +88,11 @@ def document_ids(s: int) -> Tensor:
 
 
 def expected(
-    config: ModelConfig, parts: list[Tensor], ids: Tensor | None, kept: Tensor | float = 1.0
+    config: ModelConfig,
+    parts: list[Tensor],
+    ids: Tensor | None,
+    kept: Tensor | float = 1.0,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Output and gradients by the formula, whole and in fp64."""
     *leaves, grad = (part.double().requires_grad_() for part in parts)
@@ -99,6 +105,8 @@ def expected(
         slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float64)
         scores = scores + slopes[:, None, None] * distance
     hidden = distance > 0 if config.is_causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (distance < -window)
     if ids is not None:
         hidden = hidden | (ids[:, None, :, None] != ids[:, None, None])
     out = (torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) * kept) @ v
@@ -106,14 +114,18 @@ def expected(
 
 
 def computed(
-    core: AttentionCore, parts: list[Tensor], ids: Tensor | None, drop: Drop | None = None
+    core: AttentionCore,
+    parts: list[Tensor],
+    ids: Tensor | None,
+    drop: Drop | None = None,
+    window: int | None = None,
 ) -> list[Tensor]:
     """The same by a core."""
     *leaves, grad = (part.detach().requires_grad_() for part in parts)
     if ids is None and not core.config.is_causal:
         ids = torch.zeros(len(grad), grad.shape[2], dtype=torch.int64, device=grad.device)
-    mask = None if ids is None else core.mask(ids)
-    out = core(*leaves, mask, drop or Drop(0.0, KEY, torch.arange(len(grad))))
+    visible = core.visible_keys((len(grad), grad.shape[2]), ids, [window])[window]
+    out = core(*leaves, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))))
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
@@ -136,6 +148,46 @@ def test_a_backend_is_the_formula(
         core = build_core(config, context_of(one_rank, dtype, has_documents=packed))
         parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
         assert_close(computed(core, parts, ids), expected(config, parts, ids), dtype)
+
+
+@pytest.mark.parametrize("window", [0, 1, 20, 129])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("case", ["causal", "alibi", "gqa"])
+@pytest.mark.parametrize("core", [SdpaCore, UnfusedCore, TritonCore])
+def test_a_window_is_the_formula(
+    core: type[AttentionCore], case: str, packed: bool, window: int, one_rank: Topology
+) -> None:
+    s, config = 130, config_of(**CASES[case])
+    parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
+    result = computed(core(config, context_of(one_rank, torch.float64)), parts, ids, window=window)
+    assert_close(result, expected(config, parts, ids, window=window), torch.float64)
+
+
+def test_a_window_drops_what_attention_without_it_drops(one_rank: Topology) -> None:
+    s, config, numbers = 37, config_of(attention_dropout=0.3), torch.tensor([2**40, 3])
+    core = UnfusedCore(config, context_of(one_rank, torch.float64))
+    core.blocking = Blocking(5, 1)
+    parts, kept = (
+        inputs(config, s, torch.float64),
+        dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0],
+    )
+    result = computed(core, parts, None, Drop(0.3, KEY, numbers), window=9)
+    assert_close(result, expected(config, parts, None, kept, window=9), torch.float64)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_blockwise_attention_skips_keys_that_no_query_of_a_block_sees(
+    window: int | None, one_rank: Topology
+) -> None:
+    """By the FLOPs of its products: two in forward, five in backward."""
+    config, s, m, d = config_of(), 1024, 128, 64
+    core = UnfusedCore(config, context_of(one_rank, torch.float32))
+    assert core.blocking.step(s) == m
+    with FlopCounterMode(display=False) as counter:
+        computed(core, inputs(config, s, torch.float32, b=1), None, window=window)
+    begins = [max(0, first - (s if window is None else window)) // 16 * 16 for first in range(0, s, m)]
+    scores = sum(m * (first + m - begin) for first, begin in zip(range(0, s, m), begins, strict=True))
+    assert counter.get_total_flops() == 7 * 2 * HEADS * d * scores
 
 
 def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) -> None:
@@ -172,8 +224,10 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
     whole = computed(UnfusedCore(config, context), parts, None, Drop(0.5, KEY, numbers))
     halves = []
     for rank in range(2):
-        axis = dataclasses.replace(one_rank.tp, size=2, rank=rank)
-        topology = dataclasses.replace(one_rank, tp=axis)
+        (model,) = one_rank.factorings.values()
+        tp = dataclasses.replace(one_rank.tp, size=2, rank=rank)
+        axes = dataclasses.replace(model, axes={**model.axes, "tp": tp})
+        topology = dataclasses.replace(one_rank, factorings={"model": axes})
         core = UnfusedCore(config, context_of(topology, torch.float64))
         mine = [part.chunk(2, dim=1)[rank] for part in parts]
         base = rank * HEADS // 2 * s * s
@@ -193,11 +247,12 @@ def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> Non
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     if ids is None and not config.is_causal:
         ids = torch.zeros(2, s, dtype=torch.int64)
-    mask = None if ids is None else core.mask(ids)
-    result = core(*parts[:3], mask, Drop(0.0, KEY, torch.arange(2)))
-    with torch.enable_grad():
-        reference = expected(config, parts, ids)[0]
-    torch.testing.assert_close(result, reference, rtol=1e-12, atol=1e-12)
+    for window in (None, 20) if config.is_causal else (None,):
+        visible = core.visible_keys((2, s), ids, [window])[window]
+        result = core(*(part.detach() for part in parts[:3]), visible, Drop(0.0, KEY, torch.arange(2)))
+        with torch.enable_grad():
+            reference = expected(config, parts, ids, window=window)[0]
+        torch.testing.assert_close(result, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
@@ -208,7 +263,7 @@ def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) 
     parts = inputs(config, 1024, torch.float32, b=1)
     leaves = [part.detach().requires_grad_() for part in parts[:3]]
     with LiveBytes() as memory:
-        out = core(*leaves, None, Drop(0.0, KEY, torch.arange(1)))
+        out = core(*leaves, VisibleKeys(), Drop(0.0, KEY, torch.arange(1)))
         assert memory.count() <= 1.1 * out.nbytes
         assert out.nbytes < 1024 * 1024 * HEADS * 4 / 4
 
@@ -260,7 +315,7 @@ def test_the_gradient_of_the_split_is_a_cat_of_four_dims(one_rank: Topology) -> 
     """PyTorch's kernel for CUDA takes no more; the numbers are those of the split of 5 dims."""
     config, s, b, d = config_of(num_query_groups=GROUPS), 5, 2, 64
     context = context_of(one_rank, torch.float64)
-    attention = Attention(config, context, build_core(config, context), 0)
+    attention = Attention(config, context, build_core(config, context), 0, LayerKind())
     qkv = torch.randn(s, b, (HEADS + 2 * GROUPS) * d, dtype=torch.float64, requires_grad=True)
     parts = attention.split(qkv)
     q, k, v = qkv.view(s, b, GROUPS, -1, d).split((HEADS // GROUPS, 1, 1), dim=3)
@@ -291,7 +346,8 @@ def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     assert line.startswith("unfused, chosen for cpu in fp32; not flash: ")
     on_gpu = partial(case, torch.bfloat16, "meta")
     assert choose(on_gpu())[0] == "fused"
-    for changes in ({"attention_dropout": 0.1}, {"has_documents": True}, CASES["gqa alibi"]):
+    window = {"window_size": (8, 0), "window_attn_skip_freq": (2,)}
+    for changes in ({"attention_dropout": 0.1}, {"has_documents": True}, window, CASES["gqa alibi"]):
         assert choose(on_gpu(**changes))[0] == "triton"
     assert choose(on_gpu(attention_dropout=0.1))[1].startswith("triton, chosen for meta in fp32; not fused: ")
     assert choose(on_gpu(attention_dropout=0.1, **CASES["big heads"]))[0] == "unfused"

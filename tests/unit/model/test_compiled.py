@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -22,22 +22,24 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite import LossTerm, SequentialStage, WithTerms
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.kernels.library import compile_problem
+from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
 from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.flex_attention import FlexCore
-from megalite.model.gpt_stage import GPTStage
+from megalite.model.stage import Stage
 from megalite.tensor_parallel import linear
-from megalite.tensor_parallel.linear import ColumnParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.telemetry.metrics import CompileTime, compile_time
+from megalite.wrapping import wrap_point, wrapped_names
 from tests.stages import build_stage
 
 MODEL = ModelConfig(
@@ -87,6 +89,19 @@ def _fresh_compiler() -> Iterator[None]:
     compile_problem.cache_clear()
 
 
+def test_cached_graphs_are_of_the_same_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    num_hits = []
+    with torch.compiler.config.patch(cache_key_tag=""):
+        for tag in ("megalite-1", "megalite-1", "megalite-2"):
+            monkeypatch.setattr("megalite.kernels.library._code_tag", lambda tag=tag: tag)
+            tag_compile_caches()
+            torch.compiler.reset()
+            torch.compile(lambda x: x.sin() + 1.0)(torch.zeros(8))
+            num_hits.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert num_hits == [0, 1, 1]
+
+
 class Results(NamedTuple):
     """What a stage computes.
 
@@ -101,7 +116,7 @@ class Results(NamedTuple):
     hooked: Counter[str]
 
 
-def _results(stage: GPTStage, **documents: Tensor) -> Results:
+def _results(stage: Stage, **documents: Tensor) -> Results:
     """Train on two microbatches that are in flight together, evaluate, and train on another one."""
     ids = torch.randint(MODEL.vocab_size or 0, (2, 17), generator=torch.Generator().manual_seed(0))
     hooked: Counter[str] = Counter()
@@ -132,7 +147,7 @@ def _results(stage: GPTStage, **documents: Tensor) -> Results:
     return Results([loss.item() for loss in losses], grads, hooked)
 
 
-def _main_grads(stage: GPTStage) -> dict[str, MainGrad]:
+def _main_grads(stage: Stage) -> dict[str, MainGrad]:
     """Of all matrices, in one tensor as the optimizer's are."""
     matrices = {name: p for name, p in stage.named_parameters() if p.dim() > 1}
     sizes = [p.numel() for p in matrices.values()]
@@ -147,7 +162,7 @@ def _main_grad(buffer: Tensor) -> MainGrad:
     return MainGrad(lambda: (buffer, False), lambda: None, buffer)
 
 
-def _set(stage: GPTStage, main_grads: Mapping[str, MainGrad | None]) -> None:
+def _set(stage: Stage, main_grads: Mapping[str, MainGrad | None]) -> None:
     for name, main_grad in main_grads.items():
         stage.get_parameter(name).main_grad = main_grad  # type: ignore[attr-defined]
 
@@ -204,6 +219,110 @@ def test_no_gemm_of_a_graph_computes_gelu(one_rank: Topology, monkeypatch: pytes
     assert stage(Microbatch(*torch.zeros(2, 1, 16, dtype=torch.int64), torch.zeros(1).long()), None) > 0
 
 
+class Residual(nn.Module):
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.up = ColumnParallelLinear(32, 64, context)
+        self.down = RowParallelLinear(64, 32, context)
+
+    @wrap_point
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Undeclared(Residual):
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        return super().forward(x, microbatch)
+
+
+class OwnModel(SequentialStage):
+    layer: type[Residual] = Residual
+
+    def build_layer(self, number: int) -> nn.Module:
+        return self.layer(self.context)
+
+
+def _own_stage(topology: Topology, layer: type[Residual] = Residual) -> OwnModel:
+    model = type("OwnModel", (OwnModel,), {"layer": layer})
+    stage: OwnModel = model(MODEL, LayerContext(topology, torch.float64, seed=1), range(2))
+    return stage
+
+
+def test_layers_of_an_own_model(one_rank: Topology) -> None:
+    """Their hooks stay outside of the graph."""
+    stages, hooked = [_own_stage(one_rank) for _ in range(2)], []
+    compile_layers(stages[1], "aot_eager")
+    for layer in stages[1].layers.values():
+        layer.register_forward_pre_hook(lambda module, _: hooked.append(torch.compiler.is_compiling()))
+    expected, compiled = map(_results, stages)
+    assert compiled.losses == pytest.approx(expected.losses, rel=1e-13)
+    torch.testing.assert_close(compiled.grads, expected.grads, rtol=1e-11, atol=1e-12)
+    assert hooked == [False] * 2 * 4
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+class Routed(Residual):
+    @wrap_point
+    def forward(self, x: Tensor, microbatch: Microbatch) -> WithTerms:  # type: ignore[override]
+        x = super().forward(x, microbatch)
+        return WithTerms(x, {"router_loss": LossTerm(x.square().sum(), per="sample", scale=0.1)})
+
+
+class RoutedModel(OwnModel):
+    layer = Routed
+    loss_names = ("lm_loss", "router_loss")
+
+
+@pytest.mark.parametrize(("is_first", "is_last"), [(True, True), (False, False)])
+def test_terms_of_layers(is_first: bool, is_last: bool, one_rank: Topology) -> None:
+    """On a middle stage too, which has no other loss."""
+    ids = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
+    microbatch = Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(2))
+    context = LayerContext(one_rank, torch.float64, seed=1)
+    found = []
+    for compiles in (False, True):
+        stage = RoutedModel(MODEL, context, range(1, 3), is_first=is_first, is_last=is_last)
+        if compiles:
+            compile_layers(stage, "aot_eager")
+        hidden = None
+        if not is_first:
+            hidden = torch.randn(16, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            hidden.requires_grad_()
+        output = stage(microbatch, hidden)
+        torch.autograd.backward([tensor.sum() for tensor in output.tensors()])
+        gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
+        found.append((output, gradients, None if hidden is None else hidden.grad))
+    (expected, *gradients), (compiled, *compiled_gradients) = found
+    assert compiled.terms.keys() == ({"lm_loss", "router_loss"} if is_last else {"router_loss"})
+    for name, term in expected.terms.items():
+        assert compiled.terms[name][1:] == term[1:]
+        torch.testing.assert_close(compiled.terms[name].total, term.total, rtol=1e-13, atol=0)
+    torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-11, atol=1e-12)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("build", [_own_stage, partial(build_stage, MODEL, layers=range(2))])
+def test_no_forward_is_replaced(build: Callable[..., Any]) -> None:
+    with Topology.fake(ParallelConfig(tensor_model_parallel_size=2).mesh, 2, 0) as topology:
+        stage = build(topology=topology)
+        compile_layers(stage, "aot_eager")
+    assert not [name for name, module in stage.named_modules() if "forward" in vars(module)]
+    wrapped = {name for name, module in stage.named_modules() if "forward" in wrapped_names(module)}
+    assert {"layers.0", "layers.1"} <= wrapped
+    assert wrapped == {
+        name
+        for name, module in stage.named_modules()
+        if name in ("layers.0", "layers.1") or isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    }
+
+
+def test_a_layer_must_declare_its_forward(one_rank: Topology) -> None:
+    with pytest.raises(UserError, match=r"Undeclared\.forward must be wrapped.*@megalite\.wrap_point"):
+        compile_layers(_own_stage(one_rank, Undeclared))
+
+
 def test_packed_documents(one_rank: Topology) -> None:
     places = torch.arange(16).expand(2, 16)
     documents = {"position_ids": places % 5, "document_ids": places // 5, "loss_mask": places % 5 != 4}
@@ -240,7 +359,7 @@ def test_calls_of_the_graph_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors, which the operators treat as a GPU's."""
     norm = NormFunctions(rms_norm, rms_norm_with_residual, after_sum(rms_norm_with_residual))
     monkeypatch.setattr("megalite.model.norm.rms_norm_on", lambda _: norm)
-    with Topology.fake(ParallelConfig(), 1, 0, device="meta") as topology:
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="meta") as topology:
         model = CASES["llama"][0]
         stage = build_stage(model, topology, range(2), attention=UnfusedCore, fuses_weight_gradients=True)
         _set(stage, _main_grads(stage))

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 
 
 @pytest.fixture
 def topology() -> Iterator[Topology]:
-    with Topology.start(ParallelConfig(distributed_backend="gloo"), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig(distributed_backend="gloo").mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology
 
 

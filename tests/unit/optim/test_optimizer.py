@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.optim.flat_buffers import ParameterShard
 from megalite.optim.optimizer import Optimizer
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.3, adam_beta2=0.95, clip_grad=1.0)
 NUM_MICROBATCHES = 3

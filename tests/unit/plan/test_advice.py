@@ -12,7 +12,8 @@ from megalite.config.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes
 from megalite.plan.layout_fields import with_layout
-from megalite.plan.planned_run import Cluster, PlannedRun, own_program
+from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.programs import own_program
 from megalite.plan.rank_memory import rank_memories
 
 RUN = "--mock-data --train-iters 10 --lr 1e-4 --attention-dropout 0 --bf16"
@@ -35,6 +36,7 @@ LINES = [
     ("--preset gpt3-175b --tp 8 --pp 8 --micro-batch-size 4 --global-batch-size 1536", 1024),
     ("--preset gpt2-124m --micro-batch-size 8", 1),
     ("--preset llama3-70b --tp 8 --use-distributed-optimizer --recompute-granularity full", 16),
+    ("--preset llama3-8b --fp8 --tp 2 --zero-stage 1 --global-batch-size 64", 16),
     ("--preset llama3-8b --zero-stage 2 --recompute-granularity full --data-parallel-shard-degree 4", 16),
 ]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from megalite.plan.calibrate import measured_gpu
+from megalite.plan.calibration_file import read_calibration
 from megalite.plan.plan_report import answer
 
 
@@ -19,8 +21,10 @@ def test_every_figure_is_measured(dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_with_them() -> None:
-    words = "--calibrate --preset gpt2-124m --global-batch-size 8 --train-iters 10"
+def test_a_plan_with_them_and_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    words = f"--calibrate --calibration {file} --preset gpt2-124m --global-batch-size 8 --train-iters 10"
     text = "\n".join(answer(words.split()))
     assert "\nevery " in text
     assert "whole run" in text
+    assert read_calibration(str(file)).gpus_per_node >= 1

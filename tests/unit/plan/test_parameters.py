@@ -12,8 +12,9 @@ from megalite.config.presets import PRESETS
 from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
-from megalite.plan.model_parameters import rank_parameters, total_parameters
-from megalite.plan.planned_run import Cluster, PlannedRun, own_program
+from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.programs import own_program
+from megalite.plan.units import whole_model
 from tests.stages import build_stage
 
 GPU = GPUS["a100-80"]
@@ -29,7 +30,7 @@ def run_of(model: ModelConfig, tp: int, pp: int) -> PlannedRun:
 
 
 def _built(run: PlannedRun, rank: int) -> int:
-    topology = Topology.fake(run.config.parallel, run.tp * run.pp, rank * run.tp)
+    topology = Topology.fake(run.config.parallel.mesh, run.tp * run.pp, rank * run.tp)
     with topology as fake, torch.device("meta"):
         layers = layers_of_stages(run.config.model.num_layers, run.layers)[rank]
         stage = build_stage(run.config.model, fake, layers, seed=1, has_weights=False)
@@ -40,6 +41,10 @@ MODELS = {
     "gpt": replace(PRESETS["gpt2-124m"], num_layers=4),
     "bloom": replace(PRESETS["bloom-560m"], num_layers=4),
     "llama": replace(PRESETS["llama3-8b"], num_layers=4, hidden_size=512, ffn_hidden_size=1024),
+    "qwen": replace(
+        PRESETS["qwen3-0.6b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
+    ),
+    "olmo": replace(PRESETS["olmo2-7b"], num_layers=4, hidden_size=64, num_attention_heads=8),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -49,7 +54,7 @@ MODELS = {
 def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) -> None:
     run = run_of(MODELS[name], tp, pp)
     for rank in range(pp):
-        assert rank_parameters(run, rank) == _built(run, rank)
+        assert run.ranks[rank].size == _built(run, rank)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +68,28 @@ def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) 
     ],
 )
 def test_published_sizes(preset: str, billions: float) -> None:
-    assert total_parameters(PRESETS[preset], 1) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert whole_model(PRESETS[preset], 1).num_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama3.1-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("olmo2-7b", 7_298_617_344),
+        ("smollm3-3b", 3_075_098_624),
+        ("pythia-6.9b", 6_857_302_016),
+    ],
+)
+def test_published_counts(preset: str, parameters: int) -> None:
+    model = replace(PRESETS[preset], make_vocab_size_divisible_by=1)
+    assert whole_model(model, 1).num_parameters == parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_whole_is_its_stages(name: str) -> None:
     model = replace(MODELS[name], untie_embeddings_and_output_weights=True)
     run = run_of(model, 1, 4)
-    assert sum(rank_parameters(run, rank) for rank in range(4)) == total_parameters(model, 1)
+    assert sum(run.ranks[rank].size for rank in range(4)) == whole_model(model, 1).num_parameters

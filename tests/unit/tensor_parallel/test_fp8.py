@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,17 @@ from megalite.kernels.library import at_run_time, compile_problem
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import compile_layers
 from megalite.tensor_parallel import fp8
-from megalite.tensor_parallel.fp8 import E4M3, E5M2, Fp8, Fp8Gemm, amax, check_device, in_fp8, scaled_gemm
+from megalite.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8,
+    Fp8Gemm,
+    Fp8Weights,
+    amax,
+    check_device,
+    in_fp8,
+    scaled_gemm,
+)
 from megalite.tensor_parallel.linear import (
     ColumnParallelLinear,
     LinearContext,
@@ -218,6 +229,104 @@ def test_a_compiled_layer_multiplies_in_8_bits_too(one_rank: Topology) -> None:
         assert _distance(compiled.grad, parameter.grad) < 0.05, name
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
+
+
+class Rounded(list[tuple[int, ...]]):
+    """Holds the shapes of the matrices that are rounded in the block."""
+
+    def __enter__(self) -> Rounded:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(fp8, "in_fp8", self._round)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    def _round(self, x: Tensor, dtype: torch.dtype, largest: Tensor) -> Fp8:
+        self.append(tuple(x.shape))
+        return in_fp8(x, dtype, largest)
+
+
+OUT, IN, ROWS = 48, 32, 16
+
+
+def _layer_of(
+    topology: Topology, kind: str, weights: Fp8Weights | None
+) -> ColumnParallelLinear | RowParallelLinear:
+    context = _context(topology, fp8_format="hybrid", fp8_weights=weights)
+    layer = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(IN, OUT, context, bias=False)
+    layer.weight.data.copy_(_normal(OUT, IN, seed=1))
+    return layer
+
+
+def _pass(layer: nn.Module, seed: int) -> list[Tensor]:
+    """Run forward and backward of a microbatch; return the output and the gradient of the input."""
+    x = _normal(ROWS, 1, IN, seed=seed).requires_grad_()
+    y = layer(x)
+    y.backward(_normal(ROWS, 1, OUT, seed=seed + 100))
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_weight_is_rounded_once_an_iteration_in_both_orders(
+    kind: str, fuses: bool, one_rank: Topology
+) -> None:
+    weights = Fp8Weights()
+    plain, cached = (_layer_of(one_rank, kind, each) for each in (None, weights))
+    cached.context = replace(cached.context, fuses_weight_gradient=fuses)  # another autograd function
+    for _ in range(2):  # iterations
+        with Rounded() as rounded, weights.iteration(keeps_copies=True):
+            results = [_pass(cached, seed) for seed in range(3)]
+        assert rounded.count((OUT, IN)) == rounded.count((IN, OUT)) == 1
+        expected = [_pass(plain, seed) for seed in range(3)]
+        for one, other in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for layer in (plain, cached):
+            layer.weight.data.mul_(1.7)  # the update
+
+
+def test_without_copies_a_weight_is_measured_once_an_iteration(
+    one_rank: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, measured = Fp8Weights(), []
+    layer = _layer_of(one_rank, "column", weights)
+    expected = _pass(layer, 0)
+    monkeypatch.setattr(fp8, "amax", lambda x: measured.append(x.shape) or amax(x))
+    with Rounded() as rounded, weights.iteration(keeps_copies=False):
+        results = [_pass(layer, 0) for _ in range(2)]
+    assert measured.count((OUT, IN)) == 1
+    assert rounded.count((OUT, IN)) == rounded.count((IN, OUT)) == 2
+    assert all(torch.equal(a, b) for pair in results for a, b in zip(pair, expected, strict=True))
+
+
+def test_outside_of_an_iteration_a_weight_may_change_at_any_time(one_rank: Topology) -> None:
+    """Test it as an evaluation or a checkpoint's weights need it: after an iteration, nothing is known."""
+    weights = Fp8Weights()
+    plain, cached = (_layer_of(one_rank, "row", each) for each in (None, weights))
+    with weights.iteration(keeps_copies=True):
+        _pass(cached, 0)
+    for factor in (3.0, -0.1):
+        for layer in (plain, cached):
+            layer.weight.data.mul_(factor)
+        with torch.no_grad():
+            assert torch.equal(cached(_normal(ROWS, 1, IN, seed=7)), plain(_normal(ROWS, 1, IN, seed=7)))
+
+
+def test_weights_of_equal_shape_are_told_apart(one_rank: Topology) -> None:
+    """Test it with two layers in one flat tensor, as in a bucket."""
+    weights = Fp8Weights()
+    flat = torch.stack([_normal(OUT, IN, seed=1), _normal(OUT, IN, seed=2)])
+    layers = [_layer_of(one_rank, "column", weights) for _ in range(2)]
+    for layer, part in zip(layers, flat, strict=True):
+        layer.weight.data = part
+    expected = [_pass(layer, 0) for layer in layers]
+    with weights.iteration(keeps_copies=True):
+        results = [_pass(layer, 0) for layer in layers]
+    assert not torch.equal(results[0][0], results[1][0])
+    for one, other in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_device_without_8_bits_is_refused() -> None:

@@ -10,7 +10,8 @@ import pytest
 from megalite.checkpoint import lease as lease_module
 from megalite.checkpoint.lease import HeldLease
 from megalite.config import ParallelConfig
-from megalite.distributed.topology import Launch, Topology
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
 from megalite.train.telemetry.metrics import IterationMetrics
 
 
@@ -42,7 +43,7 @@ def metrics() -> IterationMetrics:
 
 @pytest.fixture
 def topology() -> Iterator[Topology]:
-    with Topology.start(ParallelConfig(), Launch(0, 1, 0, 1)) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)) as topology:
         yield topology
 
 

@@ -21,6 +21,7 @@ from megalite.train.tracing import (
     TimeBreakdown,
     TraceSpan,
     clock_offsets,
+    seconds_by_action,
     time_breakdown,
     write_trace,
 )
@@ -67,6 +68,22 @@ def test_the_shares_of_a_trace_known_by_hand() -> None:
     )
     assert sum(breakdown.shares.values()) == pytest.approx(1)
     assert str(breakdown) == "bubble 15%, tp wait 3%, dp wait 15%, data 5%, other waits 2%, compute 60%"
+
+
+def test_actions_do_not_include_their_waits() -> None:
+    spans = [
+        iteration(0, 20),
+        TraceSpan("batch-generator", "data", 0, 1),
+        forward(1, 5),
+        TraceSpan("batch-generator", "data", 1, 2),
+        TraceSpan("forward-recv", "pp wait", 2, 3.5),
+        TraceSpan("forward-recv", "pp wait", 5, 6),
+        forward(6, 8, 1),
+        TraceSpan("backward 0", "backward", 8, 12, 0, 0),
+        TraceSpan("optimizer", "part", 12, 20),
+        TraceSpan("all-reduce", "tp wait", 13, 15),
+    ]
+    assert seconds_by_action(spans) == {("forward", 0): 1.75, ("backward", 0): 4.0}
 
 
 def test_the_percents_add_up_to_a_hundred() -> None:
@@ -133,7 +150,7 @@ def test_recorded_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_file_has_a_lane_for_each_rank(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    lanes = [Lane(rank, (rank, 0, 0), spans) for rank, spans in enumerate(RANKS)]
+    lanes = [Lane(rank, {"pp": rank, "dp": 0, "tp": 0}, spans) for rank, spans in enumerate(RANKS)]
     write_trace(path, lanes, {"verdict": {"bubble": 0.15}})
     trace = json.loads(path.read_text())
     assert trace["otherData"]["verdict"]["bubble"] == 0.15
@@ -142,7 +159,7 @@ def test_the_file_has_a_lane_for_each_rank(tmp_path: Path) -> None:
         for event in trace["traceEvents"]
         if event["name"] == "thread_name"
     }
-    assert names == {0: "rank 0 · pp 0 tp 0 dp 0", 1: "rank 1 · pp 1 tp 0 dp 0"}
+    assert names == {0: "rank 0 · pp 0 dp 0 tp 0", 1: "rank 1 · pp 1 dp 0 tp 0"}
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len(complete) == sum(map(len, RANKS))
     assert complete[2] == {

@@ -41,7 +41,9 @@ def test_there_are_two_examples() -> None:
     assert len(examples()) == 2
 
 
-@pytest.mark.parametrize("words", ["--train-tokens 1e9", "--watts 600", "--price-per-gpu-hour 2", "--json"])
+@pytest.mark.parametrize(
+    "words", ["--train-tokens 1e9", "--watts 600", "--price-per-gpu-hour 2", "--node-mtbf 9d", "--json"]
+)
 def test_what_the_table_does_not_show_is_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"{words.split()[0]}.*megalite plan") as caught:
         list(autotune([*TINY.split(), *words.split(), "--folder", str(tmp_path)], ""))
@@ -68,7 +70,7 @@ def test_the_fastest_layout_becomes_a_file_for_config(
         lambda *_: Trial(DONE, "", next(seconds), tokens_per_second=1.0, memory_bytes=1.0),
     )
     words = [*TINY.split(), "--train-iters", "20", "--top", "3", "--folder", str(tmp_path)]
-    monkeypatch.setattr(tuning, "_check_machine", lambda request: None)
+    monkeypatch.setattr(tuning, "check_machine", lambda ranks, requested: None)
     lines = list(autotune(words, ""))
     file = tmp_path / "best.yaml"
     assert lines[-2] == f"wrote {file}: the config of the fastest layout, for --config"

@@ -1,0 +1,1 @@
+"""Architectures of transformers, one file each: the mapping of its config, and of its tensors."""

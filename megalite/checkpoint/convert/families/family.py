@@ -1,0 +1,209 @@
+"""Describe an architecture of transformers: its config, and the tensors with the same numbers as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.config import ModelConfig
+from megalite.config.model import resolved_fields
+from megalite.errors import UserError
+
+Parts = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Converts one of our full tensors to transformers' parts of it, and back."""
+
+    to_hf: Callable[[Tensor, ModelConfig], Parts]
+    from_hf: Callable[[Parts, ModelConfig], Tensor]
+
+
+def _split_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
+    """Split ``[g (r + 2) d, ...]``, grouped by key/value head, into ``[n d, ...]`` and two ``[g d, ...]``."""
+    grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))  # [g, r + 2, d, ...]
+    queries = config.num_attention_heads // config.num_kv_heads
+    return [part.flatten(0, 2) for part in grouped.split((queries, 1, 1), dim=1)]
+
+
+def _join_qkv(parts: Parts, config: ModelConfig) -> Tensor:
+    grouped = [part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
+    (table,) = parts
+    if config.vocab_size is not None and table.shape[0] < config.vocab_size:
+        raise UserError(
+            f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
+            "pass a smaller size"
+        )
+    return torch.cat((table, table.new_zeros(config.padded_vocab_size(1) - table.shape[0], *table.shape[1:])))
+
+
+SAME = Transform(lambda full, _: [full], lambda parts, _: parts[0])
+VOCABULARY = Transform(lambda full, config: [full[: config.vocab_size]], _pad_vocabulary)  # [v, h]
+QKV = Transform(_split_qkv, _join_qkv)
+HALVES = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
+# GPT-2's Conv1D keeps its weight as [in, out]; `t` leaves a bias as it is.
+CONV = Transform(lambda full, _: [full.t()], lambda parts, _: parts[0].t())
+CONV_QKV = Transform(
+    lambda full, config: [torch.cat(tuple(_split_qkv(full, config))).t()],
+    lambda parts, config: _join_qkv(parts[0].t().chunk(3), config),
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module's tensors in both programs; ``{}`` stands for the layer's number.
+
+    Attributes:
+        kind: determines whether the module has a bias: a table never has one, a norm does if it is a
+            LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
+            no suffix.
+        only_if: returns whether the model has the module; by default it has.
+    """
+
+    kind: Literal["table", "norm", "linear", "qkv", "vector"]
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform = SAME
+    only_if: Callable[[ModelConfig], bool] = lambda config: True
+
+    def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
+        """Yield its weight and, if it has one, its bias."""
+        if not self.only_if(config):
+            return
+        if self.kind == "vector":
+            yield Entry(self.ours, self.theirs, self.transform)
+            return
+        has_bias = {
+            "table": False,
+            "norm": config.normalization == "LayerNorm",
+            "linear": config.add_bias_linear,
+            "qkv": config.has_qkv_bias,
+        }
+        for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
+            theirs = tuple(name.format(layer) + suffix for name in self.theirs)
+            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of our tensors, and the tensors of theirs that hold the same numbers."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform
+
+    def to_hf(self, full: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Return their tensors by name, contiguous, without the vocabulary's padding rows."""
+        parts = self.transform.to_hf(full, config)
+        return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
+
+    def from_hf(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
+        """Return our tensor, contiguous; padding rows are zero, as many as one tensor-parallel rank needs.
+
+        If more ranks cannot divide the rows, use a config with a suitable `pad_vocab_size_to`.
+
+        Raises:
+            UserError: one of their tensors is missing, or its shape differs from the config's.
+        """
+        if missing := [name for name in self.theirs if name not in tensors]:
+            raise UserError(
+                f"the weights lack {', '.join(missing)}: does the config belong to another model?"
+            )
+        parts = [tensors[name] for name in self.theirs]
+        try:
+            return self.transform.from_hf(parts, config).contiguous()
+        except RuntimeError:
+            shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
+            raise UserError(
+                f"{shapes}: the config has other shapes; does config.json belong to another model?"
+            ) from None
+
+
+_NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
+"""Sizes that every family has, under names that not every family distinguishes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of transformers' architectures.
+
+    Attributes:
+        architecture: name of transformers' class, unless `write` names another.
+        prefix: prefix of the names; the hub's files of a bare model lack it.
+        heads: prefixes of names outside of the bare model.
+        read: returns our fields for a config of theirs.
+        write: returns their settings for our config, under their own names. If the family cannot be the
+            model, `read` of the result returns other fields; this is how `problems` finds them.
+        ends: modules before and after the layers.
+        layer: modules of one layer.
+        without_effect: their settings that do not change the model.
+        other_names: parts of names in older files or in transformers' modules, and the written names.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    heads: tuple[str, ...]
+    read: Callable[[HFSettings], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    ends: tuple[Module, ...]
+    layer: tuple[Module, ...]
+    without_effect: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+
+    def full_name(self, name: str) -> str:
+        """Return a tensor's name with the prefix, which it may lack, and with the name that is written."""
+        for old, new in self.other_names.items():
+            name = name.replace(old, new)
+        return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
+
+    def model(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Return our config of a config of this family.
+
+        Raises:
+            UserError: megalite does not have one of its options, or a setting is unknown.
+        """
+        settings = HFSettings(hf)
+        fields = self.read(settings)
+        settings.refuse_unread(self.model_type, self.without_effect)
+        return ModelConfig(**fields)
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        """Return their settings for our config."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "initializer_range": config.init_method_std,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+            **self.write(config),
+        }
+
+    def problems(self, config: ModelConfig) -> dict[str, str]:
+        """Return the fields that this architecture cannot have, each with its value and the needed one."""
+        found, needed = resolved_fields(config), resolved_fields(self.model(self.settings(config)))
+        return {
+            name: f"{name} {value} (needs {needed[name]})"
+            for name, value in found.items()
+            if value != needed[name] and name not in _NOT_COMPARED
+        }
+
+
+OUTPUT = Module(
+    "table",
+    "output",
+    ("lm_head",),
+    VOCABULARY,
+    only_if=lambda config: config.untie_embeddings_and_output_weights,
+)
+"""The output layer's own weight, only in untied models."""

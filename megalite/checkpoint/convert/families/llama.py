@@ -1,0 +1,107 @@
+"""transformers' Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.checkpoint.convert.families.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, Module
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.rotary import read_rotary, write_rotary
+from megalite.checkpoint.convert.model_settings import none_if_default
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+
+
+def _read(hf: HFSettings) -> dict[str, Any]:
+    hf.require_equal("attention_bias", "mlp_bias", default=False)
+    return {**read_llama_like(hf), "add_bias_linear": hf.get("attention_bias", False)}
+
+
+def read_llama_like(
+    hf: HFSettings, positions: int = 2048, base: float = 10000.0, epsilon: float = 1e-6
+) -> dict[str, Any]:
+    """Return our fields for the settings that all descendants of Llama share.
+
+    Args:
+        positions, base, epsilon: defaults of `max_position_embeddings`, `rope_theta` and `rms_norm_eps`.
+    """
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act {activation!r} cannot be converted: silu can")
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": none_if_default(hf.get("num_key_value_heads"), hf["num_attention_heads"]),
+        "kv_channels": none_if_default(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),
+        "seq_length": hf.get("max_position_embeddings", positions),
+        "vocab_size": hf["vocab_size"],
+        **read_rotary(hf, base),
+        "normalization": "RMSNorm",
+        "norm_epsilon": hf.get("rms_norm_eps", epsilon),
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not hf.switch("tie_word_embeddings", False),
+        "hidden_dropout": 0.0,
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_llama_like(config),
+        "head_dim": config.head_dim,
+        "attention_bias": config.add_bias_linear,
+        "mlp_bias": config.add_bias_linear,
+    }
+
+
+def write_llama_like(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings that all descendants of Llama share."""
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.seq_length,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        **write_rotary(config),
+        "attention_dropout": config.attention_dropout,
+    }
+
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    "model.",
+    ("lm_head.",),
+    _read,
+    _write,
+    (
+        Module("table", "embedding.word", ("model.embed_tokens",), VOCABULARY),
+        Module("norm", "final_norm", ("model.norm",)),
+        OUTPUT,
+    ),
+    (
+        Module("norm", "layers.{}.attention_norm", ("model.layers.{}.input_layernorm",)),
+        Module(
+            "qkv",
+            "layers.{}.attention.qkv",
+            tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+            QKV,
+        ),
+        Module("linear", "layers.{}.attention.projection", ("model.layers.{}.self_attn.o_proj",)),
+        Module("norm", "layers.{}.mlp_norm", ("model.layers.{}.post_attention_layernorm",)),
+        Module(
+            "linear",
+            "layers.{}.mlp.up",
+            tuple(f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up")),
+            HALVES,
+        ),
+        Module("linear", "layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
+    ),
+)

@@ -1,0 +1,43 @@
+"""transformers' dense Qwen 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megalite.checkpoint.convert.families.family import Module
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
+from megalite.checkpoint.convert.families.windows import read_windows, write_windows
+from megalite.checkpoint.convert.model_settings import none_if_default
+from megalite.config import ModelConfig
+
+
+def _read(hf: HFSettings) -> dict[str, Any]:
+    hf.require("qwen3", attention_bias=False, mlp_bias=False)
+    fields = read_llama_like(hf, positions=32768)
+    usual = fields["hidden_size"] // fields["num_attention_heads"]
+    return {
+        **fields,
+        **read_windows(hf, fields),
+        "kv_channels": none_if_default(hf.get("head_dim", 128), usual),
+        "qk_layernorm": True,
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {**write_llama_like(config), **write_windows(config), "head_dim": config.head_dim}
+
+
+QWEN3 = replace(
+    LLAMA,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    read=_read,
+    write=_write,
+    layer=(
+        *LLAMA.layer,
+        Module("norm", "layers.{}.attention.query_norm", ("model.layers.{}.self_attn.q_norm",)),
+        Module("norm", "layers.{}.attention.key_norm", ("model.layers.{}.self_attn.k_norm",)),
+    ),
+)

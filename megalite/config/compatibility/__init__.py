@@ -1,0 +1,1 @@
+"""Accept the flags of Megatron-LM and Megatron-DeepSpeed, and the configuration file of DeepSpeed."""

@@ -1,0 +1,244 @@
+"""Rules for the flags of Megatron-LM and Megatron-DeepSpeed that are not fields of the config."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megalite.config.arguments import Diagnostics, FlagTokens
+from megalite.config.compatibility.megatron_features import UNSUPPORTED, UnsupportedFeature
+from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
+from megalite.config.config import Config
+from megalite.config.flags import flag_with_value
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The whole command line, as the rule of one of its flags sees it.
+
+    Attributes:
+        config: the config from flags of fields, YAML file and preset.
+        flags: all flags, by their name with dashes.
+        world_size: number of ranks, if the launcher sets it.
+    """
+
+    config: Config
+    flags: Mapping[str, FlagTokens]
+    world_size: int | None
+
+
+FlagRule = Callable[[FlagTokens, CommandLine, Diagnostics], None]
+_ALWAYS_SO = "it is always so"
+_NEGATIONS = ("--no-", "--disable-")
+
+
+def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
+    """Return the rule of a flag that requests the only behavior; it takes `num_values` values."""
+
+    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+        if num_values is not None and len(flag.values) != num_values:
+            wanted = "no value" if num_values == 0 else "one value"
+            diagnostics.add_problem(f"{flag.name} takes {wanted}, but got {' '.join(flag.values) or 'none'}")
+        else:
+            diagnostics.notices.append(f"{' '.join((flag.name, *flag.values))} is not needed: {why}")
+
+    return rule
+
+
+def _only_off(entry: FlagIfOff) -> FlagRule:
+    """Return the rule of a flag that is accepted with the values that turn its feature off."""
+
+    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+        if _has_values_of(flag, entry):
+            _not_needed(_ALWAYS_SO, None)(flag, line, diagnostics)
+        else:
+            accepted = entry.off.split()
+            found = " ".join(flag.values) or "no value"
+            diagnostics.add_problem(
+                f"{flag.name} only accepts {' or '.join(accepted)} in this version, not {found} "
+                f"({entry.what}): {entry.fix}"
+            )
+
+    return rule
+
+
+def _has_values_of(flag: FlagTokens, entry: FlagIfOff) -> bool:
+    """Return whether a flag has values, and each of them turns its feature off."""
+    return bool(flag.values) and all(
+        any(_is_same(value, off) for off in entry.off.split()) for value in flag.values
+    )
+
+
+def _is_off(flag: FlagTokens) -> bool:
+    """Return whether a flag is accepted because its values turn its feature off."""
+    return any(
+        _has_values_of(flag, entry) for entry in ACCEPTED_IF_OFF if flag.flag[2:] in entry.flags.split()
+    )
+
+
+def _is_same(text: str, value: str) -> bool:
+    """Return whether two values are equal, as numbers if both are numbers: 1.0 is 1."""
+    try:
+        return float(text) == float(value)
+    except ValueError:
+        return text == value
+
+
+def _unsupported(feature: UnsupportedFeature) -> FlagRule:
+    """Return the rule of an unsupported feature's flags. The feature may have a flag that turns it on."""
+
+    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+        if not feature.switch:
+            diagnostics.add_problem(
+                f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
+            )
+        elif f"--{feature.switch}" not in line.flags or _is_off(line.flags[f"--{feature.switch}"]):
+            values = " ".join((flag.name, *flag.values))
+            diagnostics.notices.append(f"{values} has no effect: there is no {feature.what}")
+        # Otherwise the switch is refused, which is enough.
+
+    return rule
+
+
+def _no_position_embedding(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    kind = line.config.model.position_embedding_type
+    if kind == "learned_absolute":
+        diagnostics.add_problem(
+            f"{flag.name} does not say what replaces the position embedding: pass "
+            "--position-embedding-type none, rope or alibi"
+        )
+    else:
+        why = f"{flag_with_value('position_embedding_type', kind)} has no position embedding"
+        _not_needed(why)(flag, line, diagnostics)
+
+
+def _no_pipeline_parallel(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    stages = flag_with_value("pipeline_model_parallel_size", line.config.parallel.pp)
+    if line.config.parallel.pp > 1:
+        diagnostics.add_problem(f"{flag.name} and {stages} contradict each other: remove one")
+    else:
+        _not_needed(f"{stages} has no pipeline")(flag, line, diagnostics)
+
+
+def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Warn users of BLOOM's scripts about a difference; the flag itself sets a field."""
+    if flag.values == ("0",) and line.config.model.params_dtype == "bf16":
+        diagnostics.notices.append(
+            f"{flag.name} 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16 "
+            "optimizer sharded it at stage 0 too: pass --zero-stage 1 to shard it"
+        )
+
+
+def _deepspeed(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    diagnostics.notices.append(
+        f"{flag.name} only adds Megatron-DeepSpeed's fields to the log line: megalite does not use "
+        "DeepSpeed; --deepspeed_config reads settings from its file"
+    )
+
+
+def _gradients_in_fp32(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    dtype = line.config.parallel.grad_communication_dtype
+    if dtype in ("bf16", "fp16"):
+        diagnostics.add_problem(
+            f"{flag.name} and --grad-communication-dtype {dtype} contradict each other: remove one"
+        )
+    else:
+        _not_needed("gradient sums and their communication are in fp32")(flag, line, diagnostics)
+
+
+def _group_query_attention(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    if line.config.model.num_query_groups is None:
+        diagnostics.add_problem(f"{flag.name} needs --num-query-groups: pass it, or remove {flag.name}")
+    else:
+        diagnostics.notices.append(f"{flag.name} is not needed: --num-query-groups turns it on")
+
+
+def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Compare --local-rank with LOCAL_RANK, since old launchers set both. LOCAL_RANK is used."""
+    if " ".join(flag.values) != os.environ.get("LOCAL_RANK"):
+        diagnostics.add_problem(
+            f"{flag.name} {' '.join(flag.values)} differs from LOCAL_RANK={os.environ.get('LOCAL_RANK', '')} "
+            "in the environment, which takes precedence: start with torchrun, or set LOCAL_RANK"
+        )
+
+
+_RULES: dict[str, FlagRule] = {
+    "--group-query-attention": _group_query_attention,
+    "--local-rank": _local_rank,
+    "--no-position-embedding": _no_position_embedding,
+    "--no-pipeline-parallel": _no_pipeline_parallel,
+    "--accumulate-allreduce-grads-in-fp32": _gradients_in_fp32,
+}
+"""Flags whose value is checked against other settings."""
+
+REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage, "--deepspeed": _deepspeed}
+"""Flags that set fields, but behave differently than users of other programs may expect."""
+
+
+@functools.cache
+def megatron_rules() -> Mapping[str, FlagRule]:
+    """Return the rule of every flag that does not set a field, by its name with dashes."""
+    rules: dict[str, FlagRule] = dict(_RULES)
+    for accepted in ACCEPTED:
+        for flag, num_values in accepted.num_values().items():
+            rules[flag] = _not_needed(accepted.why, num_values)
+    for off in ACCEPTED_IF_OFF:
+        for flag in off.flags.split():
+            rules[f"--{flag}"] = _only_off(off)
+    for feature in UNSUPPORTED:
+        for flag in feature.flags.split():
+            rules[f"--{flag}"] = _unsupported(feature)
+    return rules
+
+
+@functools.cache
+def _negated_rules() -> Mapping[str, FlagRule]:
+    """Return the rules of flags that change nothing, by their name without `--no-` or `--disable-`."""
+    return {
+        _stem(flag): _not_needed(accepted.why)
+        for accepted in ACCEPTED
+        for flag, num_values in accepted.num_values().items()
+        if num_values == 0
+    }
+
+
+def rule_of(flag: str) -> FlagRule | None:
+    """Return the rule of a flag; None for an unknown one.
+
+    For the flags of an unsupported feature, only a prefix may be known. A flag that turns off an unsupported
+    feature, or one that changes nothing, is accepted as not needed.
+    """
+    if rule := megatron_rules().get(flag):
+        return rule
+    if feature := missing_feature(flag):
+        return _unsupported(feature)
+    stem = _stem(flag)
+    if stem != flag:
+        return _not_needed(_ALWAYS_SO) if missing_feature(stem) else _negated_rules().get(stem)
+    return None
+
+
+def _stem(flag: str) -> str:
+    """Return a flag without `no-` or `disable-`."""
+    return next((f"--{flag[len(no) :]}" for no in _NEGATIONS if flag.startswith(no)), flag)
+
+
+def missing_feature(flag: str) -> UnsupportedFeature | None:
+    """Return the unsupported feature that a flag requests."""
+    for feature in UNSUPPORTED:
+        prefixes = tuple(f"--{prefix}" for prefix in feature.prefixes.split())
+        if flag.startswith(prefixes) or flag[2:] in feature.flags.split():
+            return feature
+    return None
+
+
+def accepted_flags() -> list[str]:
+    """Return the flags that do not set fields, without the flags that are always refused."""
+    return sorted(megatron_rules().keys() - refused_flags())
+
+
+def refused_flags() -> set[str]:
+    """Return the flags of unsupported features."""
+    return {f"--{flag}" for feature in UNSUPPORTED for flag in feature.flags.split()}

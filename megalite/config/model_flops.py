@@ -1,0 +1,41 @@
+"""Compute model FLOPs by the conventions in use."""
+
+from __future__ import annotations
+
+from megalite.config import ModelConfig
+
+CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"
+"""The convention for TFLOP/s and MFU, in plans and in training's log."""
+
+
+def flops_per_token(model: ModelConfig, tp: int) -> float:
+    """Return the floating-point operations of the whole model per token, forward and backward.
+
+    By the convention of "model FLOPs", a multiply-add is two operations. Only GEMMs count, and backward
+    counts twice the forward. Causal attention counts half of the scores, and with a window the scores within
+    it. Recomputation does not count. Logits count with the padded vocabulary, which depends on `tp`; in BERT
+    they count for the predicted tokens only.
+    This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
+    forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
+    """
+    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
+    head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
+    scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, model.layer_kinds))
+    layers = model.num_layers * model.layer_weights
+    multiply_adds = layers + scores_and_context + head * model.predicted_share
+    return 3 * 2 * multiply_adds
+
+
+def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, float]:
+    """Return the floating-point operations per token by each convention of the literature.
+
+    `causal` is the convention of `flops_per_token`. `full_attention` counts all scores (Korthikanti et al.
+    2022). `hardware` also counts the layers' forward that full recomputation repeats, whether or not the run
+    recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
+    """
+    causal = flops_per_token(model, tp)
+    not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in model.layer_kinds)
+    scores = 12 * model.num_attention_heads * model.head_dim * not_counted
+    logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
+    full = causal + scores
+    return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}

@@ -1,0 +1,81 @@
+"""Declare what belongs to a config field in its metadata: flags, range, rule for resuming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from megalite.config.flags import flags
+
+_KEY = "option"
+
+
+class Range(NamedTuple):
+    """The values that a field may have, and their description."""
+
+    holds: Callable[[float], bool]
+    text: str
+
+
+POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
+NOT_NEGATIVE = Range(lambda value: 0 <= value < math.inf, "at least 0")
+SIZE = Range(lambda value: 0 < value < 2**31, "greater than 0 and below 2**31")
+NONZERO_SHARE = Range(lambda value: 0 < value <= 1, "greater than 0 and at most 1")
+FRACTION = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+OPEN_SHARE = Range(lambda value: 0 < value < 1, "greater than 0 and below 1")
+SHARE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
+ABOVE_ONE = Range(lambda value: 1 < value < math.inf, "greater than 1")
+AT_LEAST_TWO = Range(lambda value: 2 <= value < 2**31, "at least 2 and below 2**31")
+TIMERS = Range(lambda value: value in (0, 1, 2), "0, 1 or 2")
+ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
+SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
+
+
+class OnResume(Enum):
+    """What happens when a run resumes with a value that differs from the checkpoint's."""
+
+    MODEL = "refused: the weights differ; some fields may change with --finetune"
+    RUN = "refused: samples and dropout masks differ; --finetune allows it"
+    SCHEDULE = "refused: --override-opt-param-scheduler or --use-checkpoint-opt-param-scheduler allow it"
+    SETTING = "refused: the updates differ; --allow-settings-change allows it"
+    DATA = "refused: the samples differ; --allow-data-change allows it"
+    CORPUS = "compared by the content of the corpora and the parts that are read, not by the flag's text"
+    TOKENIZER = "logged if the resulting tokenizer differs"
+    LOGGED = "logged: it changes neither updates nor samples, or the log says where it does"
+    FREE = "ignored: layout, folders, logging, and the end of the run"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Describes a field of `ModelConfig`, besides its flags."""
+
+    allowed: Range | None = None
+    """Range of a number, or of each element of a tuple."""
+    on_resume: OnResume = OnResume.MODEL
+    """Rule for a run that resumes with another value."""
+    same_shapes: bool | tuple[str, ...] = False
+    """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
+    only_with: tuple[str, tuple[Any, ...]] | None = None
+    """Another field, and its values with which this field has an effect."""
+    in_megatron: bool = True
+    """Whether Megatron's checkpoints have the field, under the same name and with the same meaning."""
+
+
+def option(
+    *aliases: str,
+    sets: Mapping[str, Any] | None = None,
+    choices: Mapping[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the metadata of a field of `ModelConfig`; see `Flags` and, for more arguments, `Option`."""
+    return {**flags(*aliases, sets=sets, choices=choices), _KEY: Option(**more)}
+
+
+def option_of(field: Field[Any]) -> Option:
+    """Return the `Option` in a dataclass field's metadata; the default is a change of the model."""
+    found = field.metadata.get(_KEY, Option())
+    assert isinstance(found, Option)
+    return found

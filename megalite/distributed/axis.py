@@ -1,0 +1,130 @@
+"""The axes of the ranks, seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megalite.distributed.axes import Factoring, Role, Slice
+from megalite.distributed.observer import Observer, Wait, observed
+
+WORLD = "world"
+"""Name of the axis of all ranks; it is not an axis of the mesh."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis, or several together, seen from one rank.
+
+    Attributes:
+        size: number of ranks along the axis.
+        rank: this rank's coordinate, in [0, size).
+        ranks: global ranks along the axis, in order of their coordinate.
+        group: process group of those ranks.
+        backward_group: on an axis whose ranks send messages, a second group of the same ranks for gradients,
+            so that their messages do not wait for messages with hidden states.
+        sharded: on the axis of replicas, this rank's group of neighbours that ZeRO shards over; None if ZeRO
+            shards over the whole axis.
+        replicate: ranks that hold the same shards as this rank, one from each group; None if there is one
+            group. Observers of the axis observe both parts.
+        spans: names of the mesh axes that these ranks differ along, outermost first.
+        observers: called at the beginning and end of each wait for other ranks.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    backward_group: dist.ProcessGroup | None = None
+    sharded: Axis | None = None
+    replicate: Axis | None = None
+    spans: tuple[str, ...] = ()
+    observers: list[Observer[Wait]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    @property
+    def shard(self) -> Axis:
+        """Return the ranks that ZeRO shards over."""
+        return self.sharded or self
+
+    @property
+    def parts(self) -> tuple[Axis, ...]:
+        """Return the axis, and the parts that ZeRO divides it into, if any."""
+        return (self, *(part for part in (self.replicate, self.sharded) if part is not None))
+
+    def wait_begins(self, what: str, of: object = "", peer: int | None = None) -> None:
+        """Post that this rank begins to wait in a collective or for a message; see `Wait`."""
+        for observer in self.observers:
+            observer.begins(Wait(self.name, what, of, peer))
+
+    def wait_ends(self, what: str, of: object = "", peer: int | None = None) -> None:
+        """Post that this wait has ended."""
+        for observer in self.observers:
+            observer.ends(Wait(self.name, what, of, peer))
+
+    def wait(self, what: str, of: object = "") -> AbstractContextManager[None]:
+        """Post that this rank waits in the block."""
+        return observed(self.observers, Wait(self.name, what, of))
+
+
+@dataclass(frozen=True)
+class AxisSet:
+    """The axes of one factoring of the ranks, seen from one rank.
+
+    Attributes:
+        factoring: its entry in the table.
+        axes: each axis by name, in the table's order.
+        combined: several axes as one, by their names in the table's order.
+    """
+
+    factoring: Factoring
+    axes: Mapping[str, Axis]
+    combined: Mapping[tuple[str, ...], Axis]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Return this rank's coordinate along each axis, in the table's order."""
+        return {name: axis.rank for name, axis in self.axes.items()}
+
+    def over(self, *names: str) -> Axis:
+        """Return the ranks along several axes together, in the order of their coordinates.
+
+        It is one of the axes if the others have a single rank.
+
+        Raises:
+            KeyError: no process group spans the axes: declare them in `Factoring.groups`.
+        """
+        given = self.factoring.ordered(names)
+        large = tuple(name for name in given if self.axes[name].size > 1)
+        if len(large) < 2:
+            return self.axes[(large or given)[0]]
+        if large not in self.combined:
+            raise KeyError(f"no process group spans {large}: declare it in the table of axes")
+        return self.combined[large]
+
+    def slice_along(self, *names: str) -> Slice:
+        """Return the slice that this rank holds of what these axes cut together, the outermost first."""
+        index, count = 0, 1
+        for name in self.factoring.ordered(names):
+            index, count = index * self.axes[name].size + self.axes[name].rank, count * self.axes[name].size
+        return Slice(index, count)
+
+    def with_role(self, role: Role) -> Axis:
+        """Return the ranks that have a role, in the order of their coordinates."""
+        return self.over(*self.factoring.with_role(role))
+
+    def is_first_outside(self, *axes: Axis) -> bool:
+        """Return whether this rank is the first of the ranks that differ only along other axes than these."""
+        inside = {name for axis in axes for name in axis.spans}
+        return all(axis.is_first for name, axis in self.axes.items() if name not in inside)

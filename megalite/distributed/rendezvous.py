@@ -1,0 +1,176 @@
+"""Find the other ranks of a start: the launcher's environment, the store, and settings that must agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvous
+
+from megalite.distributed.agreement import REFUSED, RankRecord, check_agreement
+from megalite.distributed.network import choose_interface, is_this_machine, loopback_listener
+from megalite.distributed.store_barrier import name_of_start, wait_for_listener
+from megalite.errors import UserError
+
+_SECONDS_TO_REFUSE = 10.0
+"""Seconds for which a rank that refuses its settings tries to report this to the others."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Identifies this process among the launched processes: by torchrun, or with the same variables set.
+
+    Attributes:
+        restarts: number of torchrun's restarts of the ranks, plus Slurm's restarts of the job.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    restarts: int = 0
+
+    @staticmethod
+    def from_environment() -> Launch:
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and the counts of restarts.
+
+        The restart counts are TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT. If neither RANK nor
+        WORLD_SIZE is set, there is one rank.
+
+        Raises:
+            UserError: only some of the variables that ``env://`` needs are set, or one is not valid.
+        """
+        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        given = [name for name in needed if name in os.environ]
+        restarts = sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
+        if not {"RANK", "WORLD_SIZE"} & set(given):
+            return Launch(0, 1, 0, 1, restarts)
+        if missing := [name for name in needed if name not in os.environ]:
+            raise UserError(
+                f"{', '.join(given)} set but not {', '.join(missing)}: set all four, or use torchrun"
+            )
+        rank, world_size, _ = map(_environment_int, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
+        if rank >= world_size or local_world_size == 0:
+            mistake = UserError(
+                f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_WORLD_SIZE={local_world_size} are not valid: "
+                "RANK must be below WORLD_SIZE, and LOCAL_WORLD_SIZE at least 1"
+            )
+            mistake.on_one_rank = rank >= world_size
+            raise mistake
+        local_rank = _environment_int("LOCAL_RANK", rank % local_world_size)
+        return Launch(rank, world_size, local_rank, local_world_size, restarts)
+
+
+def _environment_int(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        mistake = UserError(f"environment variable {name}={text!r} is not a number: set it to an integer")
+        mistake.on_one_rank = name in ("RANK", "LOCAL_RANK")
+        raise mistake
+    return int(text)
+
+
+@contextmanager
+def refusal_reported() -> Iterator[None]:
+    """Report a UserError of this rank in this block to the other ranks, which also raise it.
+
+    The block must run before any rank waits for another. If all ranks raise the error, rank 0 opens no store
+    and nothing is reported: rank 0 prints it.
+    """
+    try:
+        yield
+    except UserError as error:
+        with suppress(UserError, dist.DistError, TimeoutError):
+            _report_refusal(Launch.from_environment(), error)
+        raise
+
+
+def _report_refusal(launch: Launch, error: UserError) -> None:
+    if launch.rank > 0:
+        wait_for_listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _SECONDS_TO_REFUSE)
+        store = _store_of_start(launch, timedelta(seconds=_SECONDS_TO_REFUSE))
+        check_agreement(store, launch.rank, launch.world_size, {REFUSED: str(error)}, "start")
+
+
+def open_store(launch: Launch, timeout: timedelta) -> Store:
+    """Return the store that all ranks of this start share, without the keys of an earlier start.
+
+    Raises:
+        UserError: there is no rendezvous with the other ranks.
+    """
+    with rendezvous_explained(launch):
+        if launch.world_size > 1:
+            choose_interface(
+                os.environ["MASTER_ADDR"], many_hosts=launch.local_world_size < launch.world_size
+            )
+        return _store_of_start(launch, timeout)
+
+
+def check_start(
+    launch: Launch, store: Store, must_agree: RankRecord, device_type: str, shard_degree: str = ""
+) -> None:
+    """Check that all ranks were started alike; every rank must call it equally often.
+
+    Args:
+        shard_degree: number of replicas of a node that ZeRO shards over, if it does.
+
+    Raises:
+        UserError: settings, devices or shard degrees differ; raised on every rank.
+    """
+    record = {
+        **must_agree,
+        "the device": device_type,
+        "the size of the groups that ZeRO shards within": shard_degree,
+    }
+    with rendezvous_explained(launch):
+        check_agreement(store, launch.rank, launch.world_size, record, "start")
+
+
+@contextmanager
+def rendezvous_explained(launch: Launch) -> Iterator[None]:
+    """Turn errors of the network or the store into a UserError that names the address of rank 0."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        mistake = UserError(
+            f"rank {launch.rank}: no rendezvous at MASTER_ADDR:MASTER_PORT {address} "
+            f"({str(error).splitlines()[0]}): every rank must name rank 0's host and a free port of it, and "
+            "rank 0 must be running"
+        )
+        mistake.on_one_rank = True  # rank 0 may be gone, or may never have started
+        raise mistake from None
+
+
+def _store_of_start(launch: Launch, timeout: timedelta) -> Store:
+    """Return the store for the rendezvous, without the keys of an earlier start."""
+    if launch.world_size == 1:
+        return HashStore()
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = os.environ["MASTER_ADDR"]
+    if launch.rank == 0 and not is_torchruns and is_this_machine(master):
+        listener = loopback_listener(master, int(os.environ["MASTER_PORT"]))
+        address, port = listener.getsockname()[:2]
+        store: Store = TCPStore(
+            address,
+            port,
+            launch.world_size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+    else:
+        if launch.rank > 0:
+            wait_for_listener(master, int(os.environ["MASTER_PORT"]), timeout.total_seconds())
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    if is_torchruns:  # torchrun's store and its keys outlive the ranks
+        name = name_of_start(store, launch.rank, launch.world_size, timeout.total_seconds())
+        return PrefixStore(name, store)
+    return store

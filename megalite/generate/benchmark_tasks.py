@@ -1,0 +1,278 @@
+"""Evaluate a trained model on the tasks of lm-evaluation-harness (Gao et al., zenodo 10256836).
+
+Every rank builds the same requests. Batches of requests are distributed over the replicas, and every rank
+gets all answers, so all ranks make the same calls. Import this module only if lm_eval is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from torch import Tensor
+
+from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.distributed.collectives import all_gather_from
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.generate.generator import Generator, Prompt, text_of
+from megalite.generate.sampling import Sampler, Sampling
+from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
+from megalite.model.kv_cache import CachedCore
+
+_ROWS = 1024
+"""Positions whose logits are in memory at a time."""
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Describes what to evaluate.
+
+    Attributes:
+        names: names of tasks, groups or tags, with wildcards.
+        folder: folder of further tasks, as YAML files; None for none.
+        num_fewshot: examples before each question; None for the task's own number.
+        limit: largest number of questions per task; None for all.
+        batch_size: requests per batch of a replica.
+    """
+
+    names: Sequence[str]
+    folder: Path | None
+    num_fewshot: int | None
+    limit: int | None
+    batch_size: int
+
+    def manager(self) -> TaskManager:
+        """Return the known tasks.
+
+        Raises:
+            UserError: a name matches none of them.
+        """
+        manager = TaskManager(include_path=None if self.folder is None else str(self.folder))
+        for name in self.names:
+            if not manager.match_tasks([name]):
+                where = "" if self.folder is None else f", and {self.folder} has no such task"
+                raise UserError(
+                    f"--tasks {name}: lm-evaluation-harness does not know it{where}: "
+                    "`lm-eval ls tasks` lists all, and --task-folder adds a folder of YAML files"
+                )
+        return manager
+
+
+def evaluate_tasks(
+    trained: TrainedModel, tokenizer: Tokenizer, options: TaskOptions, topology: Topology
+) -> Mapping[str, Any] | None:
+    """Return the harness's results on the first rank of each node, and None on the others.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: a task is unknown, or its data cannot be loaded. Every rank raises it.
+    """
+    trained.check_is_gpt("--tasks evaluates")
+    with topology.agreed():
+        manager = options.manager()
+    model = HarnessModel(trained, tokenizer, options.batch_size, topology)
+    try:
+        return simple_evaluate(
+            model,
+            tasks=manager.match_tasks([*options.names]),
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except (OSError, ConnectionError) as error:
+        raise UserError(f"the data of a task cannot be loaded: {error}") from error
+
+
+def table_of(results: Mapping[str, Any]) -> str:
+    """Return the results as the harness's table."""
+    return str(make_table(results))
+
+
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests with a trained model.
+
+    Args:
+        batch_size: requests per batch of a replica.
+    """
+
+    def __init__(
+        self, trained: TrainedModel, tokenizer: Tokenizer, batch_size: int, topology: Topology
+    ) -> None:
+        super().__init__()
+        self.stage = load_model(trained, topology, CachedCore)
+        self.max_length = trained.config.model.seq_length
+        self.vocab_size = trained.vocab_size
+        self.tokens = tokenizer
+        self.batch_size = batch_size
+        self.topology = topology
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the end-of-document token, which begins each text."""
+        return self.tokens.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Encode a text, without special tokens."""
+        return self.tokens.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it has the likeliest tokens.
+
+        Args:
+            requests: text, tokens of the context and tokens of the continuation. The start of a context
+                that is too long is not read.
+
+        Raises:
+            UserError: a continuation alone is longer than the sequence length.
+        """
+        windows = [(context, continuation) for _, context, continuation in requests]
+        longest = max((len(continuation) for _, continuation in windows), default=0)
+        if longest > self.max_length:
+            raise UserError(
+                f"a task has an answer of {longest} tokens, and the model reads {self.max_length}: remove it"
+            )
+        return self._answered(windows, self._score, lambda window: len(window[0]) + len(window[1]))
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, in windows of the sequence length without overlap."""
+        windows = [
+            (number, *make_disjoint_window(window))
+            for number, request in enumerate(requests)
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            )
+        ]
+        sums = [0.0] * len(requests)
+        for (number, *_), (value, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += value
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the text after each context, up to the first of its stop strings."""
+        answers = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in groups.values():
+            options = normalize_gen_kwargs(requests[numbers[0]].args[1])
+            contexts = [(number, self.tok_encode(requests[number].args[0])) for number in numbers]
+            answer = partial(self._continue, options=options)
+            texts = self._answered(contexts, answer, lambda context: len(context[1]))
+            for number, text in zip(numbers, texts, strict=True):
+                answers[number] = text
+        return answers
+
+    def _answered(
+        self,
+        requests: Sequence[Request],
+        answer: Callable[[Sequence[Request]], list[Answer]],
+        length: Callable[[Request], int],
+    ) -> list[Answer]:
+        """Answer requests in batches of similar length, the longest first; all ranks return all answers."""
+        ranks = self.topology.sample_ranks
+        order = sorted(range(len(requests)), key=lambda i: -length(requests[i]))
+        batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
+        mine: dict[int, Answer] = {}
+        for batch in batches[ranks.rank :: ranks.size]:
+            mine.update(zip(batch, answer([requests[i] for i in batch]), strict=True))
+        found = [mine] * ranks.size
+        if ranks.size > 1:
+            dist.all_gather_object(found, mine, group=ranks.group)
+        answers = {i: each for part in found for i, each in part.items()}
+        told = [[answers[i] for i in range(len(requests))]]
+        pp = self.topology.pp
+        if pp.size > 1:  # only the last stage has scores
+            dist.broadcast_object_list(told, pp.ranks[-1], group=pp.group)
+        return told[0]
+
+    @torch.inference_mode()
+    def _score(self, windows: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return the scores of a batch on the last stage, and zeros on the others."""
+        rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in windows]
+        counts = [len(continuation) for _, continuation in windows]
+        generator = Generator(self.stage, self._sampler(0.0), None)
+        hidden = generator.read([row[:-1] for row in rows], 0)  # [s, b, h], padded on the left
+        if not self.stage.is_last:
+            return [(0.0, False)] * len(windows)
+        places = torch.tensor(
+            [(len(hidden) - count + i, row) for row, count in enumerate(counts) for i in range(count)],
+            device=hidden.device,
+        )
+        targets = torch.tensor(
+            [token for row, count in zip(rows, counts, strict=True) for token in row[len(row) - count :]],
+            device=hidden.device,
+        )
+        values, are_best = self._log_likelihoods(hidden[places[:, 0], places[:, 1]], targets)
+        scores = zip(values.split(counts), are_best.split(counts), strict=True)
+        return [(float(value.sum()), bool(is_best.all())) for value, is_best in scores]
+
+    def _log_likelihoods(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-likelihood of each target, and whether it is the likeliest token.
+
+        Args:
+            hidden: ``[n, h]``.
+            targets: int64 ``[n]``.
+        """
+        values, are_best = [], []
+        for rows, tokens in zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True):
+            part = self.stage.logits(rows[:, None])[:, 0]  # [n, v/tp]
+            logits = all_gather_from(part, self.topology.tp)[:, : self.vocab_size]
+            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            values.append(logs.gather(-1, tokens[:, None])[:, 0].double())
+            are_best.append(logits.argmax(-1) == tokens)
+        return torch.cat(values), torch.cat(are_best)
+
+    @torch.inference_mode()
+    def _continue(self, contexts: Sequence[tuple[int, list[int]]], options: Mapping[str, Any]) -> list[str]:
+        """Return the texts after contexts, which are numbers and tokens."""
+        count = options["max_gen_toks"]
+        room = self.max_length - count
+        if room < 1:
+            raise UserError(
+                f"a task generates up to {count} tokens, and the model reads {self.max_length}: no token of "
+                "the question would be left"
+            )
+        prompts = [Prompt(number, (ids or [self.eot_token_id])[-room:], count) for number, ids in contexts]
+        stop = handle_stop_sequences(options["until"], None)
+        rows: list[list[int]] = [[] for _ in prompts]
+
+        def is_complete(row: int) -> bool:
+            text = text_of(self.tokens, prompts[row].ids, rows[row])
+            return any(each and each in text for each in stop)
+
+        generator = Generator(self.stage, self._sampler(options["temperature"]), end_of_document(self.tokens))
+        for step in generator(prompts, is_complete=is_complete):
+            for row, token in step.items():
+                rows[row].append(token)
+        texts = []
+        for prompt, ids in zip(prompts, rows, strict=True):
+            kept = ids[:-1] if ids[-1:] == [generator.eod] else ids
+            text = text_of(self.tokens, prompt.ids, kept)
+            texts.append(str(postprocess_generated_text(text, stop, None)))
+        return texts
+
+    def _sampler(self, temperature: float) -> Sampler:
+        return Sampler(Sampling(temperature), self.vocab_size, self.topology.tp)

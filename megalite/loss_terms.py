@@ -1,0 +1,93 @@
+"""The terms of a loss, by name, as they go from layers and stages to the pipeline.
+
+Shapes: s sequence, b microbatch, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LM_LOSS = "lm_loss"
+"""Name of the loss of the predicted tokens."""
+
+
+class LossTerm(NamedTuple):
+    """One summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
+
+    Attributes:
+        total: sum over the microbatch, a scalar.
+        per: the units: "token" for the tokens that have a loss, "sample" for samples.
+        scale: weight of the term in the loss.
+    """
+
+    total: Tensor
+    per: str = "token"
+    scale: float = 1.0
+
+    def value(self, divisor: float | Tensor) -> Tensor:
+        """Return the microbatch's part of the summand, if n is `divisor`."""
+        mean = self.total / divisor
+        return mean if self.scale == 1.0 else mean * self.scale
+
+
+Terms = Mapping[str, LossTerm]
+
+
+class WithTerms(NamedTuple):
+    """Holds the output of a layer or a stage that also computes terms of the loss.
+
+    Attributes:
+        hidden: ``[s, b, h]``; None on the last stage.
+        terms: terms by name; a layer's are added to terms of the same name from other layers.
+    """
+
+    hidden: Tensor | None
+    terms: Terms
+
+    @staticmethod
+    def of(output: Tensor | WithTerms) -> WithTerms:
+        """Return the output of a layer, or of a stage before the last."""
+        return output if isinstance(output, WithTerms) else WithTerms(output, {})
+
+    @staticmethod
+    def of_last(output: Tensor | WithTerms) -> WithTerms:
+        """Return the output of the last stage: a tensor is the total of `LM_LOSS`."""
+        return output if isinstance(output, WithTerms) else WithTerms(None, {LM_LOSS: LossTerm(output)})
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors at which backward begins."""
+        if self.hidden is not None:
+            yield self.hidden
+        for term in self.terms.values():
+            yield term.total
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether one of the tensors requires a gradient, like a single output."""
+        return any(tensor.requires_grad for tensor in self.tensors())
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> None:
+        """Call the hook with the gradient of each tensor, like the hook of a single output."""
+        for tensor in self.tensors():
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+
+def add_terms(terms: Terms, more: Terms) -> Terms:
+    """Return all terms; those of one name are added."""
+    result = dict(terms)
+    for name, term in more.items():
+        if name in result:
+            assert result[name][1:] == term[1:], f"the terms {name} differ in `per` or `scale`"
+            term = term._replace(total=result[name].total + term.total)
+        result[name] = term
+    return result
+
+
+def largest_total(terms: Terms) -> Tensor:
+    """Return the largest magnitude of the terms' totals, a scalar."""
+    return torch.stack([term.total.detach() for term in terms.values()]).abs().amax()

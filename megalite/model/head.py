@@ -1,0 +1,55 @@
+"""From the last hidden states to the logits of the vocabulary.
+
+Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.model.norm import build_norm
+from megalite.tensor_parallel.linear import LinearContext, column_linear
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
+
+
+class OutputLayer(nn.Module):
+    """Computes this rank's logits, in the weight's own dtype even if the layers run in fp8.
+
+    Args:
+        is_tied: the word embedding's weight is passed to `logits`; otherwise the layer has a weight.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext, *, is_tied: bool) -> None:
+        super().__init__()
+        self.context = LinearContext.of(replace(context, fp8_format=None))
+        spec = ParameterSpec(
+            (config.padded_vocab_size(context.tp.size), config.hidden_size),
+            Cut("tp", 0),
+            std=config.init_method_std,
+            num_padding=config.num_padding_rows(context.tp.size),
+            is_vocabulary=True,
+        )
+        self.weight = None if is_tied else new_parameter(spec, context)  # [v/tp, h]
+
+    def logits(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, v/tp]``; weight and bias are ``[v/tp, h]`` and ``[v/tp]``."""
+        return column_linear(x, weight, bias, self.context)
+
+
+class VocabHead(nn.Module):
+    """Computes the logits of norm(x), with a weight that no embedding shares."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.norm = build_norm(config, context)
+        self.output = OutputLayer(config, context, is_tied=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, v/tp]``."""
+        assert self.output.weight is not None
+        return self.output.logits(self.norm(x), self.output.weight)

@@ -1,0 +1,295 @@
+"""ZeRO stage 3: gather the weights of a unit before its forward and its backward, and free them afterwards.
+
+(Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP".)
+
+Between two uses a bucket's flat weights have no memory. Only their storage is resized: the parameters, their
+hooks and the views that autograd has saved stay the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import ParallelConfig
+from megalite.distributed.axis import Axis
+from megalite.distributed.collectives import Pending, flat_all_gather
+from megalite.optim.flat_buffers import Bucket
+from megalite.optim.weight_gatherer import ForwardUnit
+
+
+class WeightGathering(NamedTuple):
+    """The choice of how long ZeRO stage 3 keeps gathered weights.
+
+    Attributes:
+        keeps_weights: gather each weight once per iteration and keep it until the last backward. Otherwise
+            gather a layer's weights before its forward and before its backward, for each microbatch.
+        reason: reason of the choice, for the log.
+    """
+
+    keeps_weights: bool
+    reason: str
+
+    @staticmethod
+    def configured(parallel: ParallelConfig) -> WeightGathering:
+        """Return the choice of `fsdp_reshard_after_forward`; its default does not keep weights."""
+        choice = parallel.fsdp_reshard_after_forward
+        return WeightGathering(choice == "never", f"--fsdp-reshard-after-forward {choice}")
+
+
+class ChunkModules(NamedTuple):
+    """A model chunk as a caller describes it.
+
+    Attributes:
+        module: the chunk.
+        layers: its layers.
+        units: its modules in the order in which forward calls them, layers included.
+    """
+
+    module: nn.Module
+    layers: Sequence[nn.Module]
+    units: Sequence[ForwardUnit]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedUnit:
+    """A module and the buckets of the weights that are gathered for it.
+
+    Attributes:
+        is_layer: the weights are freed after forward, and gathered again for backward. Otherwise, as for the
+            embedding and the head, they stay full until backward has used them.
+    """
+
+    module: nn.Module
+    buckets: Sequence[Bucket]
+    is_layer: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedChunk:
+    """A model chunk and its units, in the order in which forward calls them."""
+
+    module: nn.Module
+    units: Sequence[ShardedUnit]
+
+
+def shard_chunks(
+    chunks: Sequence[ChunkModules],
+    named_parameters: Sequence[tuple[str, nn.Parameter]],
+    new_bucket: Callable[[Sequence[tuple[str, nn.Parameter]]], Bucket],
+    replicas_of: Callable[[nn.Parameter], Axis],
+    tied: nn.Parameter | None = None,
+    *,
+    splits_backward: bool = False,
+) -> tuple[list[ShardedChunk], list[list[Bucket]]]:
+    """Put the parameters of each layer, of each chunk's embedding and of its head into buckets.
+
+    Args:
+        new_bucket: makes a bucket of parameters, in the order in which backward reaches them.
+        replicas_of: returns the ranks that have the same parameter and sum its gradients; parameters with
+            different replicas have different buckets.
+        tied: a weight that two pipeline stages share. It has its own bucket, because both stages must have
+            the same shards of it.
+        splits_backward: the schedule computes the gradients of matrices later than the others. They have
+            their own bucket, so that neither waits for the other in a full buffer.
+
+    Returns:
+        The chunks, and groups of buckets: the buckets of a chunk in the order in which backward fills them,
+        and the buckets that two chunks of this rank share. The last chunk is first.
+    """
+    name_of = {parameter: name for name, parameter in named_parameters}
+    bucket_of: dict[nn.Parameter, Bucket] = {}  # in the order in which forward uses the parameters
+    sharded = []
+    for chunk in chunks:
+        units = []
+        for module, parameters in chunk.units:
+            parts: dict[tuple[str, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+            for parameter in reversed(parameters):
+                if parameter not in bucket_of:
+                    name = replicas_of(parameter).name
+                    part = name, parameter is tied, splits_backward and parameter.dim() > 1
+                    parts.setdefault(part, []).append((name_of[parameter], parameter))
+            for pairs in parts.values():
+                bucket_of.update(dict.fromkeys((each for _, each in pairs), new_bucket(pairs)))
+            buckets = dict.fromkeys(bucket_of[parameter] for parameter in parameters)
+            units.append(ShardedUnit(module, list(buckets), module in chunk.layers))
+        sharded.append(ShardedChunk(chunk.module, units))
+    return sharded, _groups(sharded)
+
+
+def _groups(chunks: Sequence[ShardedChunk]) -> list[list[Bucket]]:
+    """Group the buckets by the chunks that use them; in a group, backward fills the first bucket first."""
+    users: dict[Bucket, list[int]] = {}  # in the order in which forward first uses the buckets
+    for number, chunk in enumerate(chunks):
+        for bucket in dict.fromkeys(bucket for unit in chunk.units for bucket in unit.buckets):
+            users.setdefault(bucket, []).append(number)
+    groups: dict[tuple[int, ...], list[Bucket]] = {}
+    for bucket in reversed(users):
+        groups.setdefault(tuple(users[bucket]), []).append(bucket)
+    return [groups[each] for each in sorted(groups, reverse=True)]
+
+
+class ShardedWeights:
+    """Gathers and frees the weights of this rank's units.
+
+    While a unit computes, the weights of the unit that follows in forward, or in backward, are gathered. At
+    most two layers of a chunk are full at a time, unless they are kept.
+
+    Args:
+        keeps_rest: keep weights outside of layers full from the first forward of an iteration to its end.
+        keeps_layers: keep the layers' weights full, too.
+        wait_for_reductions: waits for the reductions of the previous microbatch, whose full gradients would
+            otherwise stay in memory during this one's forward. Called after each layer's forward.
+        wait_for_update: waits until a bucket's main weights are updated, if the host updates them
+            concurrently; else None.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ShardedChunk],
+        *,
+        keeps_rest: bool,
+        keeps_layers: bool,
+        wait_for_reductions: Callable[[], object],
+        wait_for_update: Callable[[Bucket], object] | None = None,
+    ) -> None:
+        self.keeps_layers = keeps_layers
+        self.wait_for_reductions = wait_for_reductions
+        self.wait_for_update = wait_for_update
+        self._full: dict[Bucket, Pending] = {}
+        """Buckets with memory, and their all-gathers."""
+        self._in_backward: dict[ShardedUnit, ShardedUnit | None] = {}
+        """Layers that compute their backward, each with the layer whose backward follows."""
+        self._for_backward = set[ShardedUnit]()
+        """Layers whose weights are full for a backward that has not ended."""
+        self._freed_with_gradients = {
+            bucket
+            for chunk in chunks
+            for unit in chunk.units
+            if not (unit.is_layer or keeps_rest)
+            for bucket in unit.buckets
+        }
+        for chunk in chunks:
+            self._register_hooks(chunk)
+
+    def _register_hooks(self, chunk: ShardedChunk) -> None:
+        last_layer: ShardedUnit | None = None
+        for unit, later in zip(chunk.units, [*chunk.units[1:], None], strict=True):
+            before = partial(self._before_forward, unit, later)
+            unit.module.register_forward_pre_hook(before, prepend=True)
+            if unit.is_layer:
+                unit.module.register_forward_hook(partial(self._after_forward, unit, last_layer))
+                last_layer = unit
+        chunk.module.register_forward_hook(partial(self._after_chunk, last_layer))
+
+    def start(self) -> None:
+        """Do nothing after an update: each unit's weights are gathered when it uses them."""
+
+    def finish(self) -> None:
+        """Free all weights, before the main weights are read or changed."""
+        self.free()
+
+    def free(self) -> None:
+        """Free all weights: the main weights have changed, or are about to."""
+        self._in_backward.clear()
+        self._for_backward.clear()
+        for bucket in list(self._full):
+            self._free(bucket)
+
+    def gradients_are_complete(self, bucket: Bucket) -> None:
+        """Free a bucket outside of the layers once backward has used it in this microbatch."""
+        if bucket in self._freed_with_gradients:
+            self._free(bucket)
+
+    def _after_chunk(
+        self, last: ShardedUnit | None, module: nn.Module, inputs: object, output: Tensor
+    ) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._start_for_backward(last))
+
+    def _before_forward(
+        self, unit: ShardedUnit, later: ShardedUnit | None, module: nn.Module, inputs: Sequence[object]
+    ) -> None:
+        self._start(unit)
+        if unit not in self._for_backward:  # otherwise backward recomputes a layer
+            self._start(later)
+        for bucket in unit.buckets:
+            self._finish(bucket)
+        for x in inputs if unit.is_layer else ():
+            if isinstance(x, Tensor) and x.requires_grad:
+                x.register_hook(lambda gradient: self._after_backward(unit))
+
+    def _after_forward(
+        self,
+        layer: ShardedUnit,
+        earlier: ShardedUnit | None,
+        module: nn.Module,
+        inputs: object,
+        output: Tensor,
+    ) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._before_backward(layer, earlier))
+        if layer in self._for_backward:
+            return
+        self.wait_for_reductions()
+        if not self.keeps_layers:
+            self._free_all(layer)
+
+    def _before_backward(self, layer: ShardedUnit, earlier: ShardedUnit | None) -> None:
+        self._start_for_backward(layer)
+        self._in_backward[layer] = earlier
+        if len(self._in_backward) == 1:  # otherwise `_after_backward` of the layer before it in backward
+            self._start_for_backward(earlier)
+        for bucket in layer.buckets:
+            self._finish(bucket)
+
+    def _after_backward(self, layer: ShardedUnit) -> None:
+        """Free a layer's weights, then gather the weights of the layer after the next one in backward."""
+        self._for_backward.discard(layer)
+        if layer not in self._in_backward:
+            return
+        del self._in_backward[layer]
+        if not self.keeps_layers:
+            self._free_all(layer)
+        for earlier in self._in_backward.values():
+            self._start_for_backward(earlier)
+
+    def _start_for_backward(self, layer: ShardedUnit | None) -> None:
+        if layer is not None:
+            self._for_backward.add(layer)
+            self._start(layer)
+
+    @torch.no_grad()
+    def _start(self, unit: ShardedUnit | None) -> None:
+        """Start to gather the unit's weights, unless they are full."""
+        for bucket in () if unit is None else unit.buckets:
+            if bucket in self._full:
+                continue
+            if self.wait_for_update is not None:
+                self.wait_for_update(bucket)
+            weight, own = bucket.weight, bucket.shard
+            weight.untyped_storage().resize_(weight.nbytes)
+            assert bucket.main is not None
+            weight[own].copy_(bucket.main)  # rounded to the dtype of the weights
+            self._full[bucket] = flat_all_gather(weight, weight[own], bucket.replicas.shard, of="weights")
+
+    def _finish(self, bucket: Bucket) -> None:
+        pending = self._full[bucket]
+        if pending.work is not None:
+            pending.wait()
+            self._full[bucket] = Pending(pending.tensor, None)
+
+    def _free_all(self, unit: ShardedUnit) -> None:
+        for bucket in unit.buckets:
+            self._free(bucket)
+
+    def _free(self, bucket: Bucket) -> None:
+        if bucket in self._full:
+            self._finish(bucket)  # the memory must not be reused before the all-gather has written it
+            del self._full[bucket]
+            bucket.weight.untyped_storage().resize_(0)

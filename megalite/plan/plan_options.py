@@ -1,0 +1,187 @@
+"""Options of a plan besides the cluster: failures, scaling tables, and options without effect."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.commands import command_name
+from megalite.config import Config
+from megalite.config.tool_parser import (
+    ToolParser,
+    duration,
+    local_path,
+    positive_int,
+    positive_number,
+    whole_number,
+)
+from megalite.errors import UserError, shortened
+from megalite.plan.goodput_plan import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
+from megalite.plan.planned_run import Cluster
+
+ETHERNET_NODE_GBPS = 12.5
+"""GB/s of the Ethernet of a node, one way, which its GPUs share: an adapter of 100 Gb/s."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Holds the request of --scaling.
+
+    Attributes:
+        nodes: numbers of nodes, ascending.
+        ethernet_gbps: gigabytes per second from a GPU to other nodes over Ethernet, one way.
+        svg: file for a picture.
+    """
+
+    nodes: tuple[int, ...]
+    ethernet_gbps: float
+    svg: Path | None = None
+
+
+RELIABILITY_FLAGS = ("storage_gbps", "restart_minutes", "node_repair", "spare_nodes")
+"""Flags, as fields of `Reliability`, that have an effect only with --node-mtbf."""
+
+
+def add_failures(parser: ToolParser) -> None:
+    """Add the flags of a run whose nodes fail."""
+    add = parser.add_argument
+    add(
+        "--node-mtbf",
+        type=duration,
+        metavar="TIME",
+        help="mean time between failures of a node, such as 26000h, 1000d or 3y, to plan failures, the save "
+        "interval and spare nodes",
+    )
+    add(
+        "--storage-gbps",
+        type=positive_number,
+        help="gigabytes/s at which all ranks together save or load a checkpoint (default: "
+        f"{NODE_STORAGE_GBPS:g} per node)",
+    )
+    add(
+        "--restart-minutes",
+        type=positive_number,
+        help="minutes from a node's failure until the ranks load the checkpoint (default: "
+        f"{RESTART_MINUTES:g})",
+    )
+    add(
+        "--node-repair",
+        type=duration,
+        metavar="TIME",
+        help=f"time until a failed node can be used again, such as 12h (default: {REPAIR_DAYS:g}d)",
+    )
+    add(
+        "--spare-nodes",
+        type=whole_number,
+        help="nodes that wait to replace failed ones (default: enough for 99%% of the failures)",
+    )
+
+
+def reliability_of(own: argparse.Namespace) -> Reliability | None:
+    """Return how often nodes fail; None without --node-mtbf."""
+    if own.node_mtbf is None:
+        return None
+    return Reliability(own.node_mtbf, **{name: getattr(own, name) for name in RELIABILITY_FLAGS})
+
+
+SCALING_FLAGS = ("--scaling", "--ethernet-gbps", "--svg")
+
+
+def refuse_scaling(tokens: Sequence[str]) -> None:
+    """Refuse the flags of a scaling table in a command line of another command.
+
+    Raises:
+        UserError: one of them is there.
+    """
+    for token in tokens:
+        if (flag := token.partition("=")[0]) in SCALING_FLAGS:
+            raise UserError(
+                f"{flag} is an option of {command_name('plan')} and {command_name('scaling')}: remove it"
+            )
+
+
+def add_scaling(parser: ToolParser) -> None:
+    """Add the flags of a scaling table."""
+    add = parser.add_argument
+    add(
+        "--scaling",
+        type=_node_counts,
+        metavar="N,N",
+        help="numbers of nodes, such as 1,2,4,8: print the efficiency of weak and strong scaling",
+    )
+    add(
+        "--ethernet-gbps",
+        type=positive_number,
+        help="gigabytes/s from a GPU to other nodes over Ethernet, one way, which --scaling compares with "
+        f"--network-gbps (default: {ETHERNET_NODE_GBPS:g} per node)",
+    )
+    add("--svg", type=local_path, metavar="FILE", help="also draw --scaling's table to this SVG file")
+
+
+def _node_counts(text: str) -> tuple[int, ...]:
+    """Parse two or more numbers of nodes; an argparse `type`."""
+    parts = text.split(",")
+    if len(parts) < 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)!r} is not a list of two or more numbers of nodes, such as 1,2,4"
+        )
+    return tuple(sorted({positive_int(part) for part in parts}))
+
+
+def scaling_of(own: argparse.Namespace, config: Config, cluster: Cluster) -> Scaling | None:
+    """Return what --scaling requests, and refuse flags that contradict it."""
+    if own.scaling is None:
+        return None
+    counts = f"--scaling {','.join(map(str, own.scaling))}"
+    if config.training.global_batch_size is None:
+        raise UserError(f"{counts} needs --global-batch-size, the batch on {own.scaling[-1]} nodes")
+    both = "both set the number of GPUs: remove"
+    if own.world_size is not None:
+        raise UserError(f"{counts} and --world-size {own.world_size} {both} --world-size")
+    if (dp := config.parallel.data_parallel_size) is not None:
+        raise UserError(f"{counts} and --dp {dp} {both} --dp")
+    if own.search:
+        raise UserError(
+            f"{counts} plans one layout, and --search many: pass --tp, --pp … instead of --search"
+        )
+    ethernet = own.ethernet_gbps or ETHERNET_NODE_GBPS / cluster.gpus_per_node
+    return Scaling(own.scaling, ethernet, own.svg)
+
+
+COSTS = ("train_tokens", "watts", "price_per_gpu_hour", "node_mtbf")
+"""Options that describe a whole run."""
+NEEDED = {
+    **dict.fromkeys(RELIABILITY_FLAGS, "node_mtbf"),
+    **dict.fromkeys(("ethernet_gbps", "svg"), "scaling"),
+    "top": "search",
+}
+"""Options that have an effect only with another one."""
+
+
+def unused_options(own: argparse.Namespace, config: Config) -> list[str]:
+    """Return a line for each option of the plan that has no effect because of other options."""
+    training, lines = config.training, list[str]()
+    lengths = {"--train-iters": training.train_iters, "--train-samples": training.train_samples}
+    other = [f"{flag} {value}" for flag, value in lengths.items() if value is not None]
+    if own.train_tokens is not None and other:
+        lines.append(f"{other[0]} has no effect on the plan: --train-tokens is the length of the run")
+    elif own.train_tokens is None and not other:
+        costs = {"--watts": own.watts, "--price-per-gpu-hour": own.price_per_gpu_hour}
+        lines += [
+            f"{flag} {value:g} has no effect: the run has no length, pass --train-tokens or --train-iters"
+            for flag, value in costs.items()
+            if value is not None
+        ]
+    for name, needed in NEEDED.items():
+        if getattr(own, name) is not None and not getattr(own, needed):
+            lines.append(f"{_flag(name)} has no effect without {_flag(needed)}")
+    if own.scaling is not None:
+        given = [name for name in COSTS if getattr(own, name) is not None]
+        lines += [f"{_flag(name)} has no effect with --scaling" for name in given]
+    return lines
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,1 @@
+"""Plan and measure how a run scales over nodes."""

@@ -1,0 +1,243 @@
+"""The units of a planned run (embedding, layers, head): their records, as the run's program executes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from megalite.config import ModelConfig
+from megalite.plan.programs import Program
+from megalite.recording.records import kinds_of_layers, unit_record
+from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
+from megalite.recording.unit_record import AttentionCall, UnitRecord
+
+T = TypeVar("T")
+
+
+class UnitsKey(NamedTuple):
+    """Everything that the records of a run depend on.
+
+    Attributes:
+        any_unit: key of the units' records; its `unit` has no meaning, and its settings of recomputation are
+            those of the run.
+        cp: context-parallel size: a rank's queries attend to the keys of all ranks.
+        drops_weights: attention weights are dropped.
+    """
+
+    any_unit: UnitKey
+    program: Program
+    cp: int
+    drops_weights: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ModelUnits:
+    """The records of a model's units on one tensor-parallel rank.
+
+    Attributes:
+        kinds: for each layer of the model, the number of the first layer of its kind.
+        layers: record of each kind of layer, by that number.
+    """
+
+    embedding: UnitRecord
+    head: UnitRecord
+    kinds: tuple[int, ...]
+    layers: Mapping[int, UnitRecord]
+    _shared: dict[Hashable, Any] = field(default_factory=dict)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make` for the first run with these records and this key.
+
+        Many layouts of a search differ only in few options, such as the ZeRO stage. They share what does not
+        depend on these.
+
+        Args:
+            key: name of the result, and everything that it depends on besides the records.
+        """
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: T = self._shared[key]
+        return found
+
+    @cached_property
+    def layer_sizes(self) -> dict[int, int]:
+        """Return the parameters of a layer of each kind on the rank."""
+        return {kind: _size(layer) for kind, layer in self.layers.items()}
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Return the parameters of the largest layer on the rank."""
+        return max(self.layer_sizes.values())
+
+    @cached_property
+    def head_size(self) -> int:
+        """Return the parameters after the last layer on the rank, with a weight that it shares."""
+        return _size(self.head)
+
+    @cached_property
+    def tied_size(self) -> int:
+        """Return the parameters on the rank that the embedding and the head share."""
+        return sum(weight.size for weight in self.head.weights if weight.is_tied)
+
+    @cached_property
+    def edge_sizes(self) -> dict[tuple[bool, bool], int]:
+        """Return the parameters outside the layers on a rank, by whether it has the first and last stage."""
+        first, both = _size(self.embedding), _size(self.embedding) + self.head_size - self.tied_size
+        return {
+            (False, False): 0,
+            (True, False): first,
+            (False, True): self.head_size,
+            (True, True): both,
+        }
+
+    @property
+    def forward_flops(self) -> float:
+        """Return the FLOPs of a microbatch's forward on the rank: GEMMs and attention."""
+        phases = [self.embedding.forward, self.head.forward]
+        phases += [self.layers[kind].forward for kind in self.kinds]
+        return sum(
+            sum(gemm.flops for gemm in phase.gemms) + sum(call.flops for call in phase.attention)
+            for phase in phases
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the parameters of the whole model on all ranks."""
+        layers = sum(self.layers[kind].num_parameters for kind in self.kinds)
+        tied = replace(self.head, weights=tuple(each for each in self.head.weights if each.is_tied))
+        return self.embedding.num_parameters + layers + self.head.num_parameters - tied.num_parameters
+
+
+def _size(unit: UnitRecord) -> int:
+    return sum(weight.size for weight in unit.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class RankUnits:
+    """Holds the units of a pipeline rank's stages.
+
+    Attributes:
+        kinds: kinds of its layers, of all its stages.
+        is_first, is_last: whether it has the first or the last stage.
+        edge_size: parameters outside the layers, on one tp rank. Both ends hold a tied embedding.
+        size: all parameters, on one tp rank.
+    """
+
+    kinds: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    edge_size: int
+    size: int
+
+
+OWN_LOSS_ACCESSES = (1, 2)
+"""Reads and writes of each logit by megalite's own loss in forward and backward, which are in the record."""
+SEPARATE_ACCESSES = 3
+"""Reads and writes of the hidden states that a layer's forward needs besides megalite's if dropout, additions
+and norms are separate kernels."""
+COPIES_IN_BACKWARD = 1.5
+"""Ratio of copies in backward to copies in forward."""
+
+
+def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None = None) -> ModelUnits:
+    """Return the records of a whole model on one rank, for one sample; its vocabulary is padded as for `tp`.
+
+    Args:
+        provider: builds the stages of the program's own model.
+    """
+    key = UnitKey(
+        replace(model, attention_backend="auto", pad_vocab_size_to=model.padded_vocab_size(tp)),
+        0,
+        tp=1,
+        positions=model.seq_length,
+        micro_batch_size=1,
+        sequence_parallel=False,
+        has_documents=not model.is_causal,
+        splits_backward=False,
+        provider=provider,
+    )
+    return units_of(UnitsKey(key, Program(fused_attention=True), cp=1, drops_weights=False))
+
+
+@lru_cache(maxsize=4096)
+def units_of(key: UnitsKey) -> ModelUnits:
+    """Return the records of a run."""
+    whole = key.any_unit
+    edge = replace(whole, recomputed_modules=())
+    one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
+    kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
+    layer = replace(whole, cross_entropy_chunks=1)
+    return ModelUnits(
+        unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
+        head_as_executed(unit_record(replace(edge, unit=HEAD)), key.program),
+        kinds,
+        {kind: as_executed(unit_record(replace(layer, unit=kind)), key) for kind in set(kinds)},
+    )
+
+
+def _whole_vocabulary(model: ModelConfig) -> ModelConfig:
+    """Return the model with a padding that any number of ranks accepts; layers do not depend on it."""
+    return replace(model, pad_vocab_size_to=None)
+
+
+def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
+    """Return the record of a layer, with what a program other than megalite does differently."""
+    if key.cp > 1:
+        layer = _with_all_keys(layer, key.cp)
+    program = key.program
+    if program.is_own:
+        return layer
+    model, modules = key.any_unit.model, key.any_unit.recomputed_modules
+    (call, *_) = layer.forward.attention or (None,)
+    saved, moved = layer.saved_bytes, 0.0
+    element = layer.forward.gemms[0].element_bytes
+    if call is not None:
+        rotated = (call.heads * call.queries + call.kv_heads * call.queries) * call.size
+        saves_rotated = model.position_embedding_type == "rope" and "core_attn" not in modules
+        if program.fused_elementwise and saves_rotated:
+            saved -= element * rotated
+        if program.keeps_scores and "core_attn" not in modules:
+            scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
+            saved += element * (scores + call.heads * call.queries * call.size)
+    if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
+        saved += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
+    if program.copies_heads and call is not None:
+        moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size
+    if not program.fused_elementwise:
+        moved += SEPARATE_ACCESSES * layer.input_bytes
+    forward, backward = (
+        replace(phase, kernel_bytes=phase.kernel_bytes + copies * moved)
+        for phase, copies in ((layer.forward, 1.0), (layer.backward, COPIES_IN_BACKWARD))
+    )
+    return replace(layer, forward=forward, backward=backward, saved_bytes=saved)
+
+
+def head_as_executed(head: UnitRecord, program: Program) -> UnitRecord:
+    """Return the record of a head, with the loss of a program that converts the logits to fp32.
+
+    `saved_bytes` has the copies at the loss' peak.
+    """
+    if program.logit_copy_bytes == 0:
+        return head
+    gemm = head.forward.gemms[-1]
+    logits = gemm.m * gemm.n
+    phases = zip((head.forward, head.backward), program.loss_bytes, OWN_LOSS_ACCESSES, strict=True)
+    forward, backward = (
+        replace(phase, kernel_bytes=phase.kernel_bytes + logits * (size - own * gemm.element_bytes))
+        for phase, size, own in phases
+    )
+    saved = head.saved_bytes + logits * program.logit_copy_bytes
+    return replace(head, forward=forward, backward=backward, saved_bytes=saved)
+
+
+def _with_all_keys(layer: UnitRecord, cp: int) -> UnitRecord:
+    def extended(call: AttentionCall) -> AttentionCall:
+        return call._replace(keys=call.keys * cp)
+
+    forward, backward = (
+        replace(phase, attention=tuple(map(extended, phase.attention)))
+        for phase in (layer.forward, layer.backward)
+    )
+    return replace(layer, forward=forward, backward=backward)

@@ -1,0 +1,287 @@
+"""Run a unit of a model on meta tensors, forward and backward, and record what it does."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import RecomputeConfig
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError, first_line
+from megalite.microbatch import Microbatch
+from megalite.model.architectures import STAGES
+from megalite.model.layer import TransformerLayer
+from megalite.model.recompute import apply_recompute
+from megalite.model.stage import DTYPES, Stage, StageProvider
+from megalite.recording.live_bytes import LiveBytes
+from megalite.recording.meta_tensors import meta_tensors
+from megalite.recording.operator_log import OperatorLog
+from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
+from megalite.recording.unit_record import UnitRecord, WeightRecord
+from megalite.tensor_parallel.matrices import matrices_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
+from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
+from megalite.torch_private import EagerMode, read_scalar
+
+
+def record_unit(key: UnitKey) -> UnitRecord:
+    """Return what the unit of a key does.
+
+    Raises:
+        UserError: the program's own model reads values, or has another error.
+    """
+    topology = Topology.on_paper({"tp": key.tp})
+    store = WeightGradientStore() if key.splits_backward else None
+    with meta_tensors(), _planned(key), LiveBytes() as live:
+        stage = _build(key, topology, store)
+        _add_gradients_in_place(stage)
+        microbatch = microbatch_of(key)
+        if stage.layers:
+            stage.prepare_tables()
+        hidden_shape = (key.positions // (key.tp if key.sequence_parallel else 1), key.micro_batch_size)
+        run = _Run(live, topology, stage, store, (*hidden_shape, key.model.hidden_size))
+        return run.record(*_function_of(key, stage, microbatch))
+
+
+def layer_kinds(key: UnitKey) -> tuple[int, ...]:
+    """Return, for each layer of the model, the number of the first layer of its kind.
+
+    Layers are of one kind if they have the same class, the same shapes of parameters, and an equal `kind`,
+    which a layer sets if it differs from others in something else, such as the tokens that it sees.
+    """
+    topology = Topology.on_paper({})
+    with meta_tensors(), _planned(key):
+        stage = _provider(key)(
+            key.model,
+            _context(key, topology, None),
+            range(key.model.num_layers),
+            is_first=False,
+            is_last=False,
+        )
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(_signature(layer), int(number)) for number, layer in stage.layers.items())
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return type(layer), getattr(layer, "kind", None), shapes
+
+
+def _provider(key: UnitKey) -> StageProvider:
+    return key.provider or STAGES[key.model.architecture]
+
+
+def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None) -> LayerContext:
+    return LayerContext(
+        topology,
+        DTYPES[key.model.params_dtype],
+        sequence_parallel=key.sequence_parallel,
+        has_documents=key.has_documents,
+        weight_gradient_store=store,
+        fuses_weight_gradients=True,
+    )
+
+
+def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None) -> Stage:
+    layers = [key.unit] if isinstance(key.unit, int) else []
+    stage = _provider(key)(
+        key.model,
+        _context(key, topology, store),
+        layers,
+        is_first=key.unit == EMBEDDING,
+        is_last=key.unit == HEAD,
+    )
+    apply_recompute(
+        stage,
+        RecomputeConfig(
+            recompute_granularity="selective" if key.recomputed_modules else None,
+            recompute_modules=key.recomputed_modules,
+            cross_entropy_chunks=key.cross_entropy_chunks,
+        ),
+    )
+    return stage
+
+
+def _add_gradients_in_place(stage: Stage) -> None:
+    """Give weights a buffer of gradients outside of the record, as the optimizer does."""
+    wide = torch.promote_types(stage.context.dtype, torch.float32)
+    for parameter in stage.parameters():
+        total = torch.empty(parameter.shape, dtype=wide, device="meta")
+        gradient = MainGrad(lambda total=total: (total, False), lambda: None, total)  # type: ignore[misc]
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_forget_gradient)
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def microbatch_of(key: UnitKey) -> Microbatch:
+    """Return the input of one forward pass, without values."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    b, s = key.micro_batch_size, key.positions
+    if key.model.architecture != "bert":
+        ids = numbers(b, s) if key.has_documents else None
+        return Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
+    k = max(1, round(s * key.model.predicted_share))
+    return Microbatch(
+        numbers(b, s),
+        numbers(b, k),
+        numbers(b),
+        document_ids=numbers(b, s),
+        loss_mask=numbers(b, k, dtype=torch.bool),
+        label_positions=numbers(b, k),
+        token_types=numbers(b, s),
+        order_labels=numbers(b),
+    )
+
+
+def _function_of(
+    key: UnitKey, stage: Stage, microbatch: Microbatch
+) -> tuple[Callable[[Any], Any], Iterable[nn.Parameter]]:
+    """Return the unit as a function of hidden states, and its parameters."""
+    if key.unit == EMBEDDING:
+        return lambda _: stage.embedding(microbatch), stage.embedding.parameters()
+    if key.unit == HEAD:
+        return (
+            lambda x: stage.losses(stage.last_module(x), microbatch),
+            stage.last_parameters(),
+        )
+    (layer,) = stage.layers.values()
+    inputs = stage.layer_inputs(microbatch)
+    return lambda x: stage.run_layers([layer], x, *inputs), layer.parameters()
+
+
+class _Run:
+    """Runs a unit, and counts.
+
+    Args:
+        live: counts bytes since before the unit was built.
+        shape: shape of the hidden states.
+    """
+
+    def __init__(
+        self,
+        live: LiveBytes,
+        topology: Topology,
+        stage: Stage,
+        store: WeightGradientStore | None,
+        shape: Sequence[int],
+    ) -> None:
+        self._live, self._topology, self._stage = live, topology, stage
+        self._store, self._shape = store, shape
+        kinds = [layer.kind for layer in stage.layers.values() if isinstance(layer, TransformerLayer)]
+        self._window = kinds[0].window if kinds else None
+
+    def record(self, function: Callable[[Any], Any], parameters: Iterable[nn.Parameter]) -> UnitRecord:
+        weights, live = tuple(self._weights(parameters)), self._live
+        lasting = live.peak = live.now
+        with OperatorLog(self._topology, self._window) as log:
+            x = torch.empty(*self._shape, dtype=self._stage.context.dtype, device="meta", requires_grad=True)
+            outputs = list(_results(function(x)))
+            input_bytes = x.nbytes
+            del x
+            forward = log.take()
+            # The next unit, or the stage after it, counts the output.
+            saved = live.now - lasting - sum(each.nbytes for each in outputs if each.dim())
+            workspace, live.peak = live.peak - lasting - saved, live.now
+            grads = [torch.empty_like(each) for each in outputs]
+            log.take()
+            if self._store is None:
+                torch.autograd.backward(outputs, grads)
+                backward, weight = log.take(), log.take()
+            else:
+                with self._store.collect() as stored:
+                    torch.autograd.backward(outputs, grads)
+                backward = log.take()
+                run_stored(stored)
+                weight = log.take()
+            workspace = max(workspace, live.peak - lasting - saved)
+        return UnitRecord(weights, forward, backward, weight, input_bytes, saved, workspace)
+
+    def _weights(self, parameters: Iterable[nn.Parameter]) -> Iterator[WeightRecord]:
+        names = {parameter: name for name, parameter in self._stage.named_parameters()}
+        tied = self._stage.tied_weight
+        for parameter in dict.fromkeys(parameters):
+            spec = spec_of(parameter)
+            yield WeightRecord(
+                names[parameter],
+                spec.full_shape,
+                parameter.numel(),
+                spec.dim_cut_over("tp") is not None,
+                parameter is tied,
+                tuple(matrix.shape for matrix in matrices_of(spec)) if spec.is_matrix else (),
+            )
+
+
+def _results(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors that backward starts from."""
+    if isinstance(output, Mapping):
+        terms = output
+    elif isinstance(output, tuple):
+        output, terms = output
+        yield output
+    else:
+        yield output
+        return
+    for term in terms.values():
+        total = term if isinstance(term, Tensor) else term.total
+        if total.requires_grad:
+            yield total
+
+
+@contextmanager
+def _planned(key: UnitKey) -> Iterator[None]:
+    """Report in one line that the program's own model cannot run on meta tensors, and where."""
+    if key.provider is None:
+        yield
+        return
+    try:
+        with _NoReads():
+            yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the model cannot be planned: {_line_of(traceback.extract_tb(error.__traceback__))} raises "
+            f"{type(error).__name__}: {first_line(error)}; a plan runs the model on tensors without values"
+        ) from error
+
+
+class _NoReads(EagerMode):
+    """Refuses to read values from the device in this block, since meta tensors have none."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is read_scalar:
+            raise UserError(
+                f"the model cannot be planned: {_line_of(traceback.extract_stack())} reads a value from the "
+                "device; a plan runs the model on tensors without values, and on a GPU the read would wait "
+                "for all kernels"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def _line_of(frames: Iterable[traceback.FrameSummary]) -> str:
+    """Return the innermost line of a stack that is neither torch's nor megalite's, with its function."""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    if not own:
+        return "it"
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name},"

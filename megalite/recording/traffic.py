@@ -1,0 +1,121 @@
+"""Count collectives and messages as they reach the process groups."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megalite.distributed.topology import Topology
+from megalite.recording.unit_record import CollectiveCall
+from megalite.torch_private import EagerMode, schema_of, tree_leaves
+
+
+class _Operator(NamedTuple):
+    """Describes an operator of c10d.
+
+    Attributes:
+        kind: usual name of the operator.
+        whole: index of the argument with the message, or with the elements of all ranks.
+    """
+
+    kind: str
+    whole: int
+
+
+_OPERATORS = {
+    "allreduce_": _Operator("all-reduce", 0),
+    "_allgather_base_": _Operator("all-gather", 0),
+    "_reduce_scatter_base_": _Operator("reduce-scatter", 1),
+    "alltoall_base_": _Operator("all-to-all", 1),
+    "send": _Operator("send", 0),
+    "recv_": _Operator("receive", 0),
+}
+"""The operators that training uses. Any other raises a `KeyError`, so none is missed."""
+
+
+class Traffic(EagerMode):
+    """Counts all calls of torch.distributed on each axis.
+
+    Attributes:
+        calls: number of each call.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        # An axis can share its group with the world; it counts as the axis, which comes later here.
+        axes = reversed(topology.groups())
+        groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
+        self._axes = {group.group_name: name for name, group in groups if group is not None}
+        self.calls: Counter[CollectiveCall] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d":
+            self.calls[self.call_of(func, args)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def call_of(self, func: Any, args: Sequence[Any]) -> CollectiveCall:
+        """Return what an operator of c10d does."""
+        kind, tensors = message_of(func, args)
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        return CollectiveCall(self.axis_of(args), kind, dtype, sum(tensor.nbytes for tensor in tensors))
+
+    def axis_of(self, args: Sequence[Any]) -> str:
+        """Return the name of the axis whose group is among an operator's arguments.
+
+        Raises:
+            KeyError: it is no group of the topology.
+        """
+        (group,) = (arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
+        return self._axes[dist.ProcessGroup.unbox(group).group_name]
+
+
+def message_of(func: Any, args: Sequence[Any]) -> tuple[str, list[torch.Tensor]]:
+    """Return the kind of an operator of c10d, and the tensors with its message or the elements of all ranks.
+
+    Raises:
+        KeyError: training does not use the operator.
+    """
+    operator = _OPERATORS[schema_of(func).name.removeprefix("c10d::")]
+    leaves = tree_leaves(args[operator.whole])
+    return operator.kind, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is_group(argument: torch.ScriptObject) -> bool:
+    try:
+        dist.ProcessGroup.unbox(argument)
+    except RuntimeError:
+        return False
+    return True
+
+
+_RING_FACTORS: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda size: 2 * (size - 1) / size,
+    "all-gather": lambda size: (size - 1) / size,
+    "reduce-scatter": lambda size: (size - 1) / size,
+    "all-to-all": lambda size: (size - 1) / size,
+    "send": lambda size: 1.0,
+    "receive": lambda size: 0.0,
+}
+
+
+def ring_bytes(calls: Mapping[CollectiveCall, int], axis: str, size: int) -> float:
+    """Return the bytes that a rank sends on an axis of `size` ranks with ring collectives.
+
+    In an all-gather or reduce-scatter of n bytes every rank sends n (size - 1) / size; an all-reduce is one
+    of each (Narayanan et al. 2021, section 3.2).
+    """
+    return sum(
+        _RING_FACTORS[call.kind](size) * call.num_bytes * count
+        for call, count in calls.items()
+        if call.axis == axis
+    )

@@ -1,0 +1,40 @@
+"""The key of a record: everything that the work of a unit depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config import ModelConfig
+from megalite.config.recompute import Module
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+@dataclass(frozen=True)
+class UnitKey:
+    """Everything that the work of a unit on one microbatch depends on.
+
+    Attributes:
+        unit: EMBEDDING, HEAD or the number of a layer.
+        tp: tensor-parallel size.
+        positions: positions of a sample on a rank.
+        has_documents: attention stays within documents.
+        splits_backward: weight gradients are computed after the rest of backward.
+        recomputed_modules: parts of a layer that backward recomputes.
+        cross_entropy_chunks: number of parts in which the head computes the loss.
+        provider: builds the stages of the program's own model; None for the model of the architecture.
+    """
+
+    model: ModelConfig
+    unit: str | int
+    tp: int
+    positions: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    has_documents: bool
+    splits_backward: bool
+    recomputed_modules: tuple[Module, ...] = ()
+    cross_entropy_chunks: int = 1
+    provider: Callable[..., Any] | None = None

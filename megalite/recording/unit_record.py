@@ -1,0 +1,204 @@
+"""Describe the work of a unit of a model (embedding, layer or head) for one microbatch on one rank.
+
+`record_unit` runs the real module and makes a record. These classes need no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+Phase = Literal["forward", "backward", "weight"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "weight")
+"""Phases of a microbatch. `weight` are weight gradients that a schedule computes after the rest of backward;
+without such a schedule they are part of `backward`."""
+KernelKind = Literal["GEMMs", "attention", "memory-bound kernels"]
+KERNEL_KINDS: tuple[KernelKind, ...] = ("GEMMs", "attention", "memory-bound kernels")
+GEMMS, ATTENTION, MEMORY_BOUND = KERNEL_KINDS
+"""Kinds of kernels. Kernels that are neither GEMMs nor fused attention count as memory-bound."""
+
+
+class CollectiveCall(NamedTuple):
+    """A collective over an axis, or a message along it.
+
+    Attributes:
+        axis: name of the axis, "world" for all ranks.
+        kind: all-reduce, all-gather, reduce-scatter, send or receive.
+        dtype: dtype of the elements, such as "bfloat16".
+        num_bytes: size of the message, or of the tensor with the elements of all ranks.
+    """
+
+    axis: str
+    kind: str
+    dtype: str
+    num_bytes: int
+
+
+class GemmCall(NamedTuple):
+    """``batch`` GEMMs ``[m, k] x [k, n]``.
+
+    Attributes:
+        adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    element_bytes: int
+    adds: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+class AttentionCall(NamedTuple):
+    """A call of a fused attention kernel.
+
+    Attributes:
+        kernel: ``sdpa`` for one of PyTorch's kernels, ``triton`` for megalite's own.
+        heads: number of samples times query heads.
+        kv_heads: number of samples times key/value heads.
+        size: size of a head.
+        is_causal: only half of the scores are computed.
+        dropout: the kernel drops attention weights.
+        is_backward: the call computes gradients.
+        window: largest number of keys before its own that a query sees; None without this limit.
+    """
+
+    kernel: str
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    size: int
+    is_causal: bool
+    dropout: bool
+    is_backward: bool
+    window: int | None = None
+
+    @property
+    def scores(self) -> float:
+        """Return the number of attention scores that the kernel computes."""
+        if not self.is_causal:
+            return self.heads * self.queries * self.keys
+        most = self.keys if self.window is None else min(self.window + 1, self.keys)
+        return self.heads * self.queries * (most - most**2 / (2 * self.keys))
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a forward: two GEMMs."""
+        return 4 * self.size * self.scores
+
+
+class JoinedCollective(NamedTuple):
+    """A collective, and the GEMM whose operand it gathers or whose result it sums.
+
+    Attributes:
+        gemm: index of the GEMM among the GEMMs of the phase; None if there is none.
+        is_hidden: another GEMM runs between the start of the collective and its GEMM.
+    """
+
+    call: CollectiveCall
+    gemm: int | None
+    is_hidden: bool
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """The work of one phase.
+
+    Attributes:
+        kernel_bytes: bytes that kernels other than GEMMs and attention read and write.
+        num_kernels: number of those kernels.
+        num_operators: operators that the host dispatches, including those that launch no kernel.
+    """
+
+    gemms: tuple[GemmCall, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    kernel_bytes: float = 0.0
+    num_kernels: int = 0
+    num_operators: int = 0
+    collectives: tuple[JoinedCollective, ...] = ()
+
+
+class WeightRecord(NamedTuple):
+    """A parameter.
+
+    Attributes:
+        name: its name in the whole model.
+        shape: shape of the whole parameter.
+        size: elements that the rank holds.
+        is_cut: whether tensor parallelism cuts it.
+        is_tied: the head uses it too, and it is recorded with the embedding and with the head.
+        matrices: shapes of its matrices for Muon; none if it is not made of matrices.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    is_cut: bool
+    is_tied: bool
+    matrices: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """Holds the work of a unit for one microbatch.
+
+    Attributes:
+        input_bytes: size of the hidden states that the unit reads.
+        saved_bytes: bytes that forward leaves in memory for backward, with the input if it is saved.
+        workspace_bytes: most bytes that exist besides `saved_bytes`, in forward or backward.
+    """
+
+    weights: tuple[WeightRecord, ...]
+    forward: PhaseRecord
+    backward: PhaseRecord
+    weight: PhaseRecord
+    input_bytes: int
+    saved_bytes: float
+    workspace_bytes: float
+
+    def phases(self) -> Iterator[PhaseRecord]:
+        """Yield the phases, in the order of `PHASES`."""
+        yield from (self.forward, self.backward, self.weight)
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the elements of the whole parameters."""
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+
+def as_json(record: UnitRecord) -> dict[str, Any]:
+    """Return an object for `from_json`."""
+    return asdict(record)
+
+
+def from_json(found: dict[str, Any]) -> UnitRecord:
+    """Return the record of an object that `as_json` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not such an object.
+    """
+    weights = tuple(
+        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices))
+        for name, shape, size, is_cut, is_tied, matrices in found.pop("weights")
+    )
+    forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
+    return UnitRecord(weights, forward, backward, weight, **found)
+
+
+def _phase(found: dict[str, Any]) -> PhaseRecord:
+    return PhaseRecord(
+        gemms=tuple(GemmCall(*each) for each in found.pop("gemms")),
+        attention=tuple(AttentionCall(*each) for each in found.pop("attention")),
+        collectives=tuple(
+            JoinedCollective(CollectiveCall(*call), gemm, is_hidden)
+            for call, gemm, is_hidden in found.pop("collectives")
+        ),
+        **found,
+    )

@@ -1,0 +1,269 @@
+"""The GEMMs of tensor-parallel linear layers with the collectives before or after them.
+
+A layer's forward and backward have four such pairs. With sequence parallelism:
+
+    layer     pass        pair
+    column    forward     all-gather of x, then x weight^T
+    row       forward     x weight^T, then reduce-scatter
+    row       backward    all-gather of the gradient, then gradient weight
+    column    backward    gradient weight, then reduce-scatter
+
+Without it, nothing is gathered, and the sums are all-reduces. `SeparateCollectives` runs a collective before
+or after its GEMM. The others overlap both (Wang et al. 2023, "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models"): `ChunkedCollectives` with the collectives of
+any backend, and `SymmetricMemoryCollectives` with torch's operators in memory that all GPUs of the group
+access.
+
+Collectives are launched in the order in which a GPU with one connection should start them
+(`CUDA_DEVICE_MAX_CONNECTIONS=1`). Kernels then start in launch order, and a kernel that waits for another one
+holds up all kernels launched after it. The all-gather of part i + 1 is therefore launched just before the
+GEMM of part i, and not earlier: it waits for the all-gather of part i, like that GEMM. The sum of part i is
+launched just before the GEMM of part i + 1, which then cannot take all multiprocessors first.
+
+Shapes: s sequence, b microbatch, tp = tp.size. A part has c of the s/tp positions of each rank's slice, or
+with all-reduces c of the s positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite import torch_private
+from megalite.config.parallel import TpCommOverlapMethod
+from megalite.distributed.axis import Axis
+from megalite.distributed.collectives import (
+    Pending,
+    flat_reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+
+class Gemm(Protocol):
+    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
+
+    def scales(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Compute the scales of `input_gradient`'s operands over tp; None if it needs none."""
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Compute ``grad weight``: ``[s, b, out]`` and ``[out, in]`` -> ``[s, b, in]``."""
+
+    def differentiable(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute `forward` on one rank, differentiable by autograd and torch.compile."""
+
+
+class PendingSum(Protocol):
+    """A sum over the ranks in flight."""
+
+    def wait(self) -> Tensor:
+        """Wait for the collectives and return the result."""
+
+
+class PendingParts(NamedTuple):
+    """A sum in flight whose parts are collectives of their own."""
+
+    tensor: Tensor
+    parts: Sequence[Pending]
+
+    def wait(self) -> Tensor:
+        """Wait for all parts and return the result."""
+        for part in self.parts:
+            part.wait()
+        return self.tensor
+
+
+class SeparateCollectives:
+    """Runs each collective before or after its GEMM.
+
+    Args:
+        sequence_parallel: inputs are gathered along the sequence and outputs reduce-scattered; otherwise
+            outputs are all-reduced.
+        num_chunks: not used; the kinds of collectives have the same arguments.
+    """
+
+    def __init__(self, gemm: Gemm, tp: Axis, sequence_parallel: bool, num_chunks: int = 1) -> None:
+        self.gemm = gemm
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+
+    @property
+    def splits_column_gemm(self) -> bool:
+        """Return whether the GEMM of a column layer's forward is split, so that it has no epilogue."""
+        return False
+
+    def start_gather(self, x: Tensor) -> Pending:
+        """Start ``[s/tp, b, n]`` -> ``[s, b, n]`` if sequence parallel."""
+        return start_all_gather(x, self.tp) if self.sequence_parallel else Pending(x, None)
+
+    def start_sum(self, x: Tensor) -> Pending:
+        """Start to sum the ranks' ``[s, b, n]``, in place or into ``[s/tp, b, n]`` if sequence parallel."""
+        return (start_reduce_scatter if self.sequence_parallel else start_all_reduce)(x, self.tp)
+
+    def forward_of_gathered(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gather ``[s/tp, b, in]``, and multiply: ``[s, b, out]``."""
+        return self.gemm.forward(self.start_gather(x).wait(), weight, bias)
+
+    def summed_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply ``[s, b, in]``, and sum: ``[s, b, out]``, or ``[s/tp, b, out]`` if sequence parallel.
+
+        Args:
+            bias: added before the sum.
+        """
+        return self.start_sum(self.gemm.forward(x, weight, bias)).wait()
+
+    def input_gradient_of_gathered(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather ``[s/tp, b, out]``, and multiply. Return ``[s, b, in]``, and the gathered gradient."""
+        grad = self.start_gather(grad).wait()
+        return self.gemm.input_gradient(grad, weight, self.gemm.scales(grad, weight)), grad
+
+    def start_summed_input_gradient(
+        self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None
+    ) -> PendingSum:
+        """Multiply ``[s, b, out]``, and start to sum: ``[s, b, in]``, or ``[s/tp, b, in]``."""
+        return self.start_sum(self.gemm.input_gradient(grad, weight, scales))
+
+
+class ChunkedCollectives(SeparateCollectives):
+    """Splits the positions into parts, so that the collective of a part overlaps the GEMM of another part.
+
+    Each row of a result is the product of the same row as without parts. Weight gradients are not split.
+    Neither is the gather in the row layer's backward: its weight gradient needs the gathered gradient in
+    order, and the planner expects that copying the parts costs more than the overlap saves.
+
+    With sequence parallelism, a part has the same positions of each rank's slice. A GEMM of a part is a batch
+    of tp GEMMs that reads or writes these rows where they are.
+
+    Args:
+        gemm: `WideGemm`. FP8 operands cannot be split, since they have one scale over all tokens.
+        num_chunks: number of parts; fewer if there are fewer positions.
+    """
+
+    def __init__(self, gemm: Gemm, tp: Axis, sequence_parallel: bool, num_chunks: int) -> None:
+        super().__init__(gemm, tp, sequence_parallel)
+        self.num_chunks = num_chunks
+
+    @property
+    def splits_column_gemm(self) -> bool:
+        """Return whether the column layer's input is gathered in parts."""
+        return self.sequence_parallel
+
+    def forward_of_gathered(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gather a part while the part before it is multiplied."""
+        if not self.sequence_parallel:
+            return super().forward_of_gathered(x, weight, bias)
+        return self._gather_and_multiply(x, weight.detach().t(), bias)
+
+    def summed_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Sum a part while the part after it is multiplied."""
+        return self._multiply_and_sum(x, weight.detach().t(), bias).wait()
+
+    def start_summed_input_gradient(
+        self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None
+    ) -> PendingSum:
+        """Sum a part while the part after it is multiplied."""
+        return self._multiply_and_sum(grad, weight, None)
+
+    def _gather_and_multiply(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute ``x matrix + bias``: ``[s/tp, b, k]`` and ``[k, n]`` -> ``[s, b, n]``."""
+        y = x.new_empty(self.tp.size * x.shape[0], *x.shape[1:-1], matrix.shape[1])
+        y_by_rank = y.unflatten(0, (self.tp.size, -1))  # [tp, s/tp, b, n]
+        parts = list(self._parts(x.shape[0]))
+        following: Pending | None = start_all_gather(x[parts[0]], self.tp)
+        for i, part in enumerate(parts):
+            current, following = following, None
+            if i + 1 < len(parts):
+                following = start_all_gather(x[parts[i + 1]], self.tp)
+            assert current is not None
+            rows = current.wait().unflatten(0, (self.tp.size, -1))  # [tp, c, b, k]
+            _multiply(rows, matrix, bias, y_by_rank[:, part])
+        return y
+
+    def _multiply_and_sum(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> PendingParts:
+        """Compute ``x matrix + bias`` summed over tp: ``[s, b, k]``, ``[k, n]`` -> ``[s(/tp), b, n]``."""
+        x = x.contiguous()
+        if not self.sequence_parallel:
+            y = x.new_empty(*x.shape[:-1], matrix.shape[1])
+            pending = []
+            for part in self._parts(x.shape[0]):
+                _multiply(x[None, part], matrix, bias, y[None, part])
+                pending.append(start_all_reduce(y[part], self.tp))
+            return PendingParts(y, pending)
+        x_by_rank = x.unflatten(0, (self.tp.size, -1))  # [tp, s/tp, b, k]
+        y = x.new_empty(*x_by_rank.shape[1:-1], matrix.shape[1])
+        pending = []
+        for part in self._parts(len(y)):
+            rows = x_by_rank[:, part]  # [tp, c, b, k]
+            product = x.new_empty(*rows.shape[:-1], matrix.shape[1])
+            _multiply(rows, matrix, bias, product)
+            pending.append(flat_reduce_scatter(y[part].view(-1), product.view(-1), self.tp))
+        return PendingParts(y, pending)
+
+    def _parts(self, num_positions: int) -> Iterator[slice]:
+        """Split positions into parts whose sizes differ by at most 1."""
+        num_parts = max(1, min(self.num_chunks, num_positions))
+        ends = [num_positions * i // num_parts for i in range(num_parts + 1)]
+        return (slice(start, end) for start, end in itertools.pairwise(ends))
+
+
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x matrix + bias`` to `out`: ``[r, c, b, k]`` and ``[k, n]`` -> ``[r, c, b, n]``."""
+    rows, y = x.flatten(1, -2), out.flatten(1, -2)  # views: c and b are adjacent in memory
+    matrices = matrix.expand(len(x), -1, -1)
+    if bias is None:
+        torch.bmm(rows, matrices, out=y)
+    else:
+        torch.baddbmm(bias.detach(), rows, matrices, out=y)
+
+
+class SymmetricMemoryCollectives(SeparateCollectives):
+    """Runs each pair as one of torch's operators on symmetric memory, in which a GPU reads another's.
+
+    An operator splits the tokens by rank. It copies a slice while it multiplies another, on two streams, so
+    it needs more than one connection (`cuda_environment.settings_for`). Only with sequence parallelism.
+    """
+
+    @property
+    def splits_column_gemm(self) -> bool:
+        """Return True: the operator has no epilogue."""
+        return True
+
+    def forward_of_gathered(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Gather and multiply."""
+        _, y = torch_private.all_gather_gemm(x.contiguous(), weight.detach().t(), self.tp.group)
+        return y if bias is None else y.add_(bias.detach())
+
+    def summed_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply and sum; the operator has no bias."""
+        assert bias is None, "a row layer adds its bias to the sum"
+        return torch_private.gemm_reduce_scatter(x.contiguous(), weight.detach().t(), self.tp.group)
+
+    def input_gradient_of_gathered(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather and multiply."""
+        gathered, x_grad = torch_private.all_gather_gemm(
+            grad.contiguous(), weight, self.tp.group, keeps_gathered=True
+        )
+        assert gathered is not None
+        return x_grad, gathered
+
+    def start_summed_input_gradient(
+        self, grad: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor] | None
+    ) -> PendingSum:
+        """Multiply and sum."""
+        return Pending(torch_private.gemm_reduce_scatter(grad.contiguous(), weight, self.tp.group), None)
+
+
+COLLECTIVES: Mapping[TpCommOverlapMethod | None, type[SeparateCollectives]] = {
+    None: SeparateCollectives,
+    "chunks": ChunkedCollectives,
+    "symmetric_memory": SymmetricMemoryCollectives,
+}
+"""Kinds of collectives by `Overlap.method`."""

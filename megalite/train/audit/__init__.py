@@ -1,0 +1,1 @@
+"""Audits: find devices that compute wrongly without an error."""

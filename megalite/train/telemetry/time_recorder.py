@@ -1,0 +1,253 @@
+"""Record the time terms of the last iteration of each log interval, on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from megalite.distributed.observer import DEVICE, Observer
+from megalite.distributed.topology import Topology
+from megalite.log import THIS_RANK, log
+from megalite.pipeline.simulator import step_makespan
+from megalite.recording.unit_record import KernelKind
+from megalite.train.telemetry.kernel_times import KernelTimer, kernel_timer
+from megalite.train.telemetry.time_terms import (
+    BETWEEN,
+    COLLECTION,
+    EVALUATION,
+    LOGGING,
+    SAVING,
+    ActionTimes,
+    RankTime,
+    TimeSample,
+    compare,
+    compute_terms,
+    time_sample,
+)
+from megalite.train.telemetry.timers import Timed, WallClock, clock_for
+from megalite.train.tracing import (
+    ITERATION,
+    Recorder,
+    TraceSpan,
+    seconds_by_action,
+    seconds_by_category,
+)
+from megalite.train.trainer import Trainer
+
+_TERM_OF_TIMER = {
+    "eval-time": EVALUATION,
+    "save-checkpoint": SAVING,
+    "save-checkpoint-non-persistent": SAVING,
+}
+
+
+class BetweenClock(Observer[Timed]):
+    """Adds up the seconds that this process spends between iterations, by term."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = 0.0
+
+    def begins(self, what: Timed) -> None:
+        if what in _TERM_OF_TIMER:
+            self._began = time.perf_counter()
+
+    def ends(self, what: Timed) -> None:
+        if what in _TERM_OF_TIMER:
+            self.add(_TERM_OF_TIMER[str(what)], time.perf_counter() - self._began)
+
+    def add(self, term: str, seconds: float) -> None:
+        self._seconds[term] = self._seconds.get(term, 0.0) + seconds
+
+    def take(self, gap: float) -> dict[str, float]:
+        """Return the seconds since the last call, of which `gap` is the whole time between iterations."""
+        seconds, self._seconds = self._seconds, {}
+        known = sum(value for term, value in seconds.items() if term != LOGGING)
+        return seconds | {BETWEEN: max(0.0, gap - known)}
+
+
+class CollectionClock:
+    """Adds up the seconds of Python's garbage collections in this process."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __call__(self, phase: str, _: dict[str, int]) -> None:
+        """Measure a collection; Python calls it before and after each."""
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
+class _RecordedIteration(NamedTuple):
+    """What was recorded of an iteration on this rank.
+
+    Attributes:
+        collected: seconds of garbage collections.
+        kernels: seconds of kernels by kind, in this or an earlier iteration; None if they are not known.
+        overhead: seconds that measuring kernels took in this iteration.
+    """
+
+    spans: Sequence[TraceSpan]
+    collected: float
+    kernels: Mapping[KernelKind, float] | None
+    overhead: float
+
+    def seconds_by_term(self) -> dict[str, float]:
+        seconds = seconds_by_category(self.spans)
+        total = seconds.pop(ITERATION)
+        seconds[COLLECTION] = self.collected
+        computing = max(0.0, total - self.overhead - sum(seconds.values()))
+        return seconds | compute_terms(computing, self.kernels)
+
+
+class TimeRecorder:
+    """Records the last iteration of each log interval, and the time between iterations.
+
+    Other iterations are not observed. Every rank makes the same calls. On a GPU, the times of an iteration
+    are times of the stream: events are recorded without waiting for it.
+
+    Attributes:
+        samples: samples since this start, on the reporting rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.samples: list[TimeSample] = []
+        self._trainer = trainer
+        self._topology: Topology = trainer.topology
+        self._between = BetweenClock()
+        self._collections = CollectionClock()
+        self._open = ExitStack()  # observers of the iteration
+        self._measuring = ExitStack()  # the timer of its kernels
+        self._recorder: Recorder | None = None
+        self._timer: KernelTimer | None = None  # of this iteration's kernels
+        self._kernels: Mapping[KernelKind, float] | None = None  # seconds in the last measured iteration
+        self._ended: _RecordedIteration | None = None
+        self._collected_before = 0.0
+        self._left: float | None = None  # when the last iteration ended
+        self._gap = 0.0
+        self._num_iterations = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Observe the run in the block, and log its slow terms in one line at its end."""
+        observers: list[Observer[Any]] = self._trainer.timers.observers
+        observers.append(self._between)
+        gc.callbacks.append(self._collections)
+        try:
+            yield
+        finally:
+            self._open.close()
+            self._measuring.close()
+            gc.callbacks.remove(self._collections)
+            observers.remove(self._between)
+        steady = self.samples[1:] or self.samples  # the first iteration compiles and allocates
+        if steady and (summary := compare(steady).summary()):
+            log.info("time breakdown: %s", summary, extra=THIS_RANK)
+
+    def begin(self, *, is_sampled: bool, measures_kernels: bool) -> None:
+        """Begin an iteration, and record it if `is_sampled`.
+
+        Args:
+            measures_kernels: measure the kernels of this iteration, for the next sample. This makes short
+                kernels slower, so it is best the iteration before a sampled one.
+        """
+        if self._left is not None:
+            self._gap += time.perf_counter() - self._left
+            self._between.add(COLLECTION, self._collections.seconds - self._collected_before)
+        self._num_iterations += 1
+        if measures_kernels:
+            self._timer = kernel_timer(self._trainer.config, self._topology)
+            if self._timer is not None:
+                self._measuring.enter_context(self._timer)
+        if not is_sampled:
+            return
+        self._recorder = Recorder(clock_for(self._topology.device), WallClock())
+        self._collected_before = self._collections.seconds
+        for each in (*self._trainer.observer_lists(), self._trainer.timers.observers):
+            each.append(self._recorder)
+            self._open.callback(each.remove, self._recorder)
+        self._open.enter_context(self._recorder.iteration(self._trainer.progress.iteration + 1))
+
+    def end_iteration(self) -> float:
+        """End an iteration. Return the seconds that reading the record of its kernels took."""
+        self._open.close()
+        collected = self._collections.seconds - self._collected_before
+        spans = None
+        if self._recorder is not None:
+            with self._topology.events.during(DEVICE):
+                spans, self._recorder = self._recorder.spans(), None
+        began, overhead = time.perf_counter(), 0.0
+        if self._timer is not None:
+            self._measuring.close()
+            self._kernels, overhead, self._timer = self._timer.seconds(), self._timer.overhead, None
+        seconds = time.perf_counter() - began
+        if spans is not None:
+            self._ended = _RecordedIteration(spans, collected, self._kernels, overhead)
+        return seconds
+
+    def sample(self, num_microbatches: int) -> TimeSample | None:
+        """Gather all ranks' times of a recorded iteration, a collective, and return its terms.
+
+        The result is None for other iterations, and on ranks other than the reporting one.
+
+        Args:
+            num_microbatches: microbatches of the iteration on each rank.
+        """
+        if self._ended is None:
+            return None
+        ended, self._ended = self._ended, None
+        topology = self._topology
+        mine = RankTime(
+            topology.rank,
+            socket.gethostname(),
+            topology.coordinates,
+            ended.seconds_by_term(),
+            seconds_by_action(ended.spans),
+        )
+        ranks: list[Any] | None = [None] * topology.world_size if topology.is_reporter else None
+        with topology.world.wait("gather", "time terms"):
+            dist.gather_object(mine, ranks, dst=topology.world_size - 1)
+        between = self._between.take(self._gap)
+        count, self._gap, self._num_iterations = self._num_iterations, 0.0, 0
+        if ranks is None:
+            return None
+        layout = {name: axis.size for name, axis in topology.axes.items()}
+        found = time_sample(
+            self._trainer.progress.iteration,
+            count,
+            ranks,
+            layout,
+            between,
+            partial(self._step_seconds, num_microbatches),
+        )
+        self.samples.append(found)
+        return found
+
+    def _step_seconds(self, num_microbatches: int, stages: Sequence[ActionTimes]) -> float:
+        """Return the seconds of all microbatches if messages took no time.
+
+        Args:
+            stages: times of actions by pipeline rank.
+        """
+        return step_makespan(
+            self._trainer.config.parallel.schedule,
+            self._trainer.pipeline.stages,
+            num_microbatches,
+            lambda rank, action: stages[rank][action.kind.value, action.chunk],
+        )
+
+    def end(self, logging_seconds: float) -> None:
+        """Begin the time between iterations, after `logging_seconds` of logging."""
+        self._between.add(LOGGING, logging_seconds)
+        self._collected_before = self._collections.seconds
+        self._left = time.perf_counter()

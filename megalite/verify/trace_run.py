@@ -1,0 +1,495 @@
+"""Run one iteration in one layout, and record each rank's tensors in the order of execution.
+
+Recorded are the microbatches, the inputs and outputs of all modules and wrap points with their gradients, the
+terms of the loss, the gradients of parameters before and after each reduction, and the weights. Each value
+comes with its place in the global tensor, so that values of different layouts can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megalite.config import Config
+from megalite.distributed.axes import Slice
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.model.stage import Stage
+from megalite.pipeline.schedules import Action, ActionKind
+from megalite.recording.traffic import Traffic, message_of
+from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
+from megalite.tensor_parallel.placement import Box
+from megalite.torch_private import schema_of, version_of
+from megalite.train.model_chunks import named_parameters, saved_buffers
+from megalite.train.run_context import Providers, resolve_run
+from megalite.train.run_datasets import build_data
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import Trainer
+from megalite.wrapping import wrap
+
+NOT_PARTS = {"forward", "run_layers", "run_group"}
+"""Wrap points whose inputs and outputs hooks of modules record."""
+
+
+class Collective(NamedTuple):
+    """A call of torch.distributed on one rank.
+
+    Attributes:
+        in_forward: whether it ran in the forward of a microbatch.
+    """
+
+    kind: str
+    axis: str
+    shape: tuple[int, ...]
+    in_forward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.axis} of {list(self.shape)}"
+
+
+@dataclass
+class Activation:
+    """A tensor that a module or a wrap point reads or returns in the forward of one microbatch.
+
+    Attributes:
+        names: what it is, such as "output of layers.0.mlp", in the order in which forward meets it.
+        microbatch: index among this rank's microbatches of the iteration.
+        value, gradient: None for a gradient that backward has not computed.
+        num_before: number of this rank's collectives before the value.
+        gradient_name: what the gradient is called: the name from which backward reaches the tensor.
+        gradient_num_before: number of this rank's collectives before the gradient.
+        gradient_order: number of gradients that backward computed before.
+        batch_dim: dim of the samples if it is known.
+        features: full sizes of the dims that the last dim consists of, if tensor parallelism cuts an inner
+            one.
+    """
+
+    names: list[str]
+    microbatch: int
+    value: Tensor
+    num_before: int
+    gradient_name: str
+    gradient: Tensor | None = None
+    gradient_num_before: int = 0
+    gradient_order: int = 0
+    batch_dim: int | None = None
+    features: tuple[int, ...] = ()
+
+
+class StepTensor(NamedTuple):
+    """A tensor of an iteration outside of modules: of a parameter, or a number.
+
+    Attributes:
+        phase: when it is recorded, a key of `first_difference.PHASES`.
+        box: its place in the full tensor.
+        num_used: number of rows of the full tensor before padding.
+        summed_over: names of axes whose ranks' values add up to the full one.
+        num_before: number of this rank's collectives before it.
+    """
+
+    phase: str
+    name: str
+    value: Tensor
+    box: Box
+    num_used: int
+    summed_over: tuple[str, ...]
+    num_before: int
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The tensors and collectives of one rank in one iteration.
+
+    Attributes:
+        coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.
+        positions: the slice of the sequence whose hidden states the rank holds.
+        replicas: names of the axes over which gradients are reduced.
+        loss_collectives: which collectives of the rank sum the loss.
+        first_sample: number of the first sample of the global batch in the run.
+        first_samples: index in the global batch of the first sample of each microbatch.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    sizes: Mapping[str, int]
+    positions: Slice
+    replicas: tuple[str, ...]
+    loss_collectives: range
+    micro_batch_size: int
+    first_sample: int
+    first_samples: Sequence[int]
+    microbatches: list[Activation]
+    activations: list[Activation]
+    steps: list[StepTensor]
+    collectives: list[Collective]
+
+
+class CollectiveList(Traffic):
+    """Lists the calls of torch.distributed on this rank in their order.
+
+    Attributes:
+        in_forward: whether the forward of a microbatch runs.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.found: list[Collective] = []
+        self.in_forward = False
+        self._is_paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d" and not self._is_paused:
+            self.found.append(self._collective(func, args))
+        return func(*args, **(kwargs or {}))
+
+    def _collective(self, func: Any, args: Sequence[Any]) -> Collective:
+        try:
+            kind, tensors = message_of(func, args)
+            return Collective(kind, self.axis_of(args), tuple(tensors[0].shape), self.in_forward)
+        except (KeyError, ValueError):  # a collective that only the program's own model uses
+            return Collective(schema_of(func).name.removeprefix("c10d::"), "a group of its own", ())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not list the collectives of this block, which only the recording needs."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+@dataclass
+class ActivationRecorder:
+    """Records what the modules of a rank read and return, once `watch` has added hooks to a stage.
+
+    It observes the pipeline's actions: only what runs in a forward is recorded, not its recomputation.
+    """
+
+    collectives: CollectiveList
+    microbatches: list[Activation] = field(default_factory=list)
+    activations: list[Activation] = field(default_factory=list)
+    _microbatch: int | None = None
+    _seen: dict[tuple[int, int], tuple[Tensor, Activation]] = field(default_factory=dict)
+    _calls: Counter[str] = field(default_factory=Counter)
+    _num_gradients: int = 0
+
+    def begins(self, action: Action) -> None:
+        """Begin to record if the action is a forward."""
+        self._microbatch = action.microbatch if action.kind is ActionKind.FORWARD else None
+        self.collectives.in_forward = self._microbatch is not None
+
+    def ends(self, action: Action) -> None:
+        """Stop recording."""
+        self._microbatch = None
+        self.collectives.in_forward = False
+        self._seen.clear()
+        self._calls.clear()
+
+    def watch(self, stage: Stage) -> None:
+        """Record the tensors of a stage: of modules by hooks, of other methods at their wrap points."""
+        stage.register_forward_pre_hook(self._note_microbatch)
+        for name, module in stage.named_modules():
+            if module is not stage:
+                module.register_forward_pre_hook(partial(self._note_inputs, name), with_kwargs=True)
+                module.register_forward_hook(partial(self._note_output, name))
+            for method in sorted(_wrap_points(module) - NOT_PARTS):
+                wrap(module, method, partial(self._wrapped, f"{name}.{method}".lstrip(".")))
+
+    def _note_microbatch(self, stage: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(stage, Stage)
+        microbatch = arguments[0]
+        if self._microbatch is None or not isinstance(microbatch, Microbatch):
+            return
+        for each in fields(microbatch):  # a stage between the first and the last gets no tokens or labels
+            value = getattr(microbatch, each.name)
+            if value is not None and (stage.is_first or stage.is_last or each.name == "sample_numbers"):
+                name = f"{each.name} of the microbatch"
+                value = value.detach().double().cpu()
+                entry = Activation(
+                    [name], self._microbatch, value, len(self.collectives.found), name, batch_dim=0
+                )
+                self.microbatches.append(entry)
+
+    def _note_inputs(
+        self, name: str, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        self._note(f"input of {name}", (*arguments, *named.values()))
+
+    def _note_output(self, name: str, module: nn.Module, _: object, output: Any) -> None:
+        spec = getattr(getattr(module, "weight", None), "spec", ParameterSpec(()))
+        self._note(f"output of {name}", output, spec.full_shape[:-1] if len(spec.full_shape) > 2 else ())
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._note(f"input of {name}", (*args, *kwargs.values()))
+            output = function(*args, **kwargs)
+            self._note(f"output of {name}", output)
+            return output
+
+        return recorded
+
+    def _note(self, name: str, value: Any, features: tuple[int, ...] = ()) -> None:
+        if self._microbatch is None:
+            return
+        self._calls[name] += 1
+        call = f" in call {self._calls[name]}" if self._calls[name] > 1 else ""
+        tensors = list(_tensors(value, takes_parameters=name.startswith("output")))
+        for number, tensor in enumerate(tensors):
+            which = f" {number + 1}" if number else ""
+            self._note_tensor(name.replace("put of", f"put{which} of", 1) + call, tensor, features)
+
+    def _note_tensor(self, name: str, tensor: Tensor, features: tuple[int, ...]) -> None:
+        assert self._microbatch is not None
+        key = id(tensor), version_of(tensor)
+        if key in self._seen:
+            _, entry = self._seen[key]
+            entry.names.append(name)
+            if entry is self.activations[-1]:  # no other tensor was met in between
+                entry.gradient_name = name
+            return
+        value = tensor.detach().clone().cpu()
+        entry = Activation(
+            [name], self._microbatch, value, len(self.collectives.found), name, features=features
+        )
+        self.activations.append(entry)
+        self._seen[key] = tensor, entry  # the tensor stays alive, so that its id is not used again
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(partial(self._note_gradient, entry))
+
+    def _note_gradient(self, entry: Activation, gradient: Tensor) -> None:
+        entry.gradient = gradient.detach().clone().cpu()
+        entry.gradient_num_before = len(self.collectives.found)
+        entry.gradient_order = self._num_gradients
+        self._num_gradients += 1
+
+
+def _wrap_points(module: nn.Module) -> set[str]:
+    kind = type(module)
+    return {name for name in dir(kind) if hasattr(getattr(kind, name, None), "communicates")}
+
+
+def _tensors(value: Any, takes_parameters: bool) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a value; of parameters, those that every rank holds in full."""
+    if isinstance(value, nn.Parameter):
+        if takes_parameters and not getattr(value, "spec", ParameterSpec(())).cuts:
+            yield value
+    elif isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each, takes_parameters)
+
+
+class StepRecorder:
+    """Records the loss, gradients of parameters and weights of an iteration."""
+
+    def __init__(self, trainer: Trainer, collectives: CollectiveList) -> None:
+        self.steps: list[StepTensor] = []
+        self._trainer = trainer
+        self._collectives = collectives
+        self._specs = {name: spec_of(each) for name, each in named_parameters(trainer.chunks)}
+        self._messages: dict[int, Tensor] = {}  # what a buffer sends, by the buffer's id
+        self._num_before_norm = 0
+        self.loss_collectives = range(0)
+
+    def watch(self) -> None:
+        """Call methods of this object during the trainer's next iteration."""
+        trainer, optimizer = self._trainer, self._trainer.optimizer
+        for buffer in optimizer.buffers:
+            _around(buffer, "start_reduce", before=partial(self._note_message, buffer))
+        _around(trainer.train_step.batches, "open", after=self._note_divisors)
+        _around(trainer.pipeline, "train_step", after=self._note_losses)
+        _around(optimizer, "_finish_reduction", after=self._note_reduced)
+        _around(optimizer, "_sum_partial", after=self._note_all_sums)
+        _around(optimizer, "finish_gradients", self._note_loss_is_summed, self._note_complete)
+
+    def note_weights(self, phase: str) -> None:
+        """Record the weights and buffers, as this rank has them."""
+        trainer = self._trainer
+        with self._collectives.paused():
+            trainer.optimizer.finish_weights()
+            for name in self._specs:
+                self._note_parameter(phase, name, trainer.optimizer.weight(name))
+        for name, buffer in saved_buffers(trainer.chunks, trainer.topology).items():
+            self._add(phase, name, buffer.tensor.view(buffer.shape), buffer.spec)
+
+    def note_result(self, result: StepResult) -> None:
+        """Record the terms of the loss over the global batch."""
+        for name, loss in result.losses.items():
+            step = self._step("loss", name, torch.tensor(loss, dtype=torch.float64))
+            self.steps.append(step._replace(num_before=self.loss_collectives.stop))
+
+    def _note_divisors(self, result: tuple[Any, Mapping[str, float | Tensor]]) -> None:
+        for unit, divisor in result[1].items():
+            self._add("divisor", f"the number of {unit}s", torch.as_tensor(divisor).double())
+
+    def _note_losses(self, losses: Sequence[Mapping[str, Tensor]]) -> None:
+        self.loss_collectives = range(len(self._collectives.found), 0)
+        topology = self._trainer.topology
+        axes = (*topology.loss_ranks.spans, *topology.pp.spans)
+        for name in self._trainer.train_step.loss_names:
+            values = [terms[name].double() for terms in losses if name in terms]
+            total = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
+            self._add("own loss", name, total, summed_over=axes)
+
+    def _note_loss_is_summed(self) -> None:
+        self.loss_collectives = range(self.loss_collectives.start, len(self._collectives.found))
+
+    def _note_message(self, buffer: Any) -> None:
+        earlier = self._messages.get(id(buffer))
+        message = buffer.complete().detach().clone()
+        self._messages[id(buffer)] = message if earlier is None else earlier + message
+
+    def _note_reduced(self, _: None) -> None:
+        optimizer = self._trainer.optimizer
+        summed_last = {id(buffer) for buffer in optimizer._summed_last}
+        for buffer in optimizer.buffers:
+            copies = ("pp",) if id(buffer) in summed_last else ()
+            with self._collectives.paused():
+                reduced = buffer.all_gather()
+            message = self._messages.get(id(buffer), reduced)
+            for entry in buffer.bucket.entries:
+                name, partial_over = entry.name, self._specs[entry.name].partial_over or ()
+                own, summed = (buffer.bucket.view(each, entry) for each in (message, reduced))
+                replicas = (*buffer.replicas.spans, *partial_over, *copies)
+                self._note_parameter("own gradient", name, own, replicas)
+                self._note_parameter("reduced gradient", name, summed, partial_over)
+
+    def _note_all_sums(self, _: None) -> None:
+        self._num_before_norm = len(self._collectives.found)
+
+    def _note_complete(self, norm: Tensor) -> None:
+        with self._collectives.paused():
+            for name, spec in self._specs.items():
+                step = self._step("gradient", name, self._trainer.optimizer.gradient(name), spec)
+                self.steps.append(step._replace(num_before=self._num_before_norm))
+        self._add("norm", "the gradient norm", norm)
+
+    def _note_parameter(
+        self, phase: str, name: str, value: Tensor, summed_over: tuple[str, ...] = ()
+    ) -> None:
+        self._add(phase, name, value, self._specs[name], summed_over)
+
+    def _add(self, *arguments: Any, **named: Any) -> None:
+        self.steps.append(self._step(*arguments, **named))
+
+    def _step(
+        self,
+        phase: str,
+        name: str,
+        value: Tensor,
+        spec: ParameterSpec | None = None,
+        summed_over: tuple[str, ...] = (),
+    ) -> StepTensor:
+        spec = spec or ParameterSpec(tuple(value.shape))
+        box = spec.box(self._trainer.topology)
+        used = spec.used_shape[0] if spec.used_shape else 1
+        value = value.detach().clone().cpu()
+        return StepTensor(phase, name, value, box, used, summed_over, len(self._collectives.found))
+
+
+def _around(
+    owner: Any,
+    name: str,
+    before: Callable[[], object] | None = None,
+    after: Callable[[Any], object] | None = None,
+) -> None:
+    """Replace a method of one object by one that also calls a function before it, or with its result."""
+    method = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = method(*args, **kwargs)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(owner, name, called)
+
+
+def trace_rank(
+    topology: Topology,
+    config: Config,
+    iteration: int,
+    generator_seed: int = 0,
+    providers: Providers | None = None,
+) -> RankTrace:
+    """Train up to an iteration on this rank, counted from 1, and record it.
+
+    Args:
+        generator_seed: seed of the generators of torch, numpy and Python, which a model must not use.
+    """
+    run = resolve_run(config, topology, providers=providers)
+    with Trainer(run, build_data(run)) as trainer:
+        torch.manual_seed(generator_seed)
+        np.random.seed(generator_seed)
+        random.seed(generator_seed)
+        for _ in range(iteration - 1):
+            trainer.step()
+        collectives = CollectiveList(topology)
+        activations = ActivationRecorder(collectives)
+        for chunk in trainer.chunks:
+            activations.watch(chunk)
+        trainer.pipeline.observers.append(activations)
+        steps = StepRecorder(trainer, collectives)
+        steps.note_weights("weight before")
+        steps.watch()
+        with collectives:
+            result = trainer.step()
+        steps.note_result(result)
+        steps.note_weights("weight")
+        ranks, size = topology.sample_ranks, config.training.micro_batch_size
+        return RankTrace(
+            topology.rank,
+            topology.coordinates,
+            {name: axis.size for name, axis in topology.axes.items()},
+            trainer.chunks[0].context.sequence_slice,
+            tuple(part.name for part in topology.replicas.parts),
+            steps.loss_collectives,
+            size,
+            result.plan.first_sample,
+            [(index * ranks.size + ranks.rank) * size for index in range(result.plan.num_microbatches)],
+            activations.microbatches,
+            activations.activations,
+            steps.steps,
+            collectives.found,
+        )
+
+
+def trace_run(
+    config: Config,
+    world_size: int,
+    iteration: int,
+    generator_seed: int = 0,
+    providers: Providers | None = None,
+) -> list[RankTrace]:
+    """Trace an iteration on all ranks of a layout, on this machine; see `trace_rank`."""
+    return run_ranks(
+        trace_rank,
+        config.mesh,
+        world_size,
+        config,
+        iteration,
+        generator_seed,
+        providers,
+        timeout=3600.0,
+    )

@@ -1,0 +1,128 @@
+"""The train steps that run on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.verify.layouts import Layout
+
+WITH_OFFLOADED_STATE = (
+    "reduction by megalite/distributed/topology.py (to_host)",  # the norm, and so all gradients
+    "reduction by megalite/optim/adamw.py (step)",  # whether to update, and what the host's update needs
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes train steps of one rank of each pipeline stage.
+
+    Attributes:
+        layout: name of a layout; see `megalite.verify.layouts`.
+        preset: name of a model.
+        options: other fields of the config.
+        num_microbatches: number of microbatches on each rank.
+        waits: phases and functions in which the host waits for the device.
+    """
+
+    layout: str = "tp1"
+    preset: str = "gpt-tiny"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_microbatches: int = 2
+    waits: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return Layout.parse(self.layout).world_size
+
+    @property
+    def ranks(self) -> range:
+        """Return the first rank of each pipeline stage."""
+        return range(0, self.world_size, self.world_size // Layout.parse(self.layout).size("pp"))
+
+    def config(self) -> Config:
+        layout, model = Layout.parse(self.layout), PRESETS[self.preset]
+        config = Config(
+            model=replace(model, vocab_size=model.vocab_size or 512, params_dtype="bf16"),
+            optimizer=OptimizerConfig(lr=1e-3),
+            data=DataConfig(mock_data=True),
+            # The device cannot time GEMMs, so it cannot choose the form of their epilogues.
+            training=TrainingConfig(train_iters=10, micro_batch_size=2, eval_iters=0, gemm_epilogues="on"),
+        )
+        for name, value in self.options.items():
+            (group,) = (each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
+            config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+        samples = config.training.micro_batch_size * self.num_microbatches * layout.num_sample_ranks
+        return layout.apply(config, samples)
+
+
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+TWO_LAYERS = {"num_layers": 2}
+PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
+
+
+def _small(layout: str = "tp1", preset: str = "gpt-tiny", **options: Any) -> Case:
+    return Case(layout, preset, TWO_LAYERS | options)
+
+
+CASES = {
+    "plain": _small(),
+    "no dropout": _small(**NO_DROPOUT),
+    "fp32": _small(params_dtype="fp32"),
+    "fp16 with a dynamic loss scale": _small(params_dtype="fp16", clip_grad=0.0),
+    "fp64": _small(params_dtype="fp64"),
+    "fp8": _small(fp8_format="hybrid", **NO_DROPOUT),
+    "fp8 tp2": _small("tp2", fp8_format="e4m3"),
+    "no clipping": _small(clip_grad=0.0),
+    "epilogues in separate kernels": _small(gemm_epilogues="off"),
+    "gradients accumulated by autograd": _small(gradient_accumulation_fusion=False),
+    "untied embeddings": _small(untie_embeddings_and_output_weights=True),
+    "unfused attention": _small(attention_backend="unfused"),
+    "cross-entropy chunks": _small("tp2+sp", cross_entropy_chunks=4),
+    "loss spikes": _small(check_for_spiky_loss=True),
+    "bloom": _small(preset="bloom-tiny", attention_dropout=0.1),
+    "llama": _small(preset="llama-tiny"),
+    "llama tp2": _small("tp2+sp", preset="llama-tiny"),
+    "bert": _small(preset="bert-tiny"),
+    "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
+    "packed documents": _small(**PACKED),
+    "window": _small(window_size=(9, 0), window_attn_skip_freq=(2,)),
+    "packed documents llama pp2": _small("pp2dp2", preset="llama-tiny", **PACKED),
+    "tensor parallel": _small("tp2"),
+    "sequence parallel": _small("tp2+sp"),
+    "full recomputation": _small("tp2+sp+full"),
+    "full recomputation of blocks": _small("tp1+full", recompute_method="block", recompute_num_layers=1),
+    "distributed saved activations": _small("tp2+full", distribute_saved_activations=True),
+    "recomputed attention": _small("tp1+selective"),
+    "recomputed modules": _small("tp1+selective", recompute_modules=("layernorm", "mlp", "core_attn")),
+    "recomputed activation": _small("tp1+selective", recompute_modules=("mlp_act",)),
+    "gpipe": _small("pp2gpipe"),
+    "1f1b": _small("pp2"),
+    "interleaved": Case("pp2v2"),
+    "zb-h1": _small("pp2zb"),
+    "zb-v": Case("pp2zbv"),
+    "zb-v full recomputation": Case("pp2zbv+full"),
+    "data parallel": _small("dp2", grad_communication_dtype="bf16"),
+    "zero 1": _small("dp2+zero1"),
+    "zero 1 gathers under forward": _small("dp2+zero1+gather"),
+    "zero 2": _small("dp2+zero2", grad_communication_dtype="bf16"),
+    "zero 3": _small("dp2+zero3"),
+    "zero 3 fp32 tp2": _small("tp2dp2+sp+zero3", params_dtype="fp32"),
+    "zero 3 1f1b": _small("pp2dp2+zero3"),
+    "zero 3 zb-h1": _small("pp2zbdp2+zero3"),
+    "zero 3 kept weights": _small("pp2dp2+zero3+kept"),
+    "hsdp zero 1": _small("dp4shard2+zero1+gather"),
+    "hsdp zero 2": _small("dp4shard2+zero2"),
+    "hsdp zero 3": _small("dp4shard2+zero3"),
+    "all axes": _small("tp2pp2dp2+sp+zero1+gather"),
+    "offloaded activations": _small("tp2", cpu_offload_activations=1),
+    "offloaded activations zb-v recomputed": Case("pp2zbv+selective", options={"cpu_offload_activations": 1}),
+    "offloaded state": replace(
+        _small("dp2+zero1", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+        waits=WITH_OFFLOADED_STATE,
+    ),
+    "zero 3 all offloaded": replace(_small("dp2+zero3+offload"), waits=WITH_OFFLOADED_STATE),
+}

@@ -1,0 +1,178 @@
+"""The process that runs train steps on fake CUDA tensors.
+
+It has to load the fake device before it imports torch, so this module imports the rest where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megalite.distributed.topology import Topology
+    from megalite.train.trainer import Trainer
+    from tests.fake_cuda.cases import Case
+    from tests.fake_cuda.checks import DeviceChecks
+
+NUM_ITERATIONS = 2  # the first one tries operators, which reads results
+MAX_SECONDS = 120.0
+BETWEEN = "reduction"
+"""The phase between backward and the update: reductions, the norm and clipping."""
+
+
+@dataclass
+class Outcome:
+    """Holds what the checks found in the last train step of a rank.
+
+    Attributes:
+        error: traceback of the exception that ended it, or an empty string.
+        mixed: operators with tensors of the host and of the device, in any iteration.
+        waits: waits of the host before the update is queued.
+        misplaced: weights, gradients and state with another device or dtype than expected.
+        launches: numbers of operators, by phase and name.
+    """
+
+    error: str = ""
+    mixed: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+    misplaced: list[str] = field(default_factory=list)
+    launches: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+class FakeGpu:
+    """Runs cases in the child process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, case: Case) -> dict[int, Outcome]:
+        """Return the outcome of each rank of a case."""
+        self._connection.send(case)
+        if not self._connection.poll(MAX_SECONDS):
+            raise TimeoutError(f"no answer in {MAX_SECONDS:.0f} s")
+        answer: dict[int, Outcome] = self._connection.recv()
+        return answer
+
+
+@contextmanager
+def fake_gpu(folder: Path) -> Iterator[FakeGpu]:
+    """Start a child process with a fake device, whose library is built in this folder."""
+    from tests.fake_cuda.device import build_library
+
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    library = build_library(folder / "guard.so")
+    process = context.Process(target=_serve, args=(theirs, library), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield FakeGpu(ours)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(connection: Connection, library: Path) -> None:
+    from tests.fake_cuda.device import install, load
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    guard = load(library)
+    from tests.fake_cuda.checks import DeviceChecks
+
+    checks = DeviceChecks()
+    install(guard, checks)
+    while True:
+        case: Case = connection.recv()
+        connection.send({rank: _run(case, rank, checks) for rank in case.ranks})
+
+
+def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
+    from megalite.distributed.topology import Topology
+
+    checks.reset()
+    outcome = Outcome()
+    config = case.config()
+    try:
+        mesh = config.parallel.mesh
+        with Topology.fake(mesh, case.world_size, rank, "cuda:0") as topology, checks.active():
+            _train(config, topology, checks, outcome)
+    except Exception:
+        outcome.error = traceback.format_exc()
+    outcome.mixed, outcome.waits = checks.mixed, checks.waits
+    return outcome
+
+
+def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outcome) -> None:
+    from megalite.train.trainer import start_trainer
+
+    with start_trainer(config, topology) as trainer:
+        phases = _Phases(checks)
+        trainer.pipeline.observers.append(phases)
+        trainer.optimizer.observers.append(phases)
+        queue_update = trainer.optimizer.step
+
+        def step(*arguments: Any) -> None:
+            queue_update(*arguments)
+            checks.watches_waits = False
+
+        trainer.optimizer.step = step  # type: ignore[method-assign]
+        for iteration in range(NUM_ITERATIONS):
+            checks.launches.clear()
+            checks.phase = BETWEEN
+            checks.watches_waits = iteration == NUM_ITERATIONS - 1
+            result = trainer.step()
+            assert not result.skipped, result
+        outcome.launches = dict(checks.launches)
+        checks.phase = "after the steps"  # reading the weights launches operators, too
+        outcome.misplaced = _misplaced(trainer)
+
+
+class _Phases:
+    """Tells the checks which part of a step runs; an observer of the pipeline and the optimizer."""
+
+    def __init__(self, checks: DeviceChecks) -> None:
+        self._checks = checks
+
+    def begins(self, what: Any) -> None:
+        if what == "optimizer-inner-step":
+            self._checks.phase = "update"
+        elif not isinstance(what, str):  # an action of the pipeline
+            self._checks.phase = "forward" if what.kind.name == "FORWARD" else "backward"
+
+    def ends(self, what: Any) -> None:
+        self._checks.phase = BETWEEN
+
+
+def _misplaced(trainer: Trainer) -> list[str]:
+    """Return the weights, gradients and state that are not on the device, or do not have their dtype."""
+    from megalite.model.stage import DTYPES
+    from megalite.optim.gradient_buckets import main_dtype
+    from megalite.tensor_parallel.parameter_spec import ParameterShard
+    from megalite.train.model_chunks import named_parameters
+
+    dtype = DTYPES[trainer.config.model.params_dtype]
+    tensors = trainer.tensors()
+    state = {name: each.tensor for name, each in tensors.items() if isinstance(each, ParameterShard)}
+    found = [
+        (name, tensor, dtype if name.startswith("model.") else main_dtype(dtype))
+        for name, tensor in state.items()
+        if trainer.optimizer.offload is None or name.startswith("model.")
+    ]
+    for name, parameter in named_parameters(trainer.chunks):
+        found.append((f"{name} in the chunk", parameter, parameter.dtype))
+    for name, gradient in trainer.optimizer._named_gradients():
+        found.append((f"gradient of {name}", gradient, main_dtype(dtype)))
+    return [
+        f"{name}: {tensor.dtype} on {tensor.device}, not {expected}"
+        for name, tensor, expected in found
+        if tensor.device != trainer.topology.device or tensor.dtype != expected
+    ]

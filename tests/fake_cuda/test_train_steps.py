@@ -1,0 +1,46 @@
+"""Train steps on fake CUDA tensors: what a machine without a GPU can say about the code that runs on one.
+
+The trainer's real code runs on tensors of a device that has shapes, dtypes and streams, but no values. The
+tests find operators that mix devices, waits of the host, and what ends on the wrong device.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megalite.verify.layouts import TABLE
+from tests.fake_cuda.cases import CASES, TWO_LAYERS, WITH_OFFLOADED_STATE, Case
+from tests.fake_cuda.child import FakeGpu
+
+
+def check(gpu: FakeGpu, case: Case) -> None:
+    for rank, outcome in gpu(case).items():
+        assert not outcome.error, f"rank {rank}: {outcome.error}"
+        assert not outcome.mixed, "\n".join([f"rank {rank} mixes devices:", *outcome.mixed])
+        waiting = {re.sub(r".* in |:\d+", "", wait) for wait in outcome.waits}
+        assert waiting == set(case.waits), "\n".join([f"rank {rank} waits for the device:", *outcome.waits])
+        assert not outcome.misplaced, "\n".join([f"rank {rank} has:", *outcome.misplaced])
+        assert outcome.launches["backward"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, name: str) -> None:
+    check(gpu, CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TABLE)
+def test_every_layout(gpu: FakeGpu, layout: str) -> None:
+    num_microbatches = 4 if "pp4" in layout else 2
+    waits = WITH_OFFLOADED_STATE if "offload" in layout else ()
+    check(gpu, Case(layout, num_microbatches=num_microbatches, waits=waits))
+
+
+def test_a_message_in_another_dtype_is_copied_back(gpu: FakeGpu) -> None:
+    """As on a GPU. A dry run counts these copies, too."""
+    rounded, exact = CASES["data parallel"], replace(CASES["data parallel"], options=TWO_LAYERS)
+    copies = [sum(counts["copy_"] for counts in gpu(case)[0].launches.values()) for case in (rounded, exact)]
+    assert copies[0] > copies[1]

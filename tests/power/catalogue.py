@@ -1,0 +1,682 @@
+"""The catalogue of injected errors, a table: what goes wrong, its class, where it acts, and the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import load
+from megalite.data import batch_loader
+from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
+from megalite.distributed.topology import Topology
+from megalite.hardware.host_buffers import HostBuffers
+from megalite.model import activation_offload, attention, bert_stage, embedding, head, positions, stage
+from megalite.model.norm import LayerNorm, RMSNorm
+from megalite.model.transformer_stage import TransformerStage
+from megalite.optim import (
+    adamw,
+    global_norm,
+    gradient_buckets,
+    loss_scaler,
+    optimizer,
+    reduce_handle,
+    sharded_weights,
+    weight_gatherer,
+)
+from megalite.pipeline import executor, point_to_point
+from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.schedules import ActionKind
+from megalite.tensor_parallel import (
+    counter_random,
+    gemm_collectives,
+    linear,
+    parameter_spec,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+from megalite.tensor_parallel.placement import Spread
+from megalite.train import evaluator, model_chunks, train_step
+from tests.power import own_stage
+from tests.power.injected_error import (
+    InjectedError,
+    after,
+    before,
+    complete_over,
+    instead,
+    mean_first,
+    not_summed,
+    over,
+    rounded,
+    twice,
+    unless,
+)
+
+SAME = "It is the same in every layout and on one rank: compare with another implementation."
+"""The reason why a comparison of layouts cannot show an error."""
+
+Collectives = gemm_collectives.SeparateCollectives
+Buffer = gradient_buckets.GradientBuffer
+Sharded = gradient_buckets.ShardedGradientBuffer
+
+
+def _sums(of: str) -> Callable[..., bool]:
+    """Return a condition for a sum of this name."""
+    return lambda *_, **more: more.get("of") == of
+
+
+def _first(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+def _gathered_only(whole: Tensor, *_: Any, **more: Any) -> Pending:
+    return Pending(whole, None)
+
+
+def _scattered_only(mine: Tensor, *_: Any) -> Pending:
+    return Pending(mine, None)
+
+
+def _cut(x: Tensor, axis: Any) -> Pending:
+    return Pending(x.chunk(axis.size)[axis.rank].clone(), None)
+
+
+def _other_part(mine: Tensor, whole: Tensor, axis: Any) -> tuple[Any, ...]:
+    return mine, whole.roll(mine.numel()), axis
+
+
+def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    return lambda self, number: original(self, number % max(1, self.config.num_layers // topology.pp.size))
+
+
+def _own_seed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    return lambda module, seed, topo: original(module, seed + topology.pp.rank, topo)
+
+
+def _only_last_microbatch(self: Any, entry: Any) -> tuple[Tensor, bool]:
+    self.stale.discard(entry.name)
+    return self.bucket.view(self.full, entry), True
+
+
+def _no_biases(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def start_reduce(self: Any, is_last: bool = True) -> Any:
+        if self.bucket.entries[0].spec.decay:
+            return original(self, is_last)
+        return reduce_handle.ReduceHandle(Pending(self.complete(), None), lambda: None)
+
+    return start_reduce
+
+
+def _previous_message(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    last: dict[Any, Tensor] = {}
+
+    def received(self: Any, reader: Any) -> Tensor:
+        tensor: Tensor = original(self, reader)
+        before, last[reader.kind] = last.get(reader.kind, tensor), tensor
+        return before
+
+    return received
+
+
+def _at_last_stage(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a change of the microbatch that the last of several pipeline ranks uses."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        is_there = topology.pp.size > 1 and topology.pp.is_last
+        return lambda *args: change(original(*args)) if is_there else original(*args)
+
+    return changed
+
+
+def _other_microbatch(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    if topology.pp.size == 1 or not topology.pp.is_last:
+        return original
+    return lambda self, consumed, index: original(self, consumed, index ^ 1)
+
+
+def _numbered(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
+    """Return a change of the sample numbers that key a microbatch's dropout."""
+    return after(
+        lambda microbatch, self, *_: replace(
+            microbatch, sample_numbers=change(self, microbatch.sample_numbers)
+        )
+    )
+
+
+def _drops_anew(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    calls: dict[int, int] = {}
+
+    def sum_for_norm(self: Any, x: Tensor, y: Tensor, bias: Any, numbers: Tensor) -> Any:
+        # Numbers that no sample has: a mask of its own for each call.
+        calls[self.key] = calls.get(self.key, 0) + 1
+        is_repeated = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+        return original(self, x, y, bias, numbers + 1000 if is_repeated else numbers)
+
+    return sum_for_norm
+
+
+def _dp(change: Callable[[Any, int], Any], key: str) -> Callable[..., Any]:
+    """Return a change of one of the divisors of a batch by the number of ranks that read samples."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        def opened(*args: Any) -> Any:
+            load, divisors = original(*args)
+            return load, {**divisors, key: change(divisors[key], topology.sample_ranks.size)}
+
+        return opened
+
+    return changed
+
+
+def _rate_by_replicas(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    return lambda self, rate, *rest: original(self, rate * topology.replicas.size, *rest)
+
+
+def _gathers_before_update(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def step(self: Any, *args: Any) -> None:
+        gatherer, self.gatherer = self.gatherer, type("Nothing", (), {"start": staticmethod(lambda: None)})
+        gatherer.start()
+        original(self, *args)
+        self.gatherer = gatherer
+
+    return step
+
+
+def _at_middle(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a change on pipeline ranks that are neither the first nor the last."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        is_edge = topology.pp.is_first or topology.pp.is_last
+        wrong: Callable[..., Any] = original if is_edge else change(original, topology)
+        return wrong
+
+    return changed
+
+
+def _without_tokens(microbatch: Any, *_: Any) -> Any:
+    nothing = microbatch.tokens.new_empty((0, 1))
+    return replace(microbatch, tokens=nothing, labels=nothing)
+
+
+def _exchanged(layers: Any, *_: Any) -> Any:
+    """Exchange the layers of the second and the third stage, if there are so many."""
+    return [layers[0], layers[2], layers[1], *layers[3:]] if len(layers) > 3 else layers
+
+
+def _in_chunks(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Change a method of `ScheduleRun` for the actions of the last of several chunks."""
+
+    def changed(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+        def method(self: Any, action: Any) -> Any:
+            is_wrong = action.chunk > 0 and action.chunk == self._stages.num_chunks - 1
+            return change(original, self, action) if is_wrong else original(self, action)
+
+        return method
+
+    return changed
+
+
+def _computing(kind: ActionKind, change: Callable[..., Any]) -> Callable[..., Any]:
+    """Change the method of one kind in the executor's table."""
+    return lambda table, topology: {**table, kind: change(table[kind], topology)}
+
+
+def _with_double_losses(original: Callable[..., Any], self: Any, action: Any) -> Any:
+    scale, self._loss_scale = self._loss_scale, 2.0 * self._loss_scale
+    try:
+        return original(self, action)
+    finally:
+        self._loss_scale = scale
+
+
+def _previous_local_input(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    last: dict[Any, Tensor] = {}
+
+    def read(self: Any, action: Any) -> Any:
+        is_local = action in self._local_inputs
+        tensor = original(self, action)
+        if not is_local:
+            return tensor
+        before, last[action.kind] = last.get(action.kind, tensor), tensor
+        return before
+
+    return read
+
+
+def _overtaking(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    """Let the second message of the first rank overtake the first one, once."""
+    held: list[Any] = []
+    if topology.pp.size == 1 or not topology.pp.is_first:
+        return original
+
+    def launch(group: Any, receives: Any, send: Any) -> Any:
+        if send is None or len(held) > 1:
+            return original(group, receives, send)
+        held.append(send)
+        received, work = original(group, receives, None if len(held) == 1 else send)
+        if len(held) > 1:
+            original(group, [], held[0])[1].wait()
+        return received, work
+
+    return launch
+
+
+def _scale_of(is_next: Callable[[Topology], bool]) -> Callable[..., Any]:
+    """Return a change of the loss scaler: some ranks already have the next step's scale."""
+
+    def changed(original: Any, topology: Topology) -> Any:
+        factor = 2.0 if is_next(topology) else 1.0
+        return property(lambda self: original.fget(self) * factor)
+
+    return changed
+
+
+def _half_copied(buffer: Any, *_: Any) -> Any:
+    buffer.memory[buffer.num_bytes // 2 :] = 0
+    return buffer
+
+
+def _previous_copy(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    last: dict[int, Tensor] = {}
+
+    def copy_to_device(self: Any, buffer: Any) -> Tensor:
+        tensor: Tensor = original(self, buffer)
+        before = last.get(tensor.numel(), tensor)
+        last[tensor.numel()] = tensor.clone()
+        return before
+
+    return copy_to_device
+
+
+def _without_sum(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    """Compute the output layer's input gradient from this rank's logits alone."""
+
+    def column_linear(x: Tensor, weight: Any, bias: Any, context: Any) -> Tensor:
+        if context.tp.size == 1:
+            return original(x, weight, bias, context)
+        hidden = context.hidden_collectives
+        unsummed = type("Unsummed", (type(hidden),), {"start_sum": lambda self, y: _own(self, y)})
+        alone = unsummed(hidden.gemm, hidden.tp, hidden.sequence_parallel, 1)
+        return original(x, weight, bias, replace(context, hidden_collectives=alone))
+
+    return column_linear
+
+
+def _gradient_times(x: Tensor, factor: float) -> Tensor:
+    """Return x, whose gradient is multiplied by a factor."""
+    return x.detach() + (x - x.detach()) * factor
+
+
+def _drops_nothing(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def sum_for_norm(self: Any, *args: Any) -> Any:
+        p = self.p
+        self.p = 0.0 if torch._C._current_graph_task_id() != -1 else p
+        try:
+            return original(self, *args)
+        finally:
+            self.p = p
+
+    return sum_for_norm
+
+
+def _per_rank_rate(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    return lambda self, rate, *rest: original(self, rate * (1.0 + 0.1 * topology.pp.rank), *rest)
+
+
+def _gathered_once(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    first: dict[Any, Tensor] = {}
+
+    def gather(whole: Tensor, mine: Tensor, axis: Any, **more: Any) -> Pending:
+        pending = original(whole, mine, axis, **more).wait()
+        key = whole.data_ptr(), whole.numel()
+        first.setdefault(key, pending.clone())
+        pending.copy_(first[key])
+        return Pending(pending, None)
+
+    return gather
+
+
+def _order_of_slices(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    def reduced(x: Tensor, tp: Any) -> Tensor:
+        return original(x.roll(len(x) // tp.size, 0), tp)
+
+    return reduced
+
+
+ROWS: dict[str, list[tuple[Any, ...]]] = {
+    "sum over replicas": [
+        ("gradients are not summed over replicas", "dp2", gradient_buckets, "start_all_reduce",
+         instead(not_summed)),
+        ("gradients are means over replicas", "dp2", gradient_buckets, "start_all_reduce",
+         before(mean_first)),
+        ("gradients are summed twice over replicas", "dp2", gradient_buckets, "start_all_reduce", twice),
+        ("gradients are summed over tp instead of replicas", "tp2dp2", gradient_buckets, "start_all_reduce",
+         over(lambda topology: topology.tp)),
+        ("gradients of biases and norms are not summed over replicas", "dp2", Buffer, "start_reduce",
+         _no_biases),
+        ("gradients are summed over replicas in fp32", "dp2", gradient_buckets, "start_all_reduce",
+         before(rounded(torch.float32))),
+        ("gradients are summed over replicas in bf16", "dp2", gradient_buckets, "start_all_reduce",
+         before(rounded(torch.bfloat16))),
+    ],
+    "ZeRO": [
+        ("gradients are not reduce-scattered", "dp2+zero1", gradient_buckets, "flat_reduce_scatter",
+         instead(_scattered_only)),
+        ("a rank receives the shard of another one", "dp2+zero1", gradient_buckets, "flat_reduce_scatter",
+         before(_other_part)),
+        ("groups of shards are not summed", "dp4shard2+zero1", gradient_buckets, "start_all_reduce",
+         instead(not_summed)),
+        ("a shard holds the last microbatch only", "dp2+zero2", Sharded, "_accumulate_shard",
+         instead(lambda self, result: self.shard_sum.copy_(result))),
+        ("a shard keeps the sum of the iteration before", "dp2+zero2", Sharded, "begin",
+         instead(Buffer.begin)),
+        ("updated weights are not gathered", "dp2+zero1", weight_gatherer, "flat_all_gather",
+         instead(_gathered_only)),
+        ("weights are gathered before the update", "dp2+zero1", optimizer.Optimizer, "step",
+         _gathers_before_update),
+        ("gathered weights are those of another rank", "dp2+zero3", sharded_weights, "flat_all_gather",
+         after(lambda pending, *_: _rolled(pending))),
+        ("only the first replica counts its shard in the norm", "dp2+zero2", optimizer.Optimizer, "_counted",
+         lambda original, topology: lambda self, state: (
+             original(self, state) if topology.replicas.rank == 0 else slice(0, 0))),
+        ("weights are those of the first gathering", "dp2+zero3", sharded_weights, "flat_all_gather",
+         _gathered_once),
+    ],
+    "tensor parallelism": [
+        ("input gradients of column layers are not summed", "tp2", Collectives, "start_summed_input_gradient",
+         instead(lambda self, grad, *rest: _own(self, self.gemm.input_gradient(grad, *rest)))),
+        ("row layers are not summed", "tp2", Collectives, "summed_forward",
+         instead(lambda self, x, weight, bias: _own(self, self.gemm.forward(x, weight, bias)).tensor)),
+        ("all sums of linear layers are means", "tp2", gemm_collectives, "start_all_reduce",
+         before(mean_first)),
+        ("all sums of linear layers run twice", "tp2", gemm_collectives, "start_all_reduce", twice),
+        ("sums of linear layers are in fp32", "tp2", gemm_collectives, "start_all_reduce",
+         before(rounded(torch.float32))),
+        ("sums of linear layers are over the replicas", "tp2dp2", gemm_collectives, "start_all_reduce",
+         over(lambda topology: topology.replicas)),
+        ("the first of three parts of a sum is missing", "tp2+overlap", gemm_collectives, "start_all_reduce",
+         unless(lambda x, _: x.shape[0] == 10, not_summed)),
+        ("every rank adds a row layer's bias", "tp2", attention.Attention, "forward",
+         after(lambda out, self, *_: out._replace(bias=out.bias * self.tp.size))),
+        ("word embeddings are not summed", "tp2", vocab_embedding, "reduce_from_tensor_parallel",
+         instead(_first)),
+        ("tokens of other ranks look up their first row", "tp2", vocab_embedding.VocabParallelEmbedding,
+         "forward", instead(lambda self, tokens: self.reduce(torch.nn.functional.embedding(
+             (tokens - self.tp.rank * len(self.weight)).clamp(0, len(self.weight) - 1), self.weight),
+             self.tp))),
+        ("padding of the vocabulary is in the loss", "tp2", stage, "vocab_parallel_cross_entropy",
+         before(lambda logits, targets, _, tp: (logits, targets, 10**6, tp)), "gpt",
+         "The vocabulary of 101 tokens has the same padding in every layout that is verified."),
+        ("the maximum of the logits is not reduced", "tp2", vocab_cross_entropy, "all_reduce",
+         unless(lambda x, tp, *op: bool(op), _first)),
+        ("the sums of the cross-entropy are not reduced", "tp2", vocab_cross_entropy, "all_reduce",
+         unless(lambda x, tp, *op: not op, _first)),
+        ("the sums of the cross-entropy are means", "tp2", vocab_cross_entropy, "all_reduce",
+         before(lambda x, tp, *op: (x if op else x.div_(tp.size), tp, *op))),
+        ("a target's column is off by one after the first rank", "tp2", vocab_cross_entropy,
+         "cross_entropy_statistics",
+         before(lambda rows, targets, start, real: (rows, targets, start + (start > 0), real))),
+        ("the gradient of shared keys and values is not summed", "tp4", attention, "all_gather_from",
+         instead(gather_from_tensor_parallel), "llama"),
+        ("queries of a shared group are those of another rank", "tp4", attention.Attention,
+         "_split_shared_group", after(lambda qkv, *_: (qkv[0].flip(2).roll(1, 0), *qkv[1:])), "llama"),
+        ("every rank has the ALiBi slopes of the first heads", "tp2", positions, "alibi_slopes",
+         lambda original, topology: lambda n: original(n)[: n // topology.tp.size] * topology.tp.size,
+         "bloom"),
+        ("the input gradient of the output layer is not summed", "tp2", head, "column_linear",
+         _without_sum),
+        ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
+         lambda original, topology: lambda self, updates, rate, decay, *rest: original(
+             self, updates, rate, 0.1 if topology.tp.rank else decay, *rest)),
+    ],
+    "sequence parallelism": [
+        ("partial gradients are not summed", "tp2+sp", optimizer.Optimizer, "_sum_partial",
+         instead(lambda self: None)),
+        ("partial gradients are means", "tp2+sp", optimizer, "all_reduce", before(mean_first)),
+        ("partial gradients are summed twice", "tp2+sp", optimizer.Optimizer, "_sum_partial",
+         lambda original, _: lambda self: (original(self), original(self))),
+        ("gradients of LayerNorm's weight are not summed", "tp2+sp", LayerNorm, "__init__",
+         complete_over("weight")),
+        ("gradients of LayerNorm's bias are not summed", "tp2+sp", LayerNorm, "__init__",
+         complete_over("bias")),
+        ("gradients of RMSNorm are not summed", "tp2+sp", RMSNorm, "__init__", complete_over("weight"),
+         "llama"),
+        ("gradients of LayerNorm after the embedding are not summed", "tp2+sp", LayerNorm, "__init__",
+         complete_over("weight"), "bloom"),
+        ("gradients of post-norm are not summed", "tp2+sp", LayerNorm, "__init__",
+         complete_over("weight", "bias"), "bert"),
+        ("gradients of row layers' biases are not summed", "tp2+sp", linear.RowParallelLinear, "__init__",
+         complete_over("bias")),
+        ("gradients of the position table are not summed", "tp2+sp", embedding.PositionTable, "__init__",
+         complete_over("weight")),
+        ("gradients of the token types are not summed", "tp2+sp", embedding.TokenTypeTable, "__init__",
+         complete_over("weight"), "bert"),
+        ("gradients of BERT's heads are not summed", "tp2+sp", bert_stage.ReplicatedLinear, "__init__",
+         complete_over("weight", "bias"), "bert"),
+        ("input gradients are cut instead of reduce-scattered", "tp2+sp", gemm_collectives,
+         "start_reduce_scatter", instead(_cut)),
+        ("sums over slices are means", "tp2+sp", gemm_collectives, "start_reduce_scatter",
+         before(lambda x, axis: (x / axis.size, axis))),
+        ("slices of the sequence are gathered in another order", "tp2+sp", gemm_collectives,
+         "start_all_gather", after(lambda pending, *_: _rolled(pending, halves=True))),
+        ("positions of a slice count from 0", "tp2+sp", parameter_spec.LayerContext, "first_position",
+         instead(lambda self, num_positions: 0)),
+        ("a slice looks up the position ids of the first slice", "tp2+sp", parameter_spec.LayerContext,
+         "own_tokens", instead(lambda self, num_positions: slice(0, num_positions)), "packed"),
+        ("every rank adds BERT's order loss", "tp2+sp", bert_stage, "reduce_from_tensor_parallel",
+         before(lambda x, tp: (x + 1.0 * tp.rank, tp)), "bert"),
+        ("a rank gets another rank's slice of the word embeddings", "tp2+sp", vocab_embedding,
+         "reduce_scatter_to_sequence_parallel", _order_of_slices),
+        ("the gradient of the order loss is multiplied by tp", "tp2+sp", bert_stage,
+         "reduce_from_tensor_parallel",
+         lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
+    ],
+    "random numbers": [
+        ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
+         before(lambda self, numbers, _: (self, numbers, 0))),
+        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_element",
+         instead(lambda self, x: 0)),
+        ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
+         _numbered(lambda self, numbers: torch.arange(len(numbers)))),
+        ("dropout is keyed by the samples of the rank", "dp2", batch_loader.BatchLoader, "__call__",
+         _numbered(lambda self, numbers: numbers - self.sample_ranks.rank * self.micro_batch_size)),
+        ("dropout is keyed by the layer's number in the stage", "pp2", TransformerStage, "build_layer",
+         _local_layer),
+        ("recomputation draws other masks", "tp1+full", counter_random.Dropout, "sum_for_norm", _drops_anew),
+        ("slices of initial weights begin at element 0", "tp2", counter_random, "fill_normal_",
+         lambda original, _: lambda *args, **more: original(*args, **{**more, "base": 0})),
+        ("slices of initial columns are drawn as rows", "tp2", counter_random, "fill_normal_",
+         lambda original, _: lambda *a, **m: original(*a, **{**m, "run_stride": m["run_length"]})),
+        ("every stage has a seed of its own", "pp2", stage, "initialize", _own_seed),
+        ("recomputation drops nothing", "tp1+full", counter_random.Dropout, "sum_for_norm", _drops_nothing),
+    ],
+    "pipeline": [
+        ("the copies of a tied embedding are not summed", "pp2", optimizer, "sum_tied_embedding_grads",
+         instead(lambda gradient, pp: None)),
+        ("the copies of a tied embedding are averaged", "pp2", optimizer, "sum_tied_embedding_grads",
+         after(lambda _, gradient, **more: gradient.div_(2))),
+        ("windows follow the layer's number in the stage", "pp2", TransformerStage, "build_layer",
+         _local_layer, "window"),
+        ("the last stage has the labels of another microbatch", "pp2", batch_loader.BatchLoader, "__call__",
+         _other_microbatch),
+        ("the last stage's labels are shifted by one", "pp2", batch_loader.BatchLoader, "__call__",
+         _at_last_stage(lambda each: replace(each, labels=each.labels.roll(1, 1)))),
+        ("a stage reads the message before", "pp2", PointToPoint, "received", _previous_message),
+        ("hidden states are rounded to fp32 between stages", "pp2", PointToPoint, "_checked",
+         before(rounded(torch.float32))),
+        ("gradients between stages are doubled", "pp2", executor._StageInput, "backward",
+         before(lambda context, grad: (context, grad * 2.0))),
+        ("the last stored weight gradient is dropped", "pp2zb", executor, "run_stored",
+         before(lambda stored: (stored[:-1],))),
+        ("a stored weight gradient is computed twice", "pp2zb", executor, "run_stored",
+         before(lambda stored: ([*stored, *(each for each in stored if each.weight.dim() == 1)],))),
+        ("a message overtakes the one before", "pp2", point_to_point, "_launch_each", _overtaking),
+    ],
+    "gradient norm": [
+        ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",
+         instead(lambda self, bucket: False)),
+        ("every tp rank counts what is replicated", "tp2", Spread, "acts", instead(lambda *_: True)),
+        ("every replica counts its whole bucket", "dp2", optimizer.Optimizer, "_counted",
+         instead(lambda self, state: slice(0, len(state.main)))),
+        ("squares are summed over the replicas only", "pp2", global_norm, "all_reduce",
+         over(lambda topology: topology.replicas)),
+        ("squares are means over all ranks", "dp2", global_norm, "all_reduce", before(mean_first)),
+        ("clipping divides the norm by the replicas", "dp2", adamw.AdamW, "_divisor",
+         lambda original, topology: lambda self, norm: original(self, norm / topology.replicas.size)),
+        ("cut parameters count on the first tp rank only", "tp2", Spread, "acts",
+         instead(lambda self, topology: topology.tp.rank == 0)),
+        ("each rank clips by the norm of its own gradients", "pp2", global_norm, "all_reduce",
+         instead(_first)),
+        ("the logged number of zeros counts a replicated parameter on each rank", "tp2", optimizer.Optimizer,
+         "num_zeros", instead(lambda self: 0), "gpt",
+         "The verification compares losses, norms, gradients and weights, but no other logged number."),
+    ],
+    "loss and divisors": [
+        ("the logged loss is not summed", "dp2", train_step, "all_reduce", unless(_sums("the loss"), _first)),
+        ("the logged loss is a mean over replicas", "dp2", train_step, "all_reduce", before(mean_first)),
+        ("the divisor counts the rank's samples", "dp2", train_step.GlobalBatches, "open",
+         _dp(lambda divisor, size: divisor / size, "token")),
+        ("the divisor counts one microbatch", "mbs1", train_step.GlobalBatches, "open",
+         lambda original, _: lambda self, read, num, samples: original(self, read, num, samples // num)),
+        ("the order loss is divided by the rank's samples", "dp2", train_step.GlobalBatches, "open",
+         _dp(lambda divisor, size: divisor / size, "sample"), "bert"),
+        ("masked tokens are counted on the rank", "dp2", train_step, "all_reduce",
+         unless(_sums("the number of masked tokens"), _first), "bert"),
+        ("tokens with a loss are counted on the rank", "dp2", train_step, "all_reduce",
+         unless(_sums("the number of tokens"), _first), "packed"),
+        ("a loss is a mean over the microbatch's tokens", "mbs1", stage.Stage, "masked_sum",
+         after(lambda total, _, losses, microbatch: total * losses.numel() / microbatch.loss_mask.sum()),
+         "packed"),
+        ("tokens without a loss are in the loss", "dp2", stage.Stage, "masked_sum",
+         before(lambda self, losses, microbatch: (self, losses, replace(microbatch, loss_mask=None))),
+         "packed", SAME),
+        ("the order loss is a mean over the microbatch's samples", "mbs1", executor.ScheduleRun, "_divisor",
+         lambda original, topology: lambda self, name, per: (
+             original(self, name, per) if per != "sample" else next(
+                 len(each.tokens) for each in [self._load(0)])), "bert"),
+        ("the validation loss is a mean over ranks", "dp2", evaluator, "global_losses", instead(_first),
+         "gpt", "The verification does not evaluate."),
+    ],
+    "microbatches": [
+        ("all replicas read the same samples", "dp2", batch_loader, "microbatch_samples",
+         before(lambda consumed, index, size, rank, ranks: (consumed, index, size, 0, ranks))),
+        ("replicas read overlapping samples", "dp2", batch_loader, "microbatch_samples",
+         before(lambda consumed, index, size, rank, ranks: (consumed, index + rank, size, 0, 1))),
+        ("the last microbatch repeats the one before", "dp2", batch_loader.BatchLoader, "__call__",
+         before(lambda self, consumed, i: (self, consumed, min(i, 8 // self.micro_batch_size
+                                                               // self.sample_ranks.size - 2)))),
+        ("a microbatch overwrites the gradient before", "dp2", Buffer, "claim",
+         instead(_only_last_microbatch)),
+        ("gradients keep the sum of the iteration before", "dp2", Buffer, "begin",
+         lambda original, _: lambda self: (original(self), self.stale.clear())[0]),
+    ],
+    "update": [
+        ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),
+        ("biases have weight decay", "tp1+offload", adamw.AdamW, "_update",
+         before(lambda self, updates, rate, _, *rest: (self, updates, rate, 0.1, *rest))),
+        ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
+         before(lambda self, updates, rate, decay, number, *rest: (
+             self, updates, rate, decay, number + 1, *rest))),
+        ("a checkpoint's moments are not loaded", "dp2", load, "load_checkpoint", instead(lambda *_: None),
+         "gpt", "The verification does not save or resume."),
+        ("later stages have the learning rate of a later step", "pp2", optimizer.Optimizer, "step",
+         _per_rank_rate),
+    ],
+    "stages between the first and the last": [
+        ("they have no tokens, with windows", "pp4", batch_loader.BatchLoader, "__call__",
+         _at_middle(after(_without_tokens)), "window"),
+        ("they have no tokens, with ALiBi", "pp4", batch_loader.BatchLoader, "__call__",
+         _at_middle(after(_without_tokens)), "bloom"),
+        ("they do not know the documents", "pp4", batch_loader.BatchLoader, "__call__",
+         _at_middle(after(lambda microbatch, *_: replace(
+             microbatch, document_ids=torch.zeros_like(microbatch.document_ids)))), "packed"),
+        ("their dropout is keyed by the samples of another microbatch", "pp4", batch_loader.BatchLoader,
+         "__call__", _at_middle(lambda original, _: lambda self, consumed, index: original(
+             self, consumed, index ^ 1))),
+        ("they double the gradients that they pass on", "pp4", executor._StageInput, "backward",
+         _at_middle(before(lambda context, grad: (context, grad * 2.0)))),
+        ("their gradients are not counted in the norm", "pp4", optimizer.Optimizer, "_counted",
+         _at_middle(instead(lambda self, state: slice(0, 0)))),
+        ("they skip the update", "pp4", optimizer.Optimizer, "step", _at_middle(instead(lambda *_: None))),
+        ("they skip their layers", "pp4", TransformerStage, "run_group",
+         _at_middle(instead(lambda self, group, layers, x, *_: (x, {})))),
+        ("two of them exchange their layers", "pp4", model_chunks, "layers_of_stages", after(_exchanged)),
+    ],
+    "chunks of a rank": [
+        ("the last chunk has another microbatch", "pp2v2", executor.ScheduleRun, "_microbatch",
+         _in_chunks(lambda original, self, action: (
+             original(self, action), self._load(action.microbatch ^ 1))[1])),
+        ("the last chunk scales its losses twice", "pp2v2", executor, "_COMPUTE",
+         _computing(ActionKind.BACKWARD, _in_chunks(_with_double_losses))),
+        ("the tip of the V reads the output before", "pp2zbv", executor.ScheduleRun, "_input",
+         _previous_local_input),
+        ("weight gradients of the second chunk are not computed", "pp2zbv", executor, "_COMPUTE",
+         _computing(ActionKind.BACKWARD_WEIGHT, _in_chunks(lambda original, self, action: self._stored.pop(
+             (action.microbatch, action.chunk)) and None))),
+        ("a rank with the first and the last stage has two copies of a tied embedding", "pp2zbv",
+         TransformerStage, "shared_modules", instead(lambda self: {})),
+    ],
+    "loss scale": [
+        ("the last stage has the scale of the next step", "pp2", loss_scaler.LossScaler, "scale",
+         _scale_of(lambda topology: topology.pp.size > 1 and topology.pp.is_last), "fp16"),
+        ("one replica has the scale of the next step", "dp2", loss_scaler.LossScaler, "scale",
+         _scale_of(lambda topology: topology.replicas.rank == 1), "fp16"),
+        ("gradients are clipped before they are unscaled", "dp2", adamw.AdamW, "_divisor",
+         lambda original, _: lambda self, norm: original(self, norm * self.scaler.scale), "fp16", SAME),
+        ("the update unscales with the scale of the step before", "dp2", adamw.AdamW, "_divisor",
+         lambda original, _: lambda self, norm: original(self, norm) * 2.0, "fp16", SAME),
+    ],
+    "offload": [
+        ("half of a storage is copied to the host", "tp1+offload", HostBuffers, "copy_to_host",
+         after(lambda buffer, *_: _half_copied(buffer))),
+        ("a layer gets the activations before", "tp1+offload", HostBuffers, "copy_to_device", _previous_copy),
+        ("views of a copied storage begin at its start", "tp1+offload", activation_offload, "_Saved",
+         before(lambda *args: (*args[:4], 0))),
+        ("offloaded weights have no weight decay", "tp1+offload", adamw, "OffloadedUpdate",
+         before(lambda gradient, weight, rate, decay: (gradient, weight, rate, 0.0))),
+        ("offloaded states have the learning rate of another step", "tp1+offload", adamw, "OffloadedUpdate",
+         before(lambda gradient, weight, rate, decay: (gradient, weight, 0.5 * rate, decay))),
+    ],
+    "buffers": [
+        ("every rank holds the first slice of a buffer", "tp2", own_stage, "new_buffer",
+         lambda original, _: lambda full, context, cut: original(
+             full[: len(full) // context.tp.size].repeat(context.tp.size), context, cut), "buffers"),
+        ("a buffer is not summed over replicas", "dp2", own_stage, "all_reduce", instead(_first), "buffers"),
+        ("a recomputed forward counts again in a buffer", "tp1+full", own_stage, "is_recomputed",
+         instead(lambda: False), "buffers"),
+    ],
+}  # fmt: skip
+"""By class: name, layout, owner, attribute, change, and optionally the model and why no layout shows it."""
+
+
+def _rolled(pending: Pending, halves: bool = False) -> Pending:
+    """Return a gathered tensor with the first half of it behind the second one."""
+    whole = pending.wait()
+    return Pending(whole.roll(len(whole) // 2, 0), None) if halves else _swap_in_place(whole)
+
+
+def _swap_in_place(whole: Tensor) -> Pending:
+    whole.copy_(whole.roll(len(whole) // 2, 0).clone())
+    return Pending(whole, None)
+
+
+def _own(collectives: Any, x: Tensor) -> Pending:
+    """Return a rank's part of a sum that is missing."""
+    if collectives.sequence_parallel:
+        x = x.chunk(collectives.tp.size)[collectives.tp.rank].clone()
+    return Pending(x, None)
+
+
+CATALOGUE = tuple(
+    InjectedError(name, kind, layout, owner, attribute, change, *more)
+    for kind, rows in ROWS.items()
+    for name, layout, owner, attribute, change, *more in rows
+)
+
+CONTROL = InjectedError(
+    "nothing", "control", "tp2", optimizer.Optimizer, "step", lambda original, _: original
+)
+"""Changes nothing: a verification must find no difference."""

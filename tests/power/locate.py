@@ -1,0 +1,247 @@
+"""Bisect each error of the catalogue, and rate whether the report names the place of the error.
+
+The table of docs/verification.md has the results. `python -m tests.power.measure` writes it with the other
+tables, `python -m tests.power.locate` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megalite.config import Config
+from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.train.run_context import Providers
+from megalite.verify.bisect import Location, locate_difference
+from megalite.verify.layouts import Layout
+from megalite.verify.trace_run import RankTrace, trace_rank
+from tests.power.catalogue import CATALOGUE
+from tests.power.injected_error import InjectedError
+from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROVIDERS, config_of, write_page
+
+SUMMED = r"after its sum over dp \("
+MISSING_DP, MISSING_TP = (f"a sum over {axis} is missing" for axis in ("dp", "tp"))
+PROJECTION = r"output of layers\.0\.attention\.projection"
+WHOLE = ""
+"""Matches any report: the name of a tensor is also that of the operator that computes it."""
+
+PLACES: dict[str, tuple[str, str]] = {
+    "gradients are not summed over replicas": (SUMMED, MISSING_DP),
+    "gradients are means over replicas": (SUMMED, "mean over dp|all-reduce over dp"),
+    "gradients are summed twice over replicas": (SUMMED, "all-reduce over dp"),
+    "gradients are summed over tp instead of replicas": (SUMMED, "no reduction over dp|all-reduce over tp"),
+    "gradients of biases and norms are not summed over replicas": (SUMMED, MISSING_DP),
+    "gradients are summed over replicas in fp32": (SUMMED, "all-reduce over dp"),
+    "gradients are summed over replicas in bf16": (SUMMED, "all-reduce over dp"),
+    "gradients are not reduce-scattered": (SUMMED, f"{MISSING_DP}|no reduction over dp"),
+    "a rank receives the shard of another one": (SUMMED, "reduce-scatter over dp"),
+    "groups of shards are not summed": (SUMMED, "all-reduce over dp_replicate|sum over dp_replicate"),
+    "a shard holds the last microbatch only": (SUMMED, "reduce-scatter over dp"),
+    "a shard keeps the sum of the iteration before": (SUMMED, "reduce-scatter over dp"),
+    "updated weights are not gathered": ("^weight .* after the update", "not gathered|all-gather over dp"),
+    "weights are gathered before the update": ("^weight .* after the update", "all-gather over dp"),
+    "gathered weights are those of another rank": (r"output of embedding\.word", "all-gather over dp"),
+    "input gradients of column layers are not summed": ("gradient of the input of losses_of", MISSING_TP),
+    "row layers are not summed": (PROJECTION, MISSING_TP),
+    "all sums of linear layers are means": (PROJECTION, "all-reduce over tp"),
+    "all sums of linear layers run twice": (PROJECTION, "all-reduce over tp"),
+    "sums of linear layers are in fp32": (PROJECTION, "all-reduce over tp"),
+    "sums of linear layers are over the replicas": (
+        PROJECTION, r"all-reduce over dp|sum over tp is missing"),
+    "the first of three parts of a sum is missing": (
+        PROJECTION, "all-reduce over tp"),
+    "every rank adds a row layer's bias": (r"attention\.projection\.bias", WHOLE),
+    "word embeddings are not summed": (r"output of embedding\.word", MISSING_TP),
+    "tokens of other ranks look up their first row": (r"output of embedding\.word", WHOLE),
+    "the maximum of the logits is not reduced": ("losses_of", r"all-reduce over tp of \[64\]|maximum"),
+    "the sums of the cross-entropy are not reduced": ("losses_of", rf"over tp of \[2, 64\]|{MISSING_TP}"),
+    "the sums of the cross-entropy are means": ("losses_of", r"all-reduce over tp of \[2, 64\]"),
+    "a target's column is off by one after the first rank": ("losses_of", WHOLE),
+    "the gradient of shared keys and values is not summed": (
+        r"gradient of the output of layers\.3\.attention\.qkv", f"reduce-scatter over tp|{MISSING_TP}"),
+    "queries of a shared group are those of another rank": (
+        r"input of layers\.0\.attention\.query_norm", WHOLE),
+    "every rank has the ALiBi slopes of the first heads": (r"layers\.0\.attention\.attend", WHOLE),
+    "partial gradients are not summed": ("after all sums", MISSING_TP),
+    "partial gradients are means": ("after all sums", "all-reduce over tp|mean over tp"),
+    "partial gradients are summed twice": ("after all sums", "all-reduce over tp"),
+    "gradients of LayerNorm's weight are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
+    "gradients of LayerNorm's bias are not summed": (r"^gradient of .*norm\.bias", MISSING_TP),
+    "gradients of RMSNorm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
+    "gradients of LayerNorm after the embedding are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
+    "gradients of post-norm are not summed": (r"^gradient of .*norm\.(weight|bias)", MISSING_TP),
+    "gradients of row layers' biases are not summed": (r"^gradient of .*(down|projection)\.bias", MISSING_TP),
+    "gradients of the position table are not summed": (r"^gradient of embedding\.position", MISSING_TP),
+    "gradients of the token types are not summed": (r"^gradient of embedding\.token_type", MISSING_TP),
+    "gradients of BERT's heads are not summed": (r"^gradient of (order_head|token_head)\.", MISSING_TP),
+    "input gradients are cut instead of reduce-scattered": (
+        PROJECTION, f"reduce-scatter over tp|{MISSING_TP}"),
+    "sums over slices are means": (PROJECTION, "reduce-scatter over tp"),
+    "slices of the sequence are gathered in another order": (
+        r"output of layers\.0\.attention\.qkv", "all-gather over tp"),
+    "positions of a slice count from 0": (r"output of embedding\.position", WHOLE),
+    "a slice looks up the position ids of the first slice": (r"output of embedding\.position", WHOLE),
+    "every rank adds BERT's order loss": ("sop_loss", "all-reduce over tp"),
+    "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
+    "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),
+    "dropout is keyed by the samples of the rank": ("sample_numbers of the microbatch", WHOLE),
+    "dropout is keyed by the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
+    "recomputation draws other masks": (r"layers\.3\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "slices of initial weights begin at element 0": (r"^weight .* before iteration 1", WHOLE),
+    "slices of initial columns are drawn as rows": (r"^weight .* before iteration 1", WHOLE),
+    "every stage has a seed of its own": (r"^weight .* before iteration 1", WHOLE),
+    "the copies of a tied embedding are not summed": (
+        r"gradient of embedding\.word\.weight", "a sum over pp is missing"),
+    "the copies of a tied embedding are averaged": (
+        r"gradient of embedding\.word\.weight", "(mean|send|receive) over pp"),
+    "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
+    "the last stage has the labels of another microbatch": ("of the microbatch", WHOLE),
+    "the last stage's labels are shifted by one": ("labels of the microbatch", WHOLE),
+    "a stage reads the message before": (r"input of layers\.2 ", "(send|receive) over pp"),
+    "hidden states are rounded to fp32 between stages": (r"input of layers\.2 ", "(send|receive) over pp"),
+    "gradients between stages are doubled": (r"gradient of the output of layers\.1 ", "receive over pp"),
+    "the last stored weight gradient is dropped": ("before its sum over the ranks", WHOLE),
+    "both copies of a tied embedding count": ("the gradient norm", WHOLE),
+    "every tp rank counts what is replicated": ("the gradient norm", WHOLE),
+    "every replica counts its whole bucket": ("the gradient norm", WHOLE),
+    "squares are summed over the replicas only": (
+        "the gradient norm", "all-reduce over pp|sum over pp is missing"),
+    "squares are means over all ranks": ("the gradient norm", "all-reduce over dp"),
+    "clipping divides the norm by the replicas": ("after the update", WHOLE),
+    "the logged loss is not summed": ("^lm_loss, the mean", MISSING_DP),
+    "the logged loss is a mean over replicas": ("^lm_loss, the mean", "mean over dp|all-reduce over dp"),
+    "the divisor counts the rank's samples": ("number of tokens that divides", WHOLE),
+    "the divisor counts one microbatch": ("number of tokens that divides", WHOLE),
+    "the order loss is divided by the rank's samples": ("number of samples that divides", WHOLE),
+    "masked tokens are counted on the rank": ("number of tokens that divides", MISSING_DP),
+    "tokens with a loss are counted on the rank": ("^lm_loss, the mean", MISSING_DP),
+    "a loss is a mean over the microbatch's tokens": ("^lm_loss, the sum over the microbatches", WHOLE),
+    "all replicas read the same samples": ("of the microbatch", WHOLE),
+    "replicas read overlapping samples": ("of the microbatch", WHOLE),
+    "the last microbatch repeats the one before": ("of the microbatch", WHOLE),
+    "a microbatch overwrites the gradient before": ("before its sum over the ranks", WHOLE),
+    "gradients keep the sum of the iteration before": ("before its sum over the ranks", WHOLE),
+    "the learning rate grows with the replicas": ("after the update", WHOLE),
+}  # fmt: skip
+"""By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
+
+They follow from what an error does, not from the reports.
+"""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The report of a bisection of an error.
+
+    Attributes:
+        location: None if the run ends with an exception, which `text` then is.
+    """
+
+    error: InjectedError
+    location: Location | None
+    text: str
+
+    @property
+    def what(self) -> str:
+        """Return the tensor that is named; empty if none is."""
+        found = self.location and self.location.difference
+        return found.what if found else ""
+
+    @property
+    def details(self) -> list[str]:
+        """Return the lines about what is remarkable, and about the last collective."""
+        found = self.location and self.location.difference
+        remarks = found.details[1:] if found else []
+        return [each for each in remarks if not re.match(r"also on|\d+ of \d+ tensors", each)]
+
+    @property
+    def names_module(self) -> bool:
+        """Return whether the report names the tensor that the error changes first."""
+        return bool(self.what and re.search(PLACES[self.error.name][0], self.what))
+
+    @property
+    def names_operation(self) -> bool:
+        """Return whether the report also names the collective at fault, or the sum that is missing."""
+        lines = "\n".join(self.details)
+        return self.names_module and bool(re.search(PLACES[self.error.name][1], lines))
+
+
+def trace_with_error(
+    topology: Topology,
+    config: Config,
+    iteration: int,
+    generator_seed: int,
+    providers: Providers | None,
+    name: str,
+) -> RankTrace:
+    """Trace an iteration on this rank with an error injected."""
+    with BY_NAME[name].injected(topology):
+        return trace_rank(topology, config, iteration, generator_seed, providers)
+
+
+def _trace_run(name: str, config: Config, world_size: int, *arguments: Any) -> list[RankTrace]:
+    return run_ranks(
+        trace_with_error, config.parallel.mesh, world_size, config, *arguments, name, timeout=60.0
+    )
+
+
+def locate(errors: Sequence[InjectedError]) -> Iterator[Located]:
+    """Bisect each error in the layout in which it acts."""
+    for error in errors:
+        layout = Layout.parse(error.layout)
+        config, alone = (each.apply(config_of(error.model), GLOBAL_BATCH_SIZE) for each in (layout, Layout()))
+        trace = partial(_trace_run, error.name)
+        try:
+            location = locate_difference(
+                config, alone, layout.world_size, NUM_ITERATIONS, PROVIDERS.get(error.model), trace
+            )
+        except (RankError, UserError) as failure:
+            yield Located(error, None, str(failure).strip().splitlines()[-1])
+        else:
+            yield Located(error, location, location.text)
+
+
+def table_of_places(found: Sequence[Located]) -> str:
+    """Return the counts and the table of reports as Markdown."""
+    rated = [each for each in found if each.error.name in PLACES]
+    num_failed = sum(each.location is None for each in found)
+    num_unrated = len(found) - len(rated) - num_failed
+    in_collectives = [each for each in rated if PLACES[each.error.name][1] != WHOLE]
+    lines = [
+        f"{len(rated)} errors are rated. The report names the right tensor for "
+        f"{sum(each.names_module for each in rated)} of them, and also the right operation for "
+        f"{sum(each.names_operation for each in rated)}. {len(in_collectives)} of the errors are in a "
+        f"collective, and the report names it for {sum(each.names_operation for each in in_collectives)}. "
+        f"{num_failed} more end a run with an exception, and {num_unrated} are not rated.",
+        "",
+        "| error | layout | first difference | in the report | tensor | operation |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        is_rated = each.error.name in PLACES
+        verdicts = [
+            ("right" if right else "wrong") if is_rated else "-"
+            for right in (is_rated and each.names_module, is_rated and each.names_operation)
+        ]
+        cells = (each.error.name, each.error.layout, each.what or each.text, "; ".join(each.details))
+        lines.append(f"| {' | '.join((*cells, *verdicts))} |")
+    return "\n".join(lines)
+
+
+BEGIN, END = "<!-- begin: located errors -->", "<!-- end: located errors -->"
+
+
+def write_places() -> None:
+    """Bisect all errors that a verification finds, and replace the table of the page."""
+    errors = [error for error in CATALOGUE if not error.unseen]
+    write_page(table_of_places([*locate(errors)]), BEGIN, END)
+
+
+if __name__ == "__main__":
+    write_places()

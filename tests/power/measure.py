@@ -1,0 +1,207 @@
+"""Inject the errors of the catalogue, verify layouts with each, and write the table of docs/verification.md.
+
+python -m tests.power.measure     run from the repository root; takes some minutes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.model import ParamsDtype
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.train.run_context import Providers
+from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare
+from megalite.verify.layouts import Layout, default_layouts
+from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.power.catalogue import CATALOGUE, CONTROL
+from tests.power.injected_error import InjectedError
+from tests.power.own_stage import CountingStage
+
+NUM_ITERATIONS = 3
+GLOBAL_BATCH_SIZE = 8
+MODELS = (
+    {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
+    | {name: f"{name}-tiny" for name in ("bloom", "bert")}
+    | dict.fromkeys(("fp16", "buffers"), "gpt-tiny")
+)
+PROVIDERS = {"buffers": Providers(CountingStage)}
+DTYPES: dict[str, ParamsDtype] = {"fp16": "fp16"}
+DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
+PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
+
+
+def default_names(model: str) -> tuple[str, ...]:
+    """Return the names of a model's default layouts."""
+    return tuple(map(str, default_layouts(config_of(model))))
+
+
+@cache
+def config_of(model: str) -> Config:
+    """Return the config of a small model."""
+    dropout = DROPOUT.get(model, 0.0)
+    is_windowed = model == "window"
+    return Config(
+        model=replace(
+            PRESETS[MODELS[model]],
+            window_size=(10, 0) if is_windowed else None,
+            window_attn_skip_freq=(3,) if is_windowed else None,
+            hidden_size=32,
+            seq_length=32,
+            vocab_size=101,
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            params_dtype=DTYPES.get(model, "fp64"),
+        ),
+        optimizer=OptimizerConfig(
+            lr=3e-3, lr_decay_style="constant", loss_scale=FP16_LOSS_SCALE if model in DTYPES else None
+        ),
+        data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model == "packed" else (), True)),
+        training=TrainingConfig(
+            micro_batch_size=2,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            train_iters=NUM_ITERATIONS,
+            eval_iters=0,
+        ),
+    )
+
+
+def record_with_errors(
+    topology: Topology, model: str, config: Config, names: Sequence[str]
+) -> list[RunRecord]:
+    """Train on this rank once for each error, with the error injected."""
+    records = []
+    for name in names:
+        with BY_NAME[name].injected(topology):
+            records.append(record_rank(topology, config, NUM_ITERATIONS, PROVIDERS.get(model)))
+    return records
+
+
+def record_runs(model: str, layout: str, names: Sequence[str]) -> list[RunRecord | str]:
+    """Run a layout once for each error, all in one process group.
+
+    Returns:
+        A record for each error, or the last line of the exception that ends the run.
+    """
+    parsed = Layout.parse(layout) if layout else Layout()
+    config = parsed.apply(config_of(model), GLOBAL_BATCH_SIZE)
+    if not names:
+        return []
+    try:
+        ranks = run_ranks(
+            record_with_errors,
+            config.parallel.mesh,
+            parsed.world_size,
+            model,
+            config,
+            names,
+            timeout=120.0 + 10.0 * len(names),
+        )
+    except (RankError, UserError) as error:
+        if len(names) == 1:
+            return [str(error).strip().splitlines()[-1]]
+        return [run for name in names for run in record_runs(model, layout, [name])]
+    return [merge_stages(stages) for stages in zip(*ranks, strict=True)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Says what a layout shows of an error; `differences` is empty if it is the same run."""
+
+    error: str
+    layout: str
+    differences: list[str]
+
+
+def measure(errors: Sequence[InjectedError], *, only_own_layout: bool = False) -> Iterator[Finding]:
+    """Verify errors in the default layouts of their models, and in their own layouts, until they are found.
+
+    Each run is compared with a run of one rank with the same error.
+
+    Args:
+        only_own_layout: omit the default layouts.
+    """
+    for model in dict.fromkeys(error.model for error in errors):
+        left = {error.name: error for error in errors if error.model == model}
+        references = dict(zip(left, record_runs(model, "", [*left]), strict=True))
+        defaults = () if only_own_layout else default_names(model)
+        own = dict.fromkeys(error.layout for error in left.values())
+        first = [layout for layout in own if layout in defaults]  # an error is likely to be found in its own
+        rounds = [(layout, True) for layout in first] + [(layout, False) for layout in defaults]
+        rounds += [(layout, True) for layout in own if layout not in defaults]
+        tried: set[tuple[str, str]] = set()
+        for layout, is_own in rounds:
+            here = [name for name, error in left.items() if error.layout == layout or not is_own]
+            here = [name for name in here if (name, layout) not in tried]
+            tried |= {(name, layout) for name in here}
+            for name, run in zip(here, record_runs(model, layout, here), strict=True):
+                differences = _differences(model, run, references[name])
+                if differences:
+                    del left[name]
+                yield Finding(name, layout, differences)
+
+
+def _differences(model: str, run: RunRecord | str, reference: RunRecord | str) -> list[str]:
+    if isinstance(run, str):
+        return [f"the run ends with {run}"]
+    assert isinstance(reference, RunRecord), f"the reference of one rank ends with {reference}"
+    return compare(run, reference).excesses(TOLERANCES[config_of(model).model.params_dtype])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+BEGIN, END = "<!-- begin: injected errors -->", "<!-- end: injected errors -->"
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return the counts and the table of errors as Markdown."""
+    caught: dict[str, dict[str, list[str]]] = {}
+    for finding in findings:
+        caught.setdefault(finding.error, {})
+        if finding.differences:
+            caught[finding.error][finding.layout] = finding.differences
+    errors = [BY_NAME[name] for name in caught]
+    by_default = [each for each in errors if caught[each.name].keys() & set(default_names(each.model))]
+    total = [each for each in errors if caught[each.name]]
+    lines = [
+        f"{len(total)} of {len(errors)} errors are found, {len(by_default)} of them in the default layouts.",
+    ]
+    for kind in dict.fromkeys(error.kind for error in errors):
+        lines += ["", f"### {kind[0].upper()}{kind[1:]}", ""]
+        lines += ["| error | model | found in | first and largest differences |", "|---|---|---|---|"]
+        for error in (each for each in errors if each.kind == kind):
+            found = caught[error.name]
+            layout = next(
+                (each for each in (*default_names(error.model), error.layout) if each in found), None
+            )
+            if layout is None:
+                lines.append(f"| {error.name} | {error.model} | not found | {error.unseen} |")
+            else:
+                lines.append(f"| {error.name} | {error.model} | {layout} | {_shown(found[layout])} |")
+    return "\n".join(lines)
+
+
+def _shown(differences: Sequence[str]) -> str:
+    """Return the first difference, and the parameter with the largest difference of the gradient."""
+    gradient = [each for each in differences[1:] if each.startswith("gradient of")]
+    return "; ".join(each.partition(", over")[0] for each in [differences[0], *gradient])
+
+
+def write_page(text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace the part of the page between two comments."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    from tests.power.locate import write_places
+
+    write_page(table([*measure(CATALOGUE)]))
+    write_places()

@@ -1,0 +1,55 @@
+"""A verification of layouts finds the errors of the catalogue, and nothing where there is no error."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+
+from tests.power.catalogue import CATALOGUE, CONTROL
+from tests.power.injected_error import InjectedError
+from tests.power.measure import MODELS, PAGE, default_names, measure
+
+SAMPLE = 20
+"""Number of errors of gpt to inject by default, each in the layout in which it acts."""
+
+
+def _check(errors: list[InjectedError], *, only_own_layout: bool = False) -> None:
+    found = {error.name: False for error in errors}
+    for finding in measure(errors, only_own_layout=only_own_layout):
+        found[finding.error] |= bool(finding.differences)
+    assert found == {error.name: not error.unseen for error in errors}
+
+
+def test_a_sample_is_found(request: pytest.FixtureRequest) -> None:
+    """Another commit draws another sample, as in the layout table."""
+    seed = request.config.option.layout_seed
+    errors = [error for error in CATALOGUE if error.model == "gpt" and not error.unseen]
+    errors.sort(key=lambda error: hashlib.sha256(f"{seed} {error.name}".encode()).digest())
+    _check(errors[:SAMPLE], only_own_layout=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_error_is_found(model: str) -> None:
+    _check([error for error in CATALOGUE if error.model == model])
+
+
+def test_nothing_is_found_without_an_error() -> None:
+    assert [finding.differences for finding in measure([CONTROL], only_own_layout=True)] == [[]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_is_found_in_the_default_layouts_without_an_error(model: str) -> None:
+    control = replace(CONTROL, model=model)
+    differences = [finding.differences for finding in measure([control])]
+    assert differences == [[]] * len({*default_names(model), CONTROL.layout})
+
+
+def test_names_are_unique_and_the_page_has_all() -> None:
+    names = [error.name for error in CATALOGUE]
+    assert len(set(names)) == len(names)
+    page = PAGE.read_text(encoding="utf-8")
+    assert [name for name in names if f"| {name} |" not in page] == []

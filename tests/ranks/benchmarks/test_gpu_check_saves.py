@@ -1,0 +1,50 @@
+"""The check of saves in the background, over gloo ranks, and that it finds a save which is not protected."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from benchmarks.gpu_check.saves import CASES, SMALL_MODEL, Case, Compared, compare_saves, config_of
+from megalite.checkpoint.host_copy import HostCopy
+from megalite.config import Config
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+
+
+def compare_with_slow_copies(topology: Topology, config: Config, is_protected: bool) -> Compared:
+    """The copy takes longer than the next gradients; without protection the update does not wait for it."""
+    fill, protect = HostCopy.fill, HostCopy.protect
+
+    def fill_late(copy: HostCopy) -> None:
+        time.sleep(0.3)
+        fill(copy)
+
+    with (
+        mock.patch.object(HostCopy, "fill", fill_late),
+        mock.patch.object(HostCopy, "protect", protect if is_protected else lambda copy: None),
+    ):
+        return compare_saves(topology, config)
+
+
+def compared(case: Case, folder: Path, is_protected: bool = True) -> Compared:
+    (folder / "at_once").mkdir()
+    config = config_of(case, SMALL_MODEL, folder, "gloo")
+    first, second = run_ranks(compare_with_slow_copies, config.parallel.mesh, 2, config, is_protected)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_save_in_the_background_equals_one_that_blocks(case: Case, tmp_path: Path) -> None:
+    found = compared(case, tmp_path)
+    assert found.unequal == [] and found.has_changed and found.num_files >= 4
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_an_unprotected_save_is_found(zero_stage: int, tmp_path: Path) -> None:
+    found = compared(Case(zero_stage, "fp32"), tmp_path, is_protected=False)
+    assert any(name.endswith(".safetensors") for name in found.unequal)

@@ -1,0 +1,77 @@
+"""Losses, texts and answers to lm-evaluation-harness are the same on ranks of tp, pp and dp."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from megalite.checkpoint.convert.model_settings import parameters_of
+from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config, DataConfig, ParallelConfig
+from megalite.config.presets import PRESETS
+from megalite.data.tokenizers.tokenizer import ByteTokenizer
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.generate.benchmark_tasks import HarnessModel
+from megalite.generate.evaluate_text import WindowOptions, evaluate_texts
+from megalite.generate.trained_model import ModelFlags, open_trained
+from tests.stages import build_stage
+
+MODEL = dataclasses.replace(
+    PRESETS["llama-tiny"], num_layers=3, vocab_size=257, params_dtype="fp64", init_method_std=0.3
+)
+TEXTS = ("In the beginning", "God created the heaven and the earth." * 4)
+WINDOWS = WindowOptions(seq_length=64, stride=32, batch_size=2)
+
+
+def write_checkpoint(topology: Topology, folder: Path) -> None:
+    stage = build_stage(MODEL, topology, range(MODEL.num_layers), seed=3)
+    specs = parameters_of(MODEL)
+    plan = ConversionPlan(Config(model=MODEL, data=DataConfig()), TrainingProgress(), specs, 10**9, folder)
+    weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
+    with whole_folder(folder, 0) as aside:
+        write_megalite(aside, plan, weights)
+
+
+def answers(
+    topology: Topology, folder: Path, parallel: ParallelConfig
+) -> tuple[list[tuple[float, bool]], list[float], list[str], list[float]]:
+    trained = open_trained(ModelFlags(folder, None, None, parallel, None), topology)
+    model = HarnessModel(trained, ByteTokenizer(), 2, topology)
+    pairs = [("In the ", "beginning"), ("a", "bc"), ("And the earth", " was"), ("x" * 80, "y"), ("b", "a")]
+    options = {"max_gen_toks": 5, "do_sample": True, "temperature": 0.9}
+
+    def requests(kind: str, arguments: list[tuple[object, ...]]) -> list[Instance]:
+        return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]  # type: ignore[arg-type]
+
+    return (
+        model.loglikelihood(requests("loglikelihood", [*pairs])),
+        model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text, _ in pairs])),
+        model.generate_until(requests("generate_until", [(text, options) for text, _ in pairs])),
+        [
+            each.loss
+            for each in evaluate_texts(
+                trained, {text[:5]: text for text in TEXTS}, ByteTokenizer(), WINDOWS, topology
+            )
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "num_ranks"),
+    [(1, 1, 2), (2, 1, 2), (1, 2, 2), pytest.param(2, 2, 8, marks=pytest.mark.slow)],
+)
+def test_same_answers_in_any_layout(
+    tp: int, pp: int, num_ranks: int, tmp_path: Path, one_rank: Topology
+) -> None:
+    write_checkpoint(one_rank, tmp_path / "run")
+    pairs, sums, texts, losses = answers(one_rank, tmp_path / "run", ParallelConfig())
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    for found in run_ranks(answers, parallel.mesh, num_ranks, tmp_path / "run", parallel):
+        assert [value for value, _ in found[0]] == pytest.approx([value for value, _ in pairs], rel=1e-11)
+        assert [is_best for _, is_best in found[0]] == [is_best for _, is_best in pairs]
+        assert found[1] == pytest.approx(sums, rel=1e-11)
+        assert found[2] == texts
+        assert found[3] == pytest.approx(losses, rel=1e-11)

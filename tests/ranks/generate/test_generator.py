@@ -1,0 +1,100 @@
+"""Generation on tensor-parallel ranks has the logits and the text of one rank."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalite.config import ParallelConfig
+from megalite.config.presets import PRESETS
+from megalite.data.tokenizers.tokenizer import ByteTokenizer
+from megalite.distributed.collectives import all_gather_from
+from megalite.distributed.local_ranks import run_ranks
+from megalite.errors import UserError
+from megalite.generate.completions import CompletionWriter
+from megalite.generate.generator import Generator, Prompt
+from megalite.generate.sampling import Sampler, Sampling
+from megalite.microbatch import Microbatch
+from megalite.model.kv_cache import CachedCore
+from tests.stages import build_stage
+
+TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny")
+VOCAB = 257
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.9, seed=7), Sampling(top_k=40, top_p=0.8))
+PROMPTS = [Prompt(0, [5, 9, 2], 9), Prompt(1, [7], 12), Prompt(4, [44, 3, 250, 17, 8], 4)]
+
+
+def config_of(preset):
+    """The Llama has two key/value heads, which four ranks share."""
+    return dataclasses.replace(
+        PRESETS[preset], num_layers=2, vocab_size=VOCAB, params_dtype="fp64", init_method_std=0.3
+    )
+
+
+def build(topology, preset, attention=CachedCore):
+    config = config_of(preset)
+    return build_stage(config, topology, range(2), seed=3, attention=attention).eval()
+
+
+@torch.inference_mode()
+def logits_piecewise(topology, preset):
+    """Logits of a prompt and of single tokens after it, with padding before the second sequence."""
+    stage = build(topology, preset)
+    tokens = torch.randint(VOCAB, (2, 14), generator=torch.Generator().manual_seed(1))
+    stage.core.begin(14, torch.tensor([0, 3]))
+    pieces = []
+    for piece in tokens.split([9, 1, 1, 3], dim=1):
+        numbers, positions = torch.zeros(2, dtype=torch.int64), stage.core.positions(*piece.shape)
+        hidden = stage.hidden_states(Microbatch(piece, piece, numbers, positions), None)
+        pieces.append(all_gather_from(stage.logits(hidden), topology.tp)[..., :VOCAB])
+    return torch.cat(pieces)
+
+
+def texts(topology, preset):
+    """Generate with each kind of sampling, and check one prompt alone."""
+    results = {}
+    for sampling in SAMPLINGS:
+        generator = Generator(build(topology, preset), Sampler(sampling, VOCAB, topology.tp), eod=256)
+        made = {}
+        for step in generator(PROMPTS, num_samples=2):
+            for row, token in step.items():
+                made.setdefault(row, []).append(token)
+        results[sampling] = made
+        alone = [step[0] for step in generator(PROMPTS[1:2])]
+        assert alone == made[2], "the text of a prompt depends on the batch"
+    return results
+
+
+def everything(topology):
+    return {preset: (logits_piecewise(topology, preset), texts(topology, preset)) for preset in TINY}
+
+
+def replicas(topology):
+    stage = build(topology, "gpt-tiny")
+    generator = Generator(stage, Sampler(Sampling(), VOCAB, topology.tp), eod=256)
+    writer = CompletionWriter(generator, ByteTokenizer(), topology, batch_size=1)
+    completions = list(writer.complete(PROMPTS, num_samples=2))
+    with torch.no_grad():
+        stage.final_norm.weight[0] = float("nan") if topology.dp.is_last else 1.0
+    with pytest.raises(UserError, match="NaN"):
+        list(writer.complete(PROMPTS, num_samples=1))
+    return completions
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_write_the_text_of_one(tp, one_rank):
+    expected = everything(one_rank)
+    for result in run_ranks(everything, ParallelConfig(tensor_model_parallel_size=tp).mesh, tp):
+        for preset, (logits, made) in expected.items():
+            torch.testing.assert_close(result[preset][0], logits, rtol=1e-12, atol=1e-12)
+            assert result[preset][1] == made, preset
+
+
+def test_replicas_share_prompts(one_rank):
+    (expected,) = run_ranks(replicas, ParallelConfig().mesh, 1)
+    first, *others = run_ranks(replicas, ParallelConfig(tensor_model_parallel_size=2).mesh, 4)
+    assert first == expected
+    assert [(each.prompt_number, each.sample) for each in first] == [
+        (n, s) for n in (0, 1, 4) for s in (0, 1)
+    ]
+    assert not any(others)

@@ -1,0 +1,268 @@
+"""Each fault of a run of two ranks is named by the term of the time that it makes longer, and no other is."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.saver import Saver
+from megalite.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.observer import Observer, Wait
+from megalite.distributed.topology import Topology
+from megalite.log import log
+from megalite.recording.unit_record import KERNEL_KINDS
+from megalite.report.run_history import read_history
+from megalite.torch_private import EagerMode
+from megalite.train.callbacks import default_callbacks
+from megalite.train.loop import train
+from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
+from megalite.train.telemetry.kernel_times import OperatorTimer
+from megalite.train.telemetry.time_terms import TimeSample, compare
+from megalite.train.telemetry.writers import Writers
+from megalite.train.trainer import Trainer, start_trainer
+
+LAYOUTS = {
+    "dp": ParallelConfig(data_parallel_size=2, distributed_backend="gloo"),
+    "tp": ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo"),
+    "pp": ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
+}
+CONFIG = Config(
+    model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=64, seq_length=16),
+    data=DataConfig(mock_data=True),
+    training=TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=4, eval_iters=0),
+)
+SECONDS = 0.4
+"""Extra seconds of a wait for data, a save, an evaluation and so on: many times an iteration."""
+RANK_SECONDS = {"tp": 1.2, "dp": 0.5, "pp": 0.5}
+"""Extra seconds of a slow rank's forward. Two busy cores take long for the many waits along tp."""
+LINK_SECONDS = {"tp": 0.02, "dp": 0.2, "pp": 0.1}
+"""Extra seconds of each of an iteration's waits along an axis."""
+
+
+def _sleep(*_: Any) -> None:
+    time.sleep(SECONDS)
+
+
+@dataclass
+class SlowWait(Observer[Any]):
+    """Makes each wait along an axis longer, on every rank, as a slow link does."""
+
+    axis: str
+    seconds: float
+
+    def begins(self, what: Any) -> None:
+        """Do nothing: the message is on its way."""
+
+    def ends(self, what: Any) -> None:
+        if isinstance(what, Wait) and what.axis.startswith(self.axis):
+            time.sleep(self.seconds)
+
+
+def _axis(trainer: Trainer) -> str:
+    return next(name for name, axis in trainer.topology.axes.items() if axis.size > 1)
+
+
+def _slow_rank(trainer: Trainer) -> None:
+    seconds = RANK_SECONDS[_axis(trainer)]
+    if trainer.topology.rank == 1:
+        trainer.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(seconds))
+
+
+def _slow_link(trainer: Trainer) -> None:
+    axis = _axis(trainer)
+    for observers in trainer.observer_lists():
+        observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
+
+
+def _starved_loader(trainer: Trainer) -> None:
+    if trainer.topology.rank == 1:
+        loader = trainer.load_batch
+        assert loader._prefetcher is not None
+        take = loader._prefetcher.take
+        loader._prefetcher.take = lambda numbers: (_sleep(), take(numbers))[1]  # type: ignore[method-assign]
+
+
+class SlowOperators(EagerMode):
+    """Makes the run's operators of these names take longer, from the third iteration on."""
+
+    def __init__(self, trainer: Trainer, seconds: float, *names: str) -> None:
+        super().__init__()
+        self._trainer, self._seconds, self._names = trainer, seconds, names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._trainer.progress.iteration >= 2 and func.overloadpacket.__name__ in self._names:
+            time.sleep(self._seconds)
+        return func(*args, **(kwargs or {}))
+
+
+def _slow_gemms(trainer: Trainer) -> None:
+    SlowOperators(
+        trainer, 0.01, "mm", "addmm", "add_weight_gradient_"
+    ).__enter__()  # to the end of the process
+
+
+def _slow_attention(trainer: Trainer) -> None:
+    fused = "_scaled_dot_product_flash_attention_for_cpu"
+    SlowOperators(trainer, 0.05, fused, f"{fused}_backward").__enter__()
+
+
+def _slow_unfused_attention(trainer: Trainer) -> None:
+    SlowOperators(trainer, 0.03, "causal_softmax_", "bmm").__enter__()
+
+
+def _slow_norms(trainer: Trainer) -> None:
+    SlowOperators(trainer, 0.03, "native_layer_norm", "native_layer_norm_backward").__enter__()
+
+
+def _slow_python(trainer: Trainer) -> None:
+    trainer.chunks[0].register_forward_pre_hook(
+        lambda *_: _sleep() if trainer.progress.iteration >= 2 else None
+    )
+
+
+def _long_stages(trainer: Trainer) -> None:
+    trainer.chunks[0].register_forward_pre_hook(_sleep)
+
+
+def _slow_disk(_: Trainer) -> None:
+    save = Saver.save
+    Saver.save = lambda *args, **named: (_sleep(), save(*args, **named))[1]  # type: ignore[method-assign]
+
+
+def _slow_evaluation(trainer: Trainer) -> None:
+    trainer.chunks[0].register_forward_pre_hook(lambda chunk, _: None if chunk.training else _sleep())
+
+
+def _garbage(trainer: Trainer) -> None:
+    def collect(*_: Any) -> None:
+        end = time.perf_counter() + SECONDS
+        while time.perf_counter() < end:
+            gc.collect()
+
+    trainer.chunks[0].register_forward_pre_hook(collect)
+
+
+def _slow_log(_: Trainer) -> None:
+    write = Writers.iteration
+    Writers.iteration = lambda *args: (_sleep(), write(*args))[1]  # type: ignore[method-assign]
+
+
+def _nothing(_: Trainer) -> None:
+    """Make no fault."""
+
+
+def _run(topology: Topology, config: Config, fault: Callable[[Trainer], None]) -> list[str]:
+    """Train with the fault, and return the log lines."""
+    lines: list[str] = []
+    log.setLevel("INFO")
+    log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
+    trainer = start_trainer(config, topology)
+    fault(trainer)
+    signals = StopSignals(RequeueNote(None))
+    with trainer, Writers(config.logging, topology, "", config.checkpoint.save) as writers:
+        train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers, config))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "term", "evidence"),
+    [
+        (_slow_rank, "dp", "straggler", "rank 1 ("),
+        pytest.param(_slow_rank, "tp", "straggler", "rank 1 (", marks=pytest.mark.slow),
+        pytest.param(_slow_rank, "pp", "stage imbalance", "the stage of rank 1 (", marks=pytest.mark.slow),
+        (_long_stages, "pp", "bubble", "rank "),
+        (_slow_gemms, "dp", "GEMMs", "it takes "),
+        pytest.param(_slow_attention, "dp", "attention", "it takes ", marks=pytest.mark.slow),
+        pytest.param(_slow_unfused_attention, "dp", "attention", "it takes ", marks=pytest.mark.slow),
+        pytest.param(_slow_norms, "dp", "memory-bound kernels", "it takes ", marks=pytest.mark.slow),
+        pytest.param(_slow_python, "dp", "kernel launches", "it takes ", marks=pytest.mark.slow),
+        (_slow_link, "dp", "dp wait", "even rank "),
+        pytest.param(_slow_link, "tp", "tp wait", "even rank ", marks=pytest.mark.slow),
+        pytest.param(_slow_link, "pp", "pp wait", "even rank ", marks=pytest.mark.slow),
+        (_starved_loader, "dp", "data", "rank 1 ("),
+        (_slow_disk, "dp", "saving", "it takes "),
+        (_slow_evaluation, "dp", "evaluation", "it takes "),
+        pytest.param(_slow_log, "dp", "logging", "it takes ", marks=pytest.mark.slow),
+        pytest.param(_garbage, "dp", "garbage collection", "it takes ", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value if len(value) == 2 else None,
+)
+def test_a_fault_is_named(
+    fault: Callable[[Trainer], None], layout: str, term: str, evidence: str, tmp_path: Path
+) -> None:
+    config = replace(
+        CONFIG,
+        parallel=LAYOUTS[layout],
+        logging=LoggingConfig(log_interval=1, log_time_breakdown=True),
+        model=replace(CONFIG.model, attention_dropout=0.1 * (fault is _slow_unfused_attention)),
+        checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1 if fault is _slow_disk else None),
+        training=replace(CONFIG.training, eval_interval=1, eval_iters=1 if fault is _slow_evaluation else 0),
+    )
+    _, lines = run_ranks(_run, config.parallel.mesh, 2, config, fault)
+    (line,) = (line for line in lines if line.startswith("time breakdown: "))
+    assert line.startswith(f"time breakdown: {term} cost ")
+    assert f" of an iteration: {evidence}" in line
+    samples = read_history(tmp_path / "metrics.jsonl").samples
+    assert [sample.iteration for sample in samples] == [2, 3, 4]
+    assert _always_named(samples) == {term}
+
+
+def _always_named(samples: Sequence[TimeSample]) -> set[str]:
+    """Return the terms that each slow sample names: another program on the machine is no constant fault."""
+    expected = {term.name: term.expected for term in compare(samples).terms}
+    slow = samples[1:]  # some faults begin later
+    return set.intersection(
+        *({term.name for term in compare([each], expected).slow_terms()} for each in slow)
+    )
+
+
+def test_kernels_are_measured_in_the_iteration_before_a_sample(tmp_path: Path) -> None:
+    logging = LoggingConfig(
+        log_interval=3, log_time_breakdown=True, metrics_file=str(tmp_path / "metrics.jsonl")
+    )
+    training = replace(CONFIG.training, train_iters=6)
+    config = replace(CONFIG, parallel=LAYOUTS["dp"], logging=logging, training=training)
+    run_ranks(_run_with_timers, config.parallel.mesh, 2, config)
+    (sample,) = read_history(tmp_path / "metrics.jsonl").samples
+    assert sample.iteration == 6
+    assert min(sample.seconds[kind] for kind in KERNEL_KINDS) > 0.0
+
+
+def _run_with_timers(topology: Topology, config: Config) -> None:
+    """Train, and check which iterations have a timer of kernels."""
+    measured = []
+
+    def note(trainer: Trainer) -> None:
+        iteration = lambda *_: measured.append(trainer.progress.iteration + 1)  # noqa: E731
+        enter = OperatorTimer.__enter__
+        OperatorTimer.__enter__ = lambda timer: (iteration(), enter(timer))[1]  # type: ignore[method-assign]
+
+    _run(topology, config, note)
+    assert measured == [2, 5]
+
+
+def test_without_the_flag_nothing_is_recorded(tmp_path: Path) -> None:
+    logging = LoggingConfig(log_interval=1, metrics_file=str(tmp_path / "metrics.jsonl"))
+    config = replace(CONFIG, parallel=LAYOUTS["dp"], logging=logging)
+    _, lines = run_ranks(_run, config.parallel.mesh, 2, config, _nothing)
+    assert not any("time breakdown" in line for line in lines)
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert not any("time_breakdown" in record for record in records)

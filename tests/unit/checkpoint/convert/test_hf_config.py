@@ -1,0 +1,183 @@
+"""Names, shapes and configs of transformers' models, and what cannot be converted."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
+
+from megalite.checkpoint.convert.hf_config import config_of
+from megalite.checkpoint.convert.hf_config_writer import hf_config_of
+from megalite.checkpoint.convert.hf_tensors import (
+    all_entries,
+    end_entries,
+    family_of,
+    from_hf,
+    layer_entries,
+    to_hf,
+)
+from megalite.config import ModelConfig
+from megalite.config.presets import PRESETS
+from megalite.errors import UserError
+from tests.stages import build_stage
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 50}
+FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
+LLAMA = LlamaConfig().to_dict()
+
+
+@pytest.fixture(params=FAMILIES)
+def stage(request, one_rank):
+    """A small model of each family, with numbers of its own in every element."""
+    preset = PRESETS[FAMILIES[request.param]]
+    config = dataclasses.replace(preset, **SMALL, pad_vocab_size_to=64, ffn_hidden_size=64)
+    stage = build_stage(config, one_rank, range(2), seed=0)
+    for parameter in stage.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    return stage
+
+
+def without_padding(name, tensor):
+    return tensor[:50] if name in ("embedding.word.weight", "output.weight") else tensor
+
+
+def test_entries_are_the_parameters(stage):
+    names = [entry.ours for entry in all_entries(stage.config)]
+    assert sorted(names) == sorted(name for name, _ in stage.named_parameters())
+
+
+def test_a_layer_at_a_time_is_the_whole(stage):
+    full = dict(stage.named_parameters())
+    config, whole, streamed = stage.config, to_hf(full, stage.config), {}
+    for entries in (end_entries(config), layer_entries(config, 0), layer_entries(config, 1)):
+        for entry in entries:
+            streamed.update(entry.to_hf(full[entry.ours], config))
+    assert streamed.keys() == whole.keys()
+    assert all(torch.equal(streamed[name], whole[name]) for name in whole)
+    assert to_hf({"final_norm.weight": full["final_norm.weight"]}, config).keys() <= whole.keys()
+
+
+def test_there_and_back(stage):
+    full = dict(stage.named_parameters())
+    back = from_hf(to_hf(full, stage.config), stage.config)
+    assert back.keys() == full.keys()
+    for name, tensor in back.items():
+        assert tensor.shape == full[name].shape
+        assert torch.equal(without_padding(name, tensor), without_padding(name, full[name]))
+    tables = {"embedding.word.weight", "output.weight"} & back.keys()
+    assert not any(torch.count_nonzero(back[name][50:]) for name in tables)
+
+
+def test_names_of_bare_models_and_of_buffers(stage):
+    theirs = to_hf(dict(stage.named_parameters()), stage.config)
+    expected = from_hf(theirs, stage.config)
+    prefix = family_of(stage.config).prefix
+    bare = {name.removeprefix(prefix): tensor for name, tensor in theirs.items()}
+    bare["h.0.attn.masked_bias"] = torch.zeros(1)
+    result = from_hf(bare, stage.config)
+    assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())
+
+
+def test_foreign_tensors_are_named(stage):
+    theirs = to_hf(dict(stage.named_parameters()), stage.config)
+    name, tensor = theirs.popitem()
+    with pytest.raises(UserError, match=f"lack {name}"):
+        from_hf(theirs, stage.config)
+    with pytest.raises(UserError, match="no parameter foreign"):
+        to_hf({"foreign": tensor}, stage.config)
+    larger = dataclasses.replace(stage.config, vocab_size=60)
+    with pytest.raises(UserError, match="50 rows, fewer than --vocab-size 60"):
+        from_hf({**theirs, name: tensor}, larger)
+
+
+def test_shapes_that_cannot_be_the_configs_are_named():
+    config = dataclasses.replace(PRESETS["llama2-7b"], **SMALL, num_query_groups=2)
+    weights = {name: torch.zeros(10, 16) for entry in all_entries(config) for name in entry.theirs}
+    weights |= {name: torch.zeros(50, 16) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    with pytest.raises(UserError, match=r"q_proj.weight \[10, 16\]"):
+        from_hf(weights, config)
+
+
+def test_a_window_is_mistrals_and_layers_are_alike():
+    window = dataclasses.replace(PRESETS["llama2-7b"], window_size=(1023, 0))
+    assert hf_config_of(window)["sliding_window"] == 1024
+    assert config_of(hf_config_of(window)) == dataclasses.replace(window, pad_vocab_size_to=None)
+    assert config_of({**hf_config_of(window), "sliding_window": None}).window_size is None
+    pattern = dataclasses.replace(window, window_attn_skip_freq=(2,))
+    with pytest.raises(UserError, match=r"mistral .* window_attn_skip_freq \(2,\) \(needs None\)$"):
+        family_of(pattern)
+    with pytest.raises(UserError, match=r"gpt2 cannot be this model: window_size \(7, 0\) \(needs None\)$"):
+        family_of(dataclasses.replace(PRESETS["gpt2-124m"], window_size=(7, 0)))
+
+
+def test_published_configs_are_the_presets():
+    assert config_of(GPT2Config().to_dict()) == PRESETS["gpt2-124m"]
+
+    llama3 = {
+        **{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
+        **{"vocab_size": 128256, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "rope_scaling": None},
+    }
+    assert config_of(llama3) == PRESETS["llama3-8b"]
+
+    bloom = {  # as the hub has it, with names of long ago
+        **{"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16},
+        **{"vocab_size": 250880, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    }
+    unpadded = dataclasses.replace(PRESETS["bloom-560m"], vocab_size=250880, pad_vocab_size_to=None)
+    assert config_of(bloom) == unpadded
+
+
+@pytest.mark.parametrize(
+    "config", [GPT2Config(), BloomConfig(), LlamaConfig(), MistralConfig()], ids=lambda c: c.model_type
+)
+def test_a_converted_config_is_of_its_family(config):
+    assert family_of(config_of(config.to_dict())).model_type == config.model_type
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "cause"),
+    [
+        ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, mistral, "),
+        ({**LLAMA, "rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' without factor"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": None}, "'linear' without factor"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({**LLAMA, "rope_parameters": {"short_factor": [1.0]}}, r"'default' with short_factor \[1.0\]"),
+        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "with partial_rotary_factor 0.5"),
+        (
+            {**LLAMA, "residual_multiplier": 0.2},
+            "llama with residual_multiplier 0.2 cannot be converted: mega",
+        ),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias True and mlp_bias False"),
+        (GPT2Config(activation_function="silu").to_dict(), "activation 'silu'"),
+        (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
+        (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),
+        (BloomConfig(apply_residual_connection_post_layernorm=True).to_dict(), "post_layernorm True"),
+        ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
+    ],
+)
+def test_what_the_model_has_not_is_refused(hf_config, cause):
+    with pytest.raises(UserError, match=cause):
+        config_of(hf_config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"position_embedding_type": "none"},
+            r"gpt2 .* position_embedding_type none \(needs learned_absolute",
+        ),
+        ({"activation": "swiglu"}, r"gpt2 cannot be this model: activation swiglu \(needs gelu\)"),
+        ({"num_query_groups": 2}, r"num_query_groups 2 \(needs 12\)"),
+        ({"position_embedding_type": "alibi"}, r"bloom .* embed_layernorm False \(needs True\)"),
+        (
+            {"position_embedding_type": "rope", "embed_layernorm": True},
+            r"gpt_neox cannot be this model: embed_layernorm True \(needs False\)",
+        ),
+    ],
+)
+def test_mixed_models_have_no_name_there(changes, cause):
+    with pytest.raises(UserError, match=cause):
+        family_of(ModelConfig(**changes))

@@ -1,0 +1,94 @@
+"""8-bit GEMMs: the flags, what they require of a model, and what they can be combined with."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from megalite.config import check_config
+from megalite.config.command_line import parse
+from megalite.config.unused_options import unused_options
+from megalite.errors import UserError
+from megalite.plan.plan_request import read_request
+from tests.command_line import mistakes_of
+
+BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"
+
+
+def _problems(line: str, world_size: int = 1) -> list[str]:
+    return mistakes_of(f"{BASE} {line}", world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp8", "hybrid"),
+        ("--fp8-format hybrid", "hybrid"),
+        ("--fp8-format e4m3", "e4m3"),
+        ("--fp8-e4m3", "e4m3"),
+        ("", None),
+    ],
+)
+def test_megatrons_names(flags: str, expected: str | None) -> None:
+    config, _ = parse(shlex.split(f"{BASE} --bf16 {flags}"))
+    assert config.training.fp8_format == expected
+    check_config(config, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
+def test_the_rest_is_in_bf16(dtype: str) -> None:
+    (message,) = _problems(f"--fp8 --params-dtype {dtype}")
+    assert message.startswith(f"--fp8-format hybrid with --params-dtype {dtype}: ")
+    assert "pass --bf16" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "named"),
+    [
+        ("--hidden-size 60 --num-attention-heads 4 --kv-channels 16", 1, "--hidden-size 60"),
+        ("--ffn-hidden-size 200", 1, "--ffn-hidden-size 200"),
+        ("--ffn-hidden-size 240 --tp 2", 2, "--ffn-hidden-size 240 over --tp 2"),
+        ("--num-attention-heads 4 --kv-channels 10", 1, "--kv-channels"),
+        ("--num-attention-heads 4 --num-query-groups 1 --kv-channels 4", 1, "--num-query-groups"),
+    ],
+)
+def test_sides_are_multiples_of_16(line: str, world_size: int, named: str) -> None:
+    assert not _problems(f"--bf16 {line}", world_size)
+    message = _problems(f"--bf16 --fp8 {line}", world_size)
+    assert message
+    assert all(problem.startswith("--fp8-format hybrid with ") for problem in message)
+    assert any(named in problem for problem in message)
+
+
+def test_a_plan_of_it_is_refused_in_a_line() -> None:
+    line = "--gpu h100 --preset gpt-1.3b --global-batch-size 8 --bf16"
+    read_request(shlex.split(line))
+    with pytest.raises(UserError, match="--fp8-format hybrid cannot be planned") as caught:
+        read_request(shlex.split(f"{line} --fp8"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "reason"),
+    [
+        ("", 1, "GEMMs are not in FP8"),
+        ("--fp8 --zero-stage 3", 2, "with --zero-stage 3 full weights are not kept"),
+        ("--fp8 --compile", 1, "compiled layers round weights for each microbatch"),
+        ("--fp8 --compile --tp 2", 2, ""),
+        ("--fp8 --compile --pp 2 --pipeline-schedule zb-h1", 2, ""),
+        ("--fp8 --zero-stage 2", 2, ""),
+    ],
+)
+def test_a_cache_without_effect_is_named(flags: str, world_size: int, reason: str) -> None:
+    config, _ = parse(shlex.split(f"{BASE} --bf16 --no-fp8-weight-cache {flags}"))
+    lines = [line for line in unused_options(config, world_size) if "fp8-weight-cache" in line]
+    expected = f"--no-fp8-weight-cache has no effect: {reason}"
+    assert (lines[0].startswith(expected) and len(lines) == 1) if reason else not lines
+
+
+def test_a_dry_run_compiles_nothing() -> None:
+    _, notices = parse(shlex.split(f"{BASE} --compile --dry-run --world-size 1"))
+    assert [notice for notice in notices if notice.startswith("--compile has no effect: ")]
+    _, notices = parse(shlex.split(f"{BASE} --compile"))
+    assert not [notice for notice in notices if "--compile" in notice]

@@ -1,0 +1,142 @@
+"""Generation: greedy text of transformers for the same weights, and its decoding token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from megalite.checkpoint.convert.hf_config import config_of
+from megalite.checkpoint.convert.hf_tensors import from_hf
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
+from megalite.generate.generator import Generator, Prompt, TextStream, text_of
+from megalite.generate.sampling import Sampler, Sampling
+from megalite.model.kv_cache import CachedCore
+from tests.stages import build_stage
+
+VOCAB, EOD, NUM_NEW = 301, 0, 12
+COMMON = {"vocab_size": VOCAB, "bos_token_id": EOD, "eos_token_id": EOD, "pad_token_id": EOD}
+THEIRS = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_layer=2, n_head=3, n_embd=24, n_positions=40, **COMMON)),
+    "bloom": (BloomForCausalLM, BloomConfig(n_layer=2, n_head=3, hidden_size=24, **COMMON)),
+    "llama": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_size=32,
+            intermediate_size=37,
+            max_position_embeddings=40,
+            tie_word_embeddings=False,
+            **COMMON,
+        ),
+    ),
+}
+
+
+SIZES = {
+    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32},
+    **{"intermediate_size": 37, "max_position_embeddings": 40},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+THEIRS |= {
+    "llama3": (LlamaForCausalLM, LlamaConfig(**SIZES, **COMMON, rope_parameters=LLAMA3)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, **COMMON, **WINDOW)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **COMMON, head_dim=10)),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, **COMMON)),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, **COMMON)),
+    "gpt_neox": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_size=32,
+            intermediate_size=37,
+            max_position_embeddings=40,
+            rope_parameters={"partial_rotary_factor": 0.5},
+            **COMMON,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_greedy_text(kind, one_rank):
+    build, hf_config = THEIRS[kind]
+    torch.manual_seed(1)
+    theirs = build(hf_config).double().eval()
+    for name, parameter in theirs.named_parameters():
+        is_norm = parameter.dim() == 1 and name.endswith(".weight")
+        torch.nn.init.normal_(parameter, 1.0 if is_norm else 0.0, 0.3)
+    prompts = [[5, 9, 2], [7], [44, 3, 250, 17, 8, 100, 31]]
+    expected = []
+    for ids in prompts:
+        made = theirs.generate(torch.tensor([ids]), max_new_tokens=NUM_NEW, do_sample=False)
+        expected.append(made[0, len(ids) :].tolist())
+
+    config = dataclasses.replace(config_of(hf_config.to_dict()), params_dtype="fp64")
+    ours = build_stage(config, one_rank, range(config.num_layers), seed=0, attention=CachedCore)
+    ours.load_state_dict(from_hf(theirs.state_dict(), config))
+    generator = Generator(ours, Sampler(Sampling(temperature=0.0), VOCAB, one_rank.tp), EOD)
+    made = [[] for _ in prompts]
+    for step in generator([Prompt(i, ids, NUM_NEW) for i, ids in enumerate(prompts)]):
+        for row, token in step.items():
+            made[row].append(token)
+    assert made == expected
+
+
+TEXTS = ["plain words", "naïve – “quoted” 日本語", "two\n\nlines  and 🙂🙂 more"]
+
+
+def bpe():
+    return build_tokenizer("HuggingFaceTokenizer", tokenizer_model="scripts/corpus/tokenizer.json")
+
+
+@pytest.mark.parametrize("build", [ByteTokenizer, bpe])
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_make_up_the_text(text, build, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    tokenizer = build()
+    prompt, ids = tokenizer.encode("In the"), tokenizer.encode(text)
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(i) for i in ids]
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "".join([*pieces, stream.finish()]) == text
+    assert text_of(tokenizer, prompt, ids) == text
+
+
+def test_a_character_that_never_ends_is_replaced():
+    tokenizer = ByteTokenizer()
+    ids = [*b"ab", *"é".encode()[:1]]
+    assert text_of(tokenizer, [32], ids) == "ab\N{REPLACEMENT CHARACTER}"
+    many = text_of(tokenizer, [32], [0xFF] * 30 + [*b"c"])
+    assert many.endswith("c")
+    assert set(many[:-1]) == {"\N{REPLACEMENT CHARACTER}"}
+
+
+def test_spaces_between_words():
+    assert text_of(NullTokenizer(100), [1, 2], [3, 40]) == " 3 40"

@@ -1,0 +1,116 @@
+"""A model that keeps keys and values gives what it gives for the whole sequence, at every position."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig
+from megalite.config.presets import PRESETS
+from megalite.microbatch import Microbatch
+from megalite.model.kv_cache import CachedCore
+from tests.stages import build_stage
+
+LENGTH, CAPACITY = 18, 24
+WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
+TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny", "bloom-tiny, window", "llama-tiny, window")
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def config_of(preset: str, **changes) -> ModelConfig:
+    preset, _, window = preset.partition(", ")
+    changes = {**(WINDOW if window else {}), **changes}
+    return dataclasses.replace(
+        PRESETS[preset], vocab_size=301, params_dtype="fp64", init_method_std=0.3, **changes
+    )
+
+
+def both(config, topology):
+    """The same model as it trains, and as it generates."""
+    layers = range(config.num_layers)
+    whole = build_stage(config, topology, layers, seed=3).eval()
+    return whole, build_stage(config, topology, layers, seed=3, attention=CachedCore).eval()
+
+
+def tokens_of(num_sequences: int):
+    return torch.randint(301, (num_sequences, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def microbatch_of(tokens, positions=None):
+    numbers = torch.zeros(len(tokens), dtype=torch.int64)
+    return Microbatch(tokens, tokens, numbers, position_ids=positions)
+
+
+def run(stage, tokens, positions=None):
+    """Return the logits, [s, b, v]."""
+    return stage.logits(stage.hidden_states(microbatch_of(tokens, positions), None))
+
+
+def run_pieces(stage, tokens, sizes):
+    pieces = []
+    for piece in tokens.split(sizes, dim=1):
+        pieces.append(run(stage, piece, stage.core.positions(*piece.shape)))
+    return torch.cat(pieces)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[LENGTH], [1] * LENGTH, [7, *[1] * 11], [5, 1, 4, 8]], ids=str)
+@pytest.mark.parametrize("preset", TINY)
+def test_pieces_of_a_sequence_give_the_whole(preset, sizes, one_rank):
+    whole, cached = both(config_of(preset), one_rank)
+    tokens = tokens_of(3)
+    cached.core.begin(CAPACITY)
+    torch.testing.assert_close(run_pieces(cached, tokens, sizes), run(whole, tokens), **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset", TINY)
+def test_padding_changes_nothing(preset, one_rank):
+    whole, cached = both(config_of(preset), one_rank)
+    tokens, padding = tokens_of(3), torch.tensor([0, 4, 9])
+    expected = run(whole, tokens)
+    padded = torch.stack([row.roll(int(pad)) for row, pad in zip(tokens, padding, strict=True)])
+    cached.core.begin(CAPACITY, padding)
+    logits = run_pieces(cached, padded, [11, 1, 1, 5])
+    for row, pad in enumerate(padding.tolist()):
+        torch.testing.assert_close(logits[pad:, row], expected[: LENGTH - pad, row], **TOLERANCE)
+    assert logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_chosen_sequences_go_on(one_rank):
+    whole, cached = both(config_of("llama-tiny"), one_rank)
+    tokens = tokens_of(3)
+    cached.core.begin(CAPACITY, torch.zeros(3, dtype=torch.int64))
+    run_pieces(cached, tokens[:, :10], [10])
+    rows = torch.tensor([2, 0, 0])
+    cached.core.select(rows)
+    other = tokens_of(3).flip(1)[:, :4]
+    logits = run_pieces(cached, other, [1, 1, 2])
+    expected = run(whole, torch.cat((tokens[rows, :10], other), dim=1))[10:]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_positions_may_go_beyond_the_trained_length(one_rank):
+    config = config_of("llama-tiny", seq_length=8)
+    whole, cached = both(config, one_rank)
+    tokens = tokens_of(1)
+    cached.core.begin(LENGTH)
+    torch.testing.assert_close(run_pieces(cached, tokens, [3] * 6), run(whole, tokens), **TOLERANCE)
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_no_token_sees_nothing(preset, one_rank):
+    """A row of which all is masked is NaN in some kernels, and what is padding would be so for good."""
+    _, cached = both(config_of(preset), one_rank)
+    cached.core.begin(CAPACITY, torch.tensor([0, 4]))
+    for num_tokens in (9, 1, 3):
+        positions = cached.core.positions(2, num_tokens)
+        bias = (
+            cached.core.position_info(microbatch_of(tokens_of(2)[:, :num_tokens], positions))
+            .visible[None]
+            .bias
+        )
+        assert not bias.isneginf().all(-1).any()
+        assert bias[1, :, -1, :4].isneginf().all()

@@ -1,0 +1,77 @@
+"""A search plans each layout as if it planned no other, and offloads activations where nothing else fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.plan import layout_search
+from megalite.plan.estimate import RunPlan
+from megalite.plan.layout_search import search
+from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import read_request
+from megalite.plan.rank_memory import host_activations
+from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.units import units_of
+
+NUM_LAYERS = 48
+LINE = (
+    f"--num-layers {NUM_LAYERS} --hidden-size 1024 --num-attention-heads 16 --padded-vocab-size 1024 --bf16 "
+    "--attention-dropout 0 --gpu a100-40 --world-size 2 --global-batch-size 4 --pp 1 --micro-batch-size 1 "
+    "--recompute-granularity full --search --top 3"
+)
+LONG, SHORT = "--seq-length 262144", "--seq-length 131072"
+"""With samples of the first length, the inputs of all layers do not fit beside the optimizer state."""
+
+
+def layers_on_host(flags: str) -> set[int]:
+    """Return the numbers of offloaded layers of the layouts that fit."""
+    found = search(read_request(f"{LINE} {flags}".split()))
+    return {plan.run.config.recompute.cpu_offload_activations for plan in found.fitting}
+
+
+def test_all_layers_are_offloaded_where_nothing_else_fits() -> None:
+    assert layers_on_host(f"{LONG} --tp 1") == {NUM_LAYERS}
+    assert layers_on_host(f"{SHORT} --tp 1") == {0}
+    assert layers_on_host(f"{LONG} --tp 1 --cpu-offload-activations 0") == set()
+    assert layers_on_host(f"{LONG} --tp 2 --sequence-parallel") == {0}
+    assert layers_on_host(LONG) == {0}  # a layout of tp 2 is enough
+
+
+def test_what_is_offloaded_fits_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    (plan, *_) = search(read_request(f"{LINE} {LONG} --tp 1".split())).fitting
+    needed = 2 * stage_bytes(plan.run, (0,) * NUM_LAYERS) / 1e9  # of two GPUs
+    assert needed == pytest.approx(2 * NUM_LAYERS * 2 * 262144 * 1024 / 1e9)
+    for gigabytes, numbers in ((needed * 1.01, {NUM_LAYERS}), (needed * 0.99, set())):
+        monkeypatch.setattr(layout_search, "NODE_MEMORY_GB", gigabytes)
+        assert layers_on_host(f"{LONG} --tp 1") == numbers
+
+
+def test_the_text_says_so_and_its_command_offloads() -> None:
+    text = "\n".join(answer(f"{LINE} {LONG} --tp 1".split()))
+    assert "note: no layout fits with all activations on the GPU: these keep them in host memory" in text
+    assert "optimizer state" not in text
+    assert f"--cpu-offload-activations {NUM_LAYERS}" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--untie-embeddings-and-output-weights --pp 2 --micro-batch-size 1",
+        "--cpu-offload-activations 1 --tp-comm-overlap-chunks 2 --sequence-parallel --tp 2",
+        "--program megatron-core --micro-batch-size 1 --optimizer-cpu-offload",
+    ],
+)
+def test_layouts_share_only_what_is_the_same_in_each(flags: str) -> None:
+    model = (
+        "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --padded-vocab-size 1024"
+    )
+    cluster = "--gpu a100-40 --world-size 8 --gpus-per-node 4 --global-batch-size 16"
+    found = search(read_request(f"{model} --seq-length 512 {cluster} {flags} --bf16 --search".split()))
+    assert len(found.fitting) > 50
+    for plan in found.fitting:
+        units_of.cache_clear()
+        alone = RunPlan(replace(plan.run))
+        assert (plan.memories, plan.time) == (alone.memories, alone.time)
+        assert host_activations(plan.run) == host_activations(alone.run)

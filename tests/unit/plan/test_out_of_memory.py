@@ -1,0 +1,115 @@
+"""Test that a failed allocation is explained, and that other errors stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainingConfig,
+)
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.kernels import dropout
+from megalite.plan.out_of_memory import check_host_memory, device_of, explain_out_of_memory
+
+CONFIG = Config(
+    model=ModelConfig(
+        num_layers=24,
+        hidden_size=2048,
+        num_attention_heads=16,
+        seq_length=2048,
+        vocab_size=50257,
+        params_dtype="bf16",
+        attention_dropout=0.0,
+    ),
+    parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    optimizer=OptimizerConfig(lr=1e-3),
+    data=DataConfig(mock_data=True),
+    training=TrainingConfig(train_iters=3, micro_batch_size=8, global_batch_size=64),
+)
+
+
+@pytest.fixture
+def rank_6():
+    with Topology.fake(CONFIG.parallel.mesh, 8, 6, device="cpu") as topology:
+        yield topology
+
+
+def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology) -> None:
+    with pytest.raises(UserError) as caught, explain_out_of_memory(CONFIG, rank_6):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total …")
+    assert caught.value.on_one_rank
+    first, estimate, *remedies = str(caught.value).splitlines()
+    assert first.startswith(
+        "rank 6 (pp 1 of 2, dp 1 of 2, tp 0 of 2) ran out of memory when it requested 2.68 GB more "
+        "(RuntimeError: CPU out of memory)"
+    )
+    assert "the planned memory of this rank is" in estimate
+    assert all(word in estimate for word in ("activations", "logits", "optimizer", "gradients", "weights"))
+    assert len(remedies) == 3
+    assert all(text.startswith("--") and " would save " in text for text in remedies)
+
+
+def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
+    with (
+        pytest.raises(UserError, match=r"when it requested 1125899\.91 GB more"),
+        explain_out_of_memory(CONFIG, rank_6),
+    ):
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(2**31 - 1, 2**31 - 1), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_a_size_that_no_memory_has(rank_6: Topology, shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
+        torch.empty(shape)
+
+
+def test_one_of_a_compiled_kernel(rank_6: Topology) -> None:
+    """Test an allocation through torch's stable ABI, whose error does not name the cause."""
+    x = torch.empty(1, dtype=torch.float64).as_strided((1 << 24, 1, 1 << 24), (0, 0, 0))
+    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
+        dropout(x, 0.5, 1, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyError("x")])
+def test_other_errors_are_left_alone(rank_6: Topology, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(CONFIG, rank_6):
+        raise error
+    assert caught.value is error
+
+
+def test_a_limit_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 * 10**9, 3 * 10**9))
+    assert device_of(torch.device("cpu")).memory_bytes == 3e9
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert device_of(torch.device("cpu")).memory_bytes > 3e9
+
+
+def test_host_memory_for_offloaded_activations_is_checked_before_training(
+    rank_6: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading = replace(CONFIG, recompute=RecomputeConfig(cpu_offload_activations=12))
+    monkeypatch.setattr("megalite.plan.out_of_memory.free_bytes", lambda: 10_000_000_000)
+    check_host_memory(CONFIG, rank_6, 4)
+    with pytest.raises(UserError) as caught:
+        check_host_memory(offloading, rank_6, 4)
+    text = str(caught.value)
+    assert text.startswith("--cpu-offload-activations 12 needs ")
+    assert text.endswith("of a machine, of which 10.0 GB are free: pass a smaller --cpu-offload-activations")
+    both = replace(offloading, optimizer=replace(CONFIG.optimizer, optimizer_cpu_offload=True))
+    with pytest.raises(UserError) as caught:
+        check_host_memory(both, rank_6, 4)
+    assert str(caught.value).startswith("--cpu-offload-activations 12 and offloaded optimizer state need ")
+    monkeypatch.setattr("megalite.plan.out_of_memory.free_bytes", lambda: 10**15)
+    check_host_memory(offloading, rank_6, 4)

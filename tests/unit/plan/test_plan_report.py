@@ -1,0 +1,454 @@
+"""The command line of the planner: its output, and its errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.cli.plan import main
+from megalite.config.command_line import parse
+from megalite.config.stage_layers import num_stages
+from megalite.errors import UserError
+from megalite.plan.layout_fields import with_even_stages
+from megalite.plan.plan_report import answer
+from megalite.plan.plan_request import read_request
+from megalite.verify.layouts import Layout
+
+CONTRACT = {
+    "parameters",
+    "iteration_time_s",
+    "tflops_per_gpu",
+    "mfu",
+    "memory_gb",
+    "memory_gb_by_stage",
+    "bubble_fraction",
+    "fits",
+}
+GPT = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+    "--padded-vocab-size 51200 --bf16 --global-batch-size 64"
+)
+SMALL = f"--gpu a100-80 --world-size 16 {GPT}"
+
+
+def plan(text: str):
+    (line,) = answer(["--json", *text.split()])
+    return json.loads(line)
+
+
+def lines(text: str) -> str:
+    return "\n".join(answer(text.split()))
+
+
+def test_the_object_of_one_layout() -> None:
+    found = plan(f"{SMALL} --tp 2 --pp 2 --zero-stage 1")
+    assert found.keys() >= CONTRACT
+    assert len(found["memory_gb_by_stage"]) == 2
+    assert found["memory_gb"] == max(found["memory_gb_by_stage"])
+    assert found["fits"] is True
+    assert found["mfu"] == pytest.approx(found["tflops_per_gpu"] / 312)
+    by_kind = found["memory_gb_by_stage_and_kind"]
+    assert [sum(kinds.values()) for kinds in by_kind] == pytest.approx(found["memory_gb_by_stage"])
+    assert sum(found["seconds_by_kind"].values()) == pytest.approx(found["iteration_time_s"])
+
+
+def test_the_median_stage_has_no_head() -> None:
+    found = plan("--preset gpt-tiny --vocab-size 50000 --gpu a100-80 --pp 4 --num-layers 4")
+    busiest, median = found["seconds_by_kind"], found["median_stage_seconds_by_kind"]
+    assert median.keys() == busiest.keys() - {"bubble"}
+    assert median["attention"] == pytest.approx(busiest["attention"])
+    assert median["products"] < busiest["products"] / 2
+
+
+def test_a_second_plan_needs_no_torch(tmp_path: Path) -> None:
+    """The first one runs the model's layers, and keeps their records on the disk."""
+    program = (
+        "import sys; from megalite.plan.plan_report import answer; "
+        f"list(answer({['--json', *SMALL.split()]!r})); sys.exit('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    assert [subprocess.run(command, env=environment, check=False).returncode for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"),
+    [
+        ("--train-iters 100", 100 * 64 * 2048),
+        ("--train-samples 640", 640 * 2048),
+        ("--train-iters 5 --train-tokens 3e9", 3e9),
+    ],
+)
+def test_costs_of_the_whole_run(length: str, tokens: float) -> None:
+    found = plan(f"{SMALL} {length} --watts 600 --price-per-gpu-hour 2")
+    assert found["train_tokens"] == tokens
+    hours = tokens / found["tokens_per_second"] / 3600 * 16
+    assert found["gpu_hours"] == pytest.approx(hours)
+    assert found["days"] == pytest.approx(hours / 16 / 24)
+    assert found["energy_mwh"] == pytest.approx(hours * 600 / 1e6)
+    assert found["price"] == pytest.approx(hours * 2)
+
+
+def test_costs_are_not_made_up() -> None:
+    assert not plan(SMALL).keys() & {"days", "energy_mwh", "price"}
+    assert not plan(f"{SMALL} --train-tokens 1e9").keys() & {"energy_mwh", "price"}
+
+
+def test_what_is_assumed_is_said_and_started() -> None:
+    found = plan(SMALL)
+    assert "--attention-dropout 0" in found["assumed"][0]
+    assert found["command"].endswith("--attention-dropout 0")
+    assert not plan(f"{SMALL} --attention-dropout 0.1")["assumed"]
+    assert not plan(f"{SMALL} --recompute-granularity full")["assumed"]
+    assert not plan("--gpu h100 --preset gpt2-124m --global-batch-size 8")["assumed"]
+
+
+def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> None:
+    line = f"{SMALL} --program megatron-core --context-parallel-size 2 --tp 4 --zero-stage 1"
+    text = lines(line)
+    assert "tp 4 x pp 1 x dp 2 x cp 2, 32 microbatches of 1 sample per replica" in text
+    assert "note: --context-parallel-size 2 is planned; megalite has no context parallelism" in text
+    kinds, alone = (
+        plan(each)["memory_gb_by_stage_and_kind"][0]
+        for each in (line, line.replace("--context-parallel-size 2", ""))
+    )
+    assert kinds["optimizer"] == alone["optimizer"]  # over 4 replicas in both
+    assert kinds["logits"] == pytest.approx(alone["logits"] / 2, rel=1e-6)
+    with pytest.raises(UserError, match="is not a multiple of --tp 4 x --pp 1 x --cp 3 = 12: start 24 ranks"):
+        plan(line.replace("--context-parallel-size 2", "--context-parallel-size 3"))
+
+
+def test_a_search_shards_over_all_replicas() -> None:
+    line = f"{SMALL} --context-parallel-size 16 --tp 1 --pp 1 --search --top 100"
+    layouts = re.findall(r"tp1pp1dp1cp16(shard\d+)?mbs\d+(?:\+zero([123]))?", lines(line))
+    assert {stage for _, stage in layouts} == {"", "1", "2", "3"}
+    assert {groups for groups, _ in layouts} == {"", "shard8"}
+
+
+def test_scores_in_memory_cost_memory() -> None:
+    """Check that Megatron-LM of 2021 saves the scores for backward; megalite recomputes them in blocks."""
+    theirs, ours = plan(f"{SMALL} --program megatron-2021"), plan(f"{SMALL} --attention-dropout 0.1")
+    kept = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in (theirs, ours)]
+    assert kept[0] > 1.2 * kept[1]
+
+
+def test_layers_that_stages_do_not_divide() -> None:
+    found = plan(f"{SMALL.replace('--num-layers 24', '--num-layers 22')} --pp 4")
+    assert "--pipeline-layers 5 6 6 5" in found["command"]
+    config = read_request(f"{SMALL} --pp 4 --pipeline-layers 9 5 5 5".split()).config
+    assert with_even_stages(config) is config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            SMALL.replace("a100-80", "a101"),
+            ["--gpu a101", "a100-80, a800-80", "--gpu-set", "megalite/hardware/gpus.py"],
+        ),
+        (SMALL.replace("--gpu a100-80", ""), ["--gpu is missing"]),
+        (f"{SMALL} --gpu-set speed=3", ["'speed' is not a figure of a GPU", "tflops"]),
+        (f"{SMALL} --gpu-set tflops=fast", ["tflops=fast", "not a number above 0"]),
+        (f"{SMALL} --tp 5", ["--tp 5"]),
+        (f"{SMALL} --frobnicate", ["unknown flag --frobnicate"]),
+        (SMALL.replace("--padded-vocab-size 51200", ""), ["--padded-vocab-size"]),
+        (f"{SMALL} --watts -3", ["not a number above 0"]),
+        (f"{SMALL.replace('--global-batch-size 64', '')} --search", ["--global-batch-size"]),
+    ],
+)
+def test_mistakes(text: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        list(answer(text.split()))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_figures_of_a_gpu_can_be_others() -> None:
+    faster = plan(f"{SMALL} --gpu-set tflops=624 product_share=0.7")
+    assert faster["iteration_time_s"] < plan(SMALL)["iteration_time_s"]
+
+
+def test_the_search_is_in_order_and_its_command_plans_alike() -> None:
+    found = plan(f"{SMALL} --search --top 5")
+    layouts = found["layouts"]
+    assert len(layouts) == 5
+    assert all(each["fits"] for each in layouts)
+    times = [each["iteration_time_s"] for each in layouts]
+    assert times == sorted(times)
+    words = layouts[0]["command"].split("megalite train ")[1]
+    again = plan(f"--gpu a100-80 --world-size 16 {words}")
+    assert again["iteration_time_s"] == pytest.approx(times[0])
+    assert found["fitting"] > 5
+
+
+def test_a_plan_of_the_layout_that_training_chooses() -> None:
+    (found,) = plan(f"{SMALL} --layout auto")["layouts"]
+    (fastest,) = plan(f"{SMALL} --search --top 1")["layouts"]
+    assert not found["tight"]
+    assert found["iteration_time_s"] <= 1.03 * fastest["iteration_time_s"]
+    words = found["command"].split("megalite train ")[1]
+    assert "--layout" not in words
+    again = plan(f"--gpu a100-80 --world-size 16 {words}")
+    assert again["iteration_time_s"] == found["iteration_time_s"]
+    assert len(plan(f"{SMALL} --layout auto --top 3")["layouts"]) == 3
+
+
+def test_a_plan_of_a_chosen_layout_needs_the_batch() -> None:
+    words = "--gpu a100-80 --world-size 8 --preset gpt2-124m --layout auto"
+    with pytest.raises(UserError, match="--layout auto needs --global-batch-size"):
+        list(answer(words.split()))
+
+
+def test_the_command_of_a_file_that_lets_the_program_choose_keeps_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("layout: auto\n")
+    (found,) = plan(f"{SMALL} --config {tmp_path / 'run.yaml'}")["layouts"]
+    assert "--layout manual" in found["command"]
+
+
+def test_the_search_tries_groups_of_a_nodes_replicas() -> None:
+    words = "--preset llama3-8b --gpu h100 --world-size 512 --global-batch-size 2048 --bf16 --tp 2 --pp 1"
+
+    def commands(flags: str) -> list[str]:
+        return [each["command"] for each in plan(f"{words} --search --top 40 {flags}")["layouts"]]
+
+    found = commands("--micro-batch-size 1 --recompute-granularity full")
+    for stage in (1, 2, 3):
+        of_stage = [command for command in found if f"--zero-stage {stage}" in command]
+        assert len([each for each in of_stage if each.endswith("--data-parallel-shard-degree 4")]) >= 1
+        assert len([each for each in of_stage if "shard-degree" not in each]) >= 1
+    assert not any("shard-degree" in each for each in found if "--zero-stage" not in each)
+    fixed = commands("--data-parallel-shard-degree 16")
+    assert fixed
+    assert all("--data-parallel-shard-degree 16" in each for each in fixed)
+
+
+def test_the_search_leaves_alone_what_was_given() -> None:
+    found = plan(f"{SMALL} --search --tp 2 --recompute-granularity full --top 20")
+    assert all("--tp 2" in each["command"] for each in found["layouts"])
+    assert all("--recompute-granularity full" in each["command"] for each in found["layouts"])
+
+
+def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
+    words = "--gpu a100-80 --world-size 8 --preset bloom-176b --global-batch-size 64 --bf16 --search"
+    with pytest.raises(UserError, match=r"no layout fits 8 GPUs of 85\.3 GB") as caught:
+        list(answer(words.split()))
+    text = str(caught.value)
+    assert "GB too much" in text
+    assert "; pass --world-size 64" in text
+
+
+def test_a_single_gpu_is_far_too_small() -> None:
+    line = "--gpu v100-16 --preset bloom-176b --world-size 1 --global-batch-size 64 --bf16 --search"
+    with pytest.raises(
+        UserError, match=r"no layout fits 1 GPU of 16\.5 GB: .* 3354\.2 GB too much"
+    ) as caught:
+        list(answer(line.split()))
+    assert "; pass --world-size 512" in str(caught.value)
+
+
+def test_a_layout_that_does_not_fit_has_no_command() -> None:
+    line = "--gpu a100 --preset gpt3-175b --world-size 8 --global-batch-size 64 --tp 8 --bf16"
+    text = "\n".join(answer(line.split()))
+    assert "does not fit: " in text and " GB too much" in text
+    assert "torchrun" not in text and "--search" in text
+
+
+def test_the_text_says_the_same() -> None:
+    text = lines(f"{SMALL} --tp 2 --pp 2 --train-tokens 1e12 --watts 500 --price-per-gpu-hour 2")
+    for word in (
+        "billion parameters",
+        "\nfirst ",
+        "\nlast ",
+        "fits",
+        "MFU",
+        "causal",
+        "days",
+        "MWh",
+        "price",
+    ):
+        assert word in text
+    table = lines(f"{SMALL} --search --top 3 --tp 2 --pp 2")
+    assert "layouts fit" in table
+    assert "are rejected, for example: " in table
+    command = table[table.index("\ntorchrun ") :]
+    assert command.startswith("\ntorchrun --nnodes 2 --nproc-per-node 8 -m megalite train")
+    assert shlex.split(command.replace("\\\n", "")) == shlex.split(
+        plan(f"{SMALL} --search --top 3 --tp 2 --pp 2")["layouts"][0]["command"]
+    )
+
+
+def test_another_program_s_run() -> None:
+    """Check DeepSpeed's two gradients in bf16, its communication buffers, and the note."""
+    line = f"{SMALL} --tp 2 --pp 2 --bf16"
+    own, other = plan(line), plan(f"{line} --program megatron-deepspeed")
+    extra = (
+        other["memory_gb_by_stage_and_kind"][0]["gradients"]
+        / own["memory_gb_by_stage_and_kind"][0]["gradients"]
+    )
+    assert extra == pytest.approx(6 / 4)
+    assert own["memory_gb"] + 3 < other["memory_gb"]
+    assert "--program megatron-deepspeed is planned" in lines(f"{line} --program megatron-deepspeed")
+
+
+def test_a_model_with_rotary_positions_is_planned_without_attention_dropout() -> None:
+    line = f"{SMALL} --tp 2 --recompute-granularity full"
+    assert plan(line)["assumed"] == []
+    (message,) = plan(f"{line} --position-embedding-type rope")["assumed"]
+    assert message.startswith("--attention-dropout 0, as is usual with rotary positions: ")
+    assert plan(f"{line} --position-embedding-type rope --attention-dropout 0.1")["assumed"] == []
+
+
+COSTS = "--train-tokens 15e12 --watts 600 --price-per-gpu-hour 1.5"
+
+
+def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
+    layouts = plan(f"{SMALL} --search --top 2 {COSTS}")["layouts"]
+    table = lines(f"{SMALL} --search --top 2 {COSTS}").splitlines()
+    (header,) = [line for line in table if "s/iter" in line]
+    assert header.split()[4:] == ["days", "MWh", "price", "layout"]
+    rows = table[table.index(header) + 1 :][:2]
+    for row, layout in zip(rows, layouts, strict=True):
+        found = [float(word.replace(",", "")) for word in row.split()[4:7]]
+        assert found == pytest.approx([layout[key] for key in ("days", "energy_mwh", "price")], rel=1e-3)
+    assert "for 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
+    assert "days" not in lines(f"{SMALL} --search --top 2")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ("15e12", "15 trillion tokens"),
+        ("300e9", "300 billion tokens"),
+        ("2.5e6", "2.5 million tokens"),
+        ("4096", "4,096 tokens"),
+    ],
+)
+def test_no_number_is_told_in_exponents(tokens: str, message: str) -> None:
+    text = lines(f"{SMALL} --tp 2 --train-tokens {tokens} --watts 600 --price-per-gpu-hour 1.5")
+    assert f"whole run      {message}: " in text
+    assert not re.search(r"\de[+-]\d", text)
+    (price,) = [line for line in text.splitlines() if line.startswith("price")]
+    assert price.endswith(" in the currency of --price-per-gpu-hour 1.5")
+    assert float(price.split()[1].replace(",", "")) > 0
+
+
+def test_a_tiny_model_has_parameters() -> None:
+    text = lines("--preset gpt-tiny --padded-vocab-size 300 --gpu h100 --world-size 1 --global-batch-size 8")
+    assert text.startswith("223,360 parameters on 1 GPU: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--price-per-gpu-hour 2", "--price-per-gpu-hour 2 has no effect: the run has no length"),
+        ("--watts 600", "--watts 600 has no effect: the run has no length"),
+        ("--train-tokens 1e9 --train-iters 5", "--train-iters 5 has no effect on the plan: --train-tokens"),
+        ("--top 3", "--top has no effect without --search"),
+    ],
+)
+def test_an_option_without_effect_is_named(words: str, message: str) -> None:
+    assert f"note: {message}" in lines(f"{SMALL} --tp 2 {words}")
+    assert any(notice.startswith(message) for notice in plan(f"{SMALL} --tp 2 {words}")["notices"])
+
+
+DRIVER_GIB = 0.6
+"""GPU memory that the driver uses."""
+
+
+def test_a_layout_that_nearly_fills_the_memory_is_marked() -> None:
+    full = f"{SMALL} --tp 2 --micro-batch-size 4"
+    needed = plan(full)["memory_gb"] * 1e9 / 2**30
+    tight, ample = (f"{full} --gpu-set memory_gib={needed / share + DRIVER_GIB}" for share in (0.98, 0.9))
+    assert (plan(tight)["fits"], plan(tight)["tight"]) == (True, True)
+    assert (plan(ample)["fits"], plan(ample)["tight"]) == (True, False)
+    assert "warning: this layout takes 98% of a GPU's memory" in lines(tight)
+    assert "warning" not in lines(ample)
+    given = "--pp 1 --zero-stage 0 --sequence-parallel --recompute-granularity selective --search --top 1"
+    kept = f"{full} --recompute-modules layernorm {given}"
+    needed = plan(kept)["layouts"][0]["memory_gb"] * 1e9 / 2**30
+    text = lines(f"{kept} --gpu-set memory_gib={needed / 0.98 + DRIVER_GIB}")
+    assert f"{needed * 2**30 / 1e9:7.1f}! " in text
+    assert "! takes more than 94% of a GPU's" in text
+    assert "\nwarning: this layout takes 98% of a GPU's memory" in text
+
+
+@pytest.mark.parametrize("words", ["--preset gpt-tinyy", "--num-layer 3", "--tp two"])
+def test_a_typo_does_not_demand_what_a_plan_needs_not(words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_request([*SMALL.split(), *words.split()])
+    assert len(str(caught.value).splitlines()) == 1
+    assert words.split()[0] in str(caught.value)
+
+
+LLAMA = "--preset llama3-8b --gpu h100 --world-size 64 --global-batch-size 512 --bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [("--search --tp 2 --pp 4", 80), ("--tp 2 --pp 2", 80), (f"--search --tp 2 --pp 4 {COSTS}", 100)],
+)
+def test_tables_and_commands_fit_a_terminal(flags: str, width: int) -> None:
+    table = lines(f"{LLAMA} {flags}").splitlines()
+    start = next(number for number, line in enumerate(table) if line.startswith(("  s/iter", "GB/rank")))
+    rows = table[start : table.index("", start)]
+    command = table[max(number for number, line in enumerate(table) if not line) + 1 :]
+    assert len(rows) > 1 and len(command) > 1
+    assert max(map(len, rows)) <= width
+    assert max(map(len, command)) <= 80
+
+
+def test_rows_of_a_search_name_layouts_as_a_verification_does() -> None:
+    words = f"{LLAMA} --search --top 60 --tp 2 --pp 2"
+    names = [line.split()[-1] for line in lines(words).splitlines() if "dp" in line and line.startswith("  ")]
+    names = [name for name in names if name.startswith("tp")]
+    for name, found in zip(names, plan(words)["layouts"], strict=True):
+        named, flags = Layout.parse(name), found["command"].split("megalite train ")[1].split()
+        config, _ = parse([*flags, "--train-iters", "9", "--mock-data"])
+        parallel = config.parallel
+        sizes = (
+            parallel.tp,
+            parallel.pp,
+            64 // (parallel.tp * parallel.pp),
+            parallel.data_parallel_shard_degree,
+        )
+        assert (*map(named.size, ("tp", "pp", "dp")), named.shard) == sizes
+        assert named.mbs == config.training.micro_batch_size
+        assert (named.zero or 0, named.sp) == (parallel.zero_stage, parallel.sequence_parallel)
+        assert named.recompute == config.recompute.recompute_granularity
+        applied = named.apply(config, 512).parallel
+        assert applied.schedule == parallel.schedule
+        assert num_stages(replace(config, parallel=applied)) == num_stages(config)
+    assert len(set(names)) == 60
+
+
+class _Screen(io.StringIO):
+    """Records what is printed; a terminal or not."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_search_shows_on_a_terminal_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    screen = _Screen(is_terminal)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setattr("megalite.cli.plan._SECONDS_BETWEEN_SHOWS", -1.0)
+    main(f"--json {SMALL} --search --top 1 --tp 2 --pp 2".split())
+    assert json.loads(capsys.readouterr().out)["layouts"]
+    printed = screen.getvalue()
+    assert ("layouts of 16 GPUs planned" in printed and "schedules simulated" in printed) == is_terminal
+    assert printed.endswith("\r\033[K") == is_terminal and bool(printed) == is_terminal

@@ -1,0 +1,262 @@
+"""Planned memory, compared with the model's own tensors, and the formulas of the ZeRO stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.distributed.topology import Topology
+from megalite.dry_run.dry_run import dry_run_of
+from megalite.microbatch import Microbatch
+from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.programs import PROGRAMS, Program, in_dtype
+from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, host_activations, rank_memories
+from megalite.plan.saved_activations import stage_bytes
+from megalite.verify.layouts import Layout
+from tests.live_bytes import LiveBytes
+from tests.stages import build_stage
+from tests.unit.plan.test_parameters import run_of
+
+GPT = ModelConfig(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=2,
+    seq_length=32,
+    vocab_size=128,
+    params_dtype="fp64",
+)
+# As on a GPU: torch on a CPU keeps more of an RMSNorm, and copies shared keys and values.
+LLAMA = replace(
+    GPT,
+    position_embedding_type="rope",
+    activation="swiglu",
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+MODELS = {"gpt": GPT, "gpt, fused attention": replace(GPT, attention_dropout=0.0), "llama": LLAMA}
+RECOMPUTE = {
+    "nothing": RecomputeConfig(),
+    "full": RecomputeConfig(recompute_granularity="full"),
+    "two layers at a time": RecomputeConfig(recompute_granularity="full", recompute_num_layers=2),
+    "parts": RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")
+    ),
+    "mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+}
+SLACK = 0.04
+"""Statistics of norms and of fused attention."""
+
+
+def _kept(topology: Topology, model: ModelConfig, num_layers: int, recompute: RecomputeConfig) -> float:
+    stage = build_stage(model, topology, range(num_layers), seed=3, recompute=recompute)
+    ids = torch.zeros(2, GPT.seq_length, dtype=torch.int64)
+    microbatch = Microbatch(ids, ids, torch.arange(2))
+    stage(microbatch, None)  # tables that are made once
+    with LiveBytes() as memory:
+        loss = stage(microbatch, None)
+        kept = memory.count()
+        del loss
+    return kept / 8
+
+
+QUICK = {("gpt", "nothing"), ("gpt, fused attention", "full"), ("llama", "parts"), ("llama", "mlp")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for mode in RECOMPUTE
+    ],
+)
+def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_rank: Topology) -> None:
+    model, recompute = MODELS[name], RECOMPUTE[mode]
+    run = run_of(model, 1, 1)
+    config = replace(
+        run.config, recompute=recompute, training=replace(run.config.training, micro_batch_size=2)
+    )
+    run = replace(run, config=config)
+    # A GPU has no kernel of fused attention in fp64, and the plan is of a GPU.
+    run = replace(run, config=replace(config, model=replace(model, params_dtype="fp32")))
+    planned = (stage_bytes(run, (0,) * 4) - stage_bytes(run, (0,) * 2)) / 4
+    kept = _kept(one_rank, model, 4, recompute) - _kept(one_rank, model, 2, recompute)
+    assert kept == pytest.approx(planned, rel=SLACK)
+
+
+def offloading(num_layers: int, schedule: str, pp: int) -> PlannedRun:
+    run = run_of(replace(GPT, num_layers=16), 1, pp)
+    parallel = replace(run.config.parallel, pipeline_schedule=schedule)
+    training = replace(run.config.training, global_batch_size=32)
+    recompute = RecomputeConfig(cpu_offload_activations=num_layers)
+    config = replace(run.config, parallel=parallel, training=training, recompute=recompute)
+    return replace(run, config=config)
+
+
+@pytest.mark.parametrize(("schedule", "linear_inputs"), [("1f1b", 0.0), ("zb-h1", 7 / 16)])
+def test_offloaded_layers_hold_two_layers_and_what_deferred_gradients_need(
+    schedule: str, linear_inputs: float
+) -> None:
+    """Leave of 16 elements those of linear layers' inputs for each microbatch with deferred gradients."""
+    without, offloaded = (offloading(num, schedule, 4) for num in (0, 4))
+    layer = stage_bytes(without, (0,))
+    for rank, (peak, deferred) in enumerate(
+        zip(peaks_in_flight(without), peaks_deferred(without), strict=True)
+    ):
+        assert rank_memories(without)[rank].activations == pytest.approx(4 * layer * peak)
+        kept = 2 + 4 * deferred * linear_inputs
+        assert rank_memories(offloaded)[rank].activations == pytest.approx(kept * layer, rel=2e-3)
+        assert host_activations(offloaded)[rank] == pytest.approx(4 * layer * peak)
+        assert (deferred > 0) == (schedule == "zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "bytes_of"),
+    [
+        (0, lambda d: 18),
+        (1, lambda d: 6 + 12 / d),
+        (2, lambda d: 2 + 16 / d),
+        (3, lambda d: 18 / d),
+    ],
+)
+@pytest.mark.parametrize("dp", [2, 8])
+def test_bytes_of_a_parameter(zero_stage: int, bytes_of, dp: int) -> None:
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    parallel = replace(run.config.parallel, zero_stage=zero_stage)
+    cluster = replace(run.cluster, world_size=dp)
+    run = replace(run, config=replace(run.config, parallel=parallel), cluster=cluster)
+    (memory,) = rank_memories(run)
+    state = memory.weights + memory.gradients + memory.optimizer
+    assert state == pytest.approx(bytes_of(dp) * run.ranks[0].size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches", "bytes_of"),
+    [
+        ("tp2+sp", 3, 2),
+        ("pp2zb", 3, 2),
+        ("dp2+zero1+gather", 2, 2),
+        ("tp1", 1, 0),
+        ("dp2+zero3", 3, 0),
+    ],
+)
+def test_copies_in_8_bits_are_those_of_a_dry_run(layout: str, num_microbatches: int, bytes_of: int) -> None:
+    """Compare the peaks with and without them; without, a weight of 4 h^2 elements is rounded at the peak."""
+    peaks, planned = [], []
+    for is_cached in (True, False):
+        parsed = Layout.parse(layout)
+        training = TrainingConfig(
+            train_iters=1, micro_batch_size=1, fp8_format="hybrid", fp8_weight_cache=is_cached
+        )
+        config = Config(
+            model=replace(GPT, params_dtype="bf16", num_layers=8),
+            optimizer=OptimizerConfig(lr=1e-3),
+            data=DataConfig(mock_data=True),
+            training=training,
+        )
+        config = parsed.apply(config, num_microbatches * parsed.size("dp"))
+        peaks.append(dry_run_of(config, parsed.world_size, 0).counts.peak_bytes)
+        run = run_of(config.model, parsed.size("tp"), parsed.size("pp"))
+        cluster = replace(run.cluster, world_size=parsed.world_size)
+        planned.append(rank_memories(replace(run, config=config, cluster=cluster))[0].weights)
+    square = GPT.hidden_size**2 / parsed.size("tp")
+    copies = bytes_of * 8 * 12 * square / parsed.size("pp")
+    assert planned[0] - planned[1] == copies
+    assert peaks[0] - peaks[1] == pytest.approx(copies, abs=20 * square)
+
+
+def test_zero_2_keeps_the_gradient_of_a_tied_embedding_full() -> None:
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 4)
+    parallel = replace(run.config.parallel, zero_stage=2)
+    cluster = replace(run.cluster, world_size=8)
+    run = replace(run, config=replace(run.config, parallel=parallel), cluster=cluster)
+    table = GPT.vocab_size * GPT.hidden_size
+    for rank, full in enumerate((table, 0, 0, table)):
+        expected = 4 * (full + (run.ranks[rank].size - full) / 2)
+        assert rank_memories(run)[rank].gradients == pytest.approx(expected)
+
+
+def test_the_first_stage_holds_the_most_microbatches() -> None:
+    memories = rank_memories(run_of(GPT, 1, 4))
+    activations = [memory.activations for memory in memories]
+    assert activations == [pytest.approx(activations[-1] * in_flight) for in_flight in (4, 3, 2, 1)]
+    assert [memory.logits > 0 for memory in memories] == [False, False, False, True]
+
+
+def test_the_loss_holds_copies_of_the_logits() -> None:
+    run = run_of(replace(GPT, params_dtype="bf16"), 1, 1)
+    logits = []
+    for size in (0, 4, 8):
+        program = Program(fused_attention=False, logit_copy_bytes=size)
+        logits.append(rank_memories(replace(run, program=program))[0].logits)
+    elements = GPT.seq_length * GPT.padded_vocab_size(1)
+    assert [size - logits[0] for size in logits] == [0, 4 * elements, 8 * elements]
+    assert 0 < logits[0] - 2 * elements < 4 * 2 * GPT.seq_length * GPT.hidden_size  # hidden states
+
+
+@pytest.mark.parametrize(("dtype", "dp", "expected"), [("fp16", 2, 6), ("bf16", 2, 10), ("bf16", 1, 6)])
+def test_buckets_are_no_larger_than_the_gradients(dtype: str, dp: int, expected: int) -> None:
+    """Check DeepSpeed's three buckets, and one more of fp32 sums with weights in bf16."""
+    program = in_dtype(PROGRAMS["megatron-deepspeed"], dtype)
+    run = run_of(replace(GPT, params_dtype=dtype), 1, 1)
+    run = replace(run, cluster=replace(run.cluster, world_size=dp))
+    no_buffers = replace(program, buffer_bytes=0.0, sum_buffer_bytes=0.0)
+    with_buffers, without = (
+        rank_memories(replace(run, program=each))[0].workspace for each in (program, no_buffers)
+    )
+    assert with_buffers - without == pytest.approx(expected * run.ranks[0].size)
+
+
+def sharded_pipeline(choice: str, gpu_gib: float) -> PlannedRun:
+    run = run_of(replace(GPT, params_dtype="bf16", num_layers=8, hidden_size=1024, vocab_size=50_000), 1, 2)
+    parallel = replace(run.config.parallel, zero_stage=3, fsdp_reshard_after_forward=choice)
+    gpu = replace(run.cluster.gpu, memory_gib=gpu_gib + 0.6, residual_gb=0.0)  # of which the driver keeps 0.6
+    cluster = replace(run.cluster, world_size=16, gpu=gpu)
+    return choose_gathering(replace(run, config=replace(run.config, parallel=parallel), cluster=cluster))
+
+
+def test_a_pipeline_keeps_the_weights_that_fit() -> None:
+    """A stage has four layers, 2 bytes an element."""
+    freed, kept = (sharded_pipeline(choice, 80.0) for choice in ("always", "never"))
+    layers = 4 * 12 * 1024 * 1024
+    difference = rank_memories(kept)[0].weights - rank_memories(freed)[0].weights
+    assert difference == pytest.approx(2 * layers, rel=0.01)
+    largest = max(memory.total for memory in rank_memories(kept)) / 2**30
+    assert largest > max(memory.total for memory in rank_memories(freed)) / 2**30
+    assert sharded_pipeline("default", largest / TIGHT_SHARE * 1.01).gathers_once
+    assert not sharded_pipeline("default", largest / TIGHT_SHARE * 0.99).gathers_once
+    assert not sharded_pipeline("always", 80.0).gathers_once
+    assert sharded_pipeline("never", 0.01).gathers_once
+
+
+def test_without_a_pipeline_weights_are_freed() -> None:
+    run = sharded_pipeline("default", 80.0)
+    parallel = replace(run.config.parallel, pipeline_model_parallel_size=1)
+    assert run.gathers_once
+    assert not choose_gathering(replace(run, config=replace(run.config, parallel=parallel))).gathers_once
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2+zero1"])
+def test_muon_saves_the_second_moments_that_a_dry_run_lacks(layout: str) -> None:
+    moments, planned = [], []
+    for optimizer in ("adam", "muon"):
+        parsed = Layout.parse(layout)
+        config = Config(
+            model=replace(GPT, params_dtype="bf16", num_layers=4),
+            optimizer=OptimizerConfig(optimizer=optimizer),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(train_iters=1, micro_batch_size=1),
+        )
+        config = parsed.apply(config, parsed.size("dp"))
+        moments.append(dry_run_of(config, parsed.world_size, 0).counts.buffers.moments)
+        run = run_of(config.model, parsed.size("tp"), parsed.size("pp"))
+        cluster = replace(run.cluster, world_size=parsed.world_size)
+        planned.append(rank_memories(replace(run, config=config, cluster=cluster))[0].optimizer)
+    saved = planned[0] - planned[1]
+    assert saved == 4 * 4 * 12 * GPT.hidden_size**2 / 2
+    assert moments[0] - moments[1] == pytest.approx(saved, rel=0.01)  # with padding

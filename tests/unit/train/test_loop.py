@@ -1,0 +1,455 @@
+"""The hooks of the training loop: their order, a user's own stop, and the clean-up after an error."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import runpy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.pipeline.executor import ScheduleRun
+from megalite.train.callbacks import default_callbacks
+from megalite.train.loop import Callback, TrainingLoop, check_callbacks, train
+from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
+from megalite.train.telemetry.metrics import ValidationMetrics
+from megalite.train.telemetry.writers import Writers
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import start_trainer
+from tests.checkpoint_folder import edit_run
+
+ROOT = Path(__file__).parents[3]
+
+
+class Recorder(Callback):
+    """Notes each hook that is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"start at {loop.iteration}")
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"before {loop.next_iteration}")
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        assert result.plan.iteration == loop.iteration
+        self.calls.append(f"after {loop.iteration}")
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        self.calls.append(f"between {loop.iteration} and {loop.next_iteration}")
+
+    def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
+        self.calls.append(f"{metrics.split} at {metrics.iteration}")
+
+    def on_save(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"save at {loop.iteration}")
+
+    def on_end(self, loop: TrainingLoop) -> None:
+        self.calls.append(f"end at {loop.iteration}")
+
+
+class StopAtLoss(Callback):
+    """Stops the run once the loss is low enough."""
+
+    def __init__(self, loss: float) -> None:
+        self.loss = loss
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        if result.loss < self.loss:
+            loop.request_stop(Stop(f"the loss is below {self.loss}"))
+
+
+class OneMinuteIterations(Callback):
+    """Lets each iteration take a minute more."""
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        loop.stop_conditions.signals.start -= 60.0
+
+
+def _run(
+    topology: Topology,
+    callbacks: list[Callback],
+    folder: Path | None = None,
+    *,
+    save_interval: int | None = 1,
+    save_interval_minutes: float | None = None,
+    loads: bool = False,
+    **training: int,
+) -> int:
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(
+            **{"global_batch_size": 2, "micro_batch_size": 1, "train_iters": 2, "eval_iters": 1, **training}
+        ),
+        optimizer=OptimizerConfig(lr_decay_style="constant"),  # a resumed run may be longer
+        checkpoint=CheckpointConfig(
+            save=str(folder) if folder else None,
+            load=str(folder) if loads else None,
+            save_interval=save_interval,
+            save_interval_minutes=save_interval_minutes,
+        ),
+    )
+    stop_conditions = StopConditions(config.training, topology, StopSignals(RequeueNote(None)))
+    with Writers(config.logging, topology, "") as writers, start_trainer(config, topology) as trainer:
+        loaded = trainer.load() if loads else None
+        states = loaded and loaded.callbacks
+        return train(trainer, stop_conditions, [*callbacks, *default_callbacks(writers, config)], states)
+
+
+def test_hooks_are_called_in_order(one_rank: Topology, tmp_path: Path) -> None:
+    recorder = Recorder()
+    assert _run(one_rank, [recorder], tmp_path, eval_interval=1) == 0
+    assert recorder.calls == [
+        "start at 0",
+        *("before 1", "after 1", "between 1 and 2", "valid at 1", "save at 1"),
+        *("before 2", "after 2", "between 2 and 3", "valid at 2", "save at 2"),
+        "test at 2",
+        "end at 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("interval", "minutes", "saved"), [(None, 2.5, [3, 6, 8]), (4, 2.5, [3, 4, 7, 8]), (None, 60.0, [8])]
+)
+def test_checkpoints_are_saved_by_time(
+    one_rank: Topology, tmp_path: Path, interval: int | None, minutes: float, saved: list[int]
+) -> None:
+    recorder = Recorder()
+    intervals = {"save_interval": interval, "save_interval_minutes": minutes}
+    _run(one_rank, [recorder, OneMinuteIterations()], tmp_path, **intervals, train_iters=8, eval_iters=0)
+    assert [call for call in recorder.calls if "save" in call] == [f"save at {each}" for each in saved]
+
+
+def test_a_callback_stops_the_run(one_rank: Topology, tmp_path: Path) -> None:
+    recorder = Recorder()
+    assert _run(one_rank, [recorder, StopAtLoss(100.0)], tmp_path, train_iters=10) == 0
+    assert recorder.calls == ["start at 0", "before 1", "after 1", "between 1 and 2", "save at 1", "end at 1"]
+    assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+
+
+@pytest.mark.parametrize("hook", ["before_step", "after_step", "after_iteration", "on_evaluation", "on_save"])
+def test_any_hook_may_stop_the_run(one_rank: Topology, tmp_path: Path, hook: str) -> None:
+    class Stopping(Callback):
+        pass
+
+    def stop(self: Callback, loop: TrainingLoop, *_: object) -> None:
+        loop.request_stop(Stop(hook))
+
+    setattr(Stopping, hook, stop)
+    recorder = Recorder()
+    assert _run(one_rank, [Stopping(), recorder], tmp_path, train_iters=5, eval_interval=1) == 0
+    assert recorder.calls[-1] == "end at 1"
+    assert (tmp_path / "latest").read_text() == "iter_0000001\n"
+
+
+def test_a_finished_run_is_not_stopped(one_rank: Topology) -> None:
+    class StoppingLast(Callback):
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+            if loop.is_finished:
+                loop.request_stop(Stop("too late"))
+
+    recorder = Recorder()
+    assert _run(one_rank, [recorder, StoppingLast()]) == 0
+    assert recorder.calls[-2:] == ["test at 2", "end at 2"]
+
+
+def test_a_callback_cleans_up_after_an_error(one_rank: Topology) -> None:
+    ended = []
+
+    class Failing(Callback):
+        @contextmanager
+        def running(self, loop: TrainingLoop) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                ended.append(loop.iteration)
+
+        def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+            raise KeyError
+
+    recorder = Recorder()
+    with pytest.raises(KeyError):
+        _run(one_rank, [recorder, Failing()])
+    assert ended == [1]
+    assert recorder.calls == ["start at 0", "before 1", "after 1"]
+
+
+class SumOfLosses(Callback):
+    """Sums the losses of a run, in a list as state.
+
+    Attributes:
+        started_with: the sum before the first iteration.
+    """
+
+    def __init__(self) -> None:
+        self.sums = [0.0, math.inf]
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        self.started_with = self.sums[0]
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        self.sums[0] += result.loss
+
+    def state(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sums = state["sums"]
+
+
+class NumIterations(SumOfLosses):
+    """Counts the iterations of a run."""
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        self.sums[0] += 1
+
+
+def test_a_resumed_run_continues_with_the_state_of_its_callbacks(one_rank: Topology, tmp_path: Path) -> None:
+    whole, count = SumOfLosses(), NumIterations()
+    _run(one_rank, [whole, count], train_iters=4, eval_iters=0)
+    first, second = SumOfLosses(), SumOfLosses()
+    _run(one_rank, [first, NumIterations()], tmp_path, train_iters=2, eval_iters=0)
+    _run(one_rank, [count := NumIterations(), second], tmp_path, loads=True, train_iters=4, eval_iters=0)
+    assert second.started_with == first.sums[0] > 0
+    assert second.sums == whole.sums
+    assert second.sums[1] == math.inf
+    assert (count.started_with, count.sums[0]) == (2, 4)
+
+
+def test_run_json_holds_the_states_as_standard_json(one_rank: Topology, tmp_path: Path) -> None:
+    _run(one_rank, [NumIterations(), Recorder()], tmp_path, eval_iters=0)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for iteration in (1, 2):
+        text = (tmp_path / f"iter_{iteration:07d}" / "run.json").read_text()
+        states = json.loads(text, parse_constant=refuse)["callbacks"]
+        assert {name: json.loads(state) for name, state in states.items()} == {
+            "NumIterations": {"sums": [iteration, math.inf]}
+        }
+
+
+def test_callbacks_may_come_and_go(
+    one_rank: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _run(one_rank, [NumIterations()], tmp_path, eval_iters=0)
+    caplog.set_level(logging.INFO)
+    _run(one_rank, [added := SumOfLosses()], tmp_path, loads=True, train_iters=3, eval_iters=0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert "the checkpoint has no state of callback SumOfLosses: it begins anew" in lines
+    assert "the checkpoint's state of callback NumIterations is not used: this run has none" in lines
+    assert added.started_with == 0
+
+
+def test_a_checkpoint_without_states_loads(one_rank: Topology, tmp_path: Path) -> None:
+    _run(one_rank, [], tmp_path, eval_iters=0)
+    assert "callbacks" not in json.loads((tmp_path / "iter_0000002/run.json").read_text())
+    _run(one_rank, [NumIterations()], tmp_path, loads=True, train_iters=3, eval_iters=0)
+
+
+@pytest.mark.parametrize("states", [[], {"A": {}}, {"A": "{"}, {"A": "[]"}])
+def test_damaged_states_are_refused(one_rank: Topology, tmp_path: Path, states: object) -> None:
+    _run(one_rank, [], tmp_path, train_iters=1, eval_iters=0)
+    edit_run(tmp_path / "iter_0000001", callbacks=states)
+    with pytest.raises(UserError, match="damaged: its callbacks are malformed"):
+        _run(one_rank, [], tmp_path, loads=True, eval_iters=0)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1], "Stateful.state returns a list: return a dict"),
+        ({"a": [0, torch.ones(2)]}, r"Stateful.state\(\)\['a'\]\[1\] is a Tensor: .* pass tensor.tolist\(\)"),
+        (
+            {"a": (1, 2)},
+            r"Stateful.state\(\)\['a'\] is a tuple: a checkpoint holds dicts with str keys, lists",
+        ),
+        ({"a": {1: 2}}, r"Stateful.state\(\)\['a'\] has the key 1: a checkpoint holds"),
+        ({"a": "a" * (1 << 20)}, "Stateful.state returns 1,048,585 bytes as JSON: the limit is 1,048,576"),
+    ],
+)
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_iteration(
+    one_rank: Topology, state: Any, message: str
+) -> None:
+    class Stateful(NumIterations):
+        def state(self) -> Any:
+            return state
+
+    with pytest.raises(UserError, match=f"^{message}") as caught:
+        _run(one_rank, [callback := Stateful()])
+    assert len(str(caught.value).splitlines()) == 1
+    assert callback.sums[0] == 0
+
+
+class OnlyState(Callback):
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([OnlyState()], "OnlyState does not define load_state: define state and load_state, or neither"),
+        ([NumIterations(), NumIterations()], "callbacks holds two NumIterations with a state, .* a subclass"),
+    ],
+)
+def test_callbacks_whose_states_cannot_be_told_apart(callbacks: list[Callback], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_callbacks(callbacks)
+    check_callbacks([NumIterations(), SumOfLosses(), Recorder(), Recorder()])
+
+
+def test_the_example_stops_early_in_a_resumed_run(one_rank: Topology, tmp_path: Path) -> None:
+    early_stopping = runpy.run_path(str(ROOT / "examples" / "own_callback.py"))["EarlyStopping"]
+    _run(one_rank, [early_stopping(3)], tmp_path, train_iters=3, eval_interval=1)
+    edit_run(
+        tmp_path / "iter_0000003",
+        callbacks={"EarlyStopping": json.dumps({"lowest": 0.0, "num_worse": 1})},
+    )
+    stopping = early_stopping(3)
+    _run(one_rank, [stopping], tmp_path, loads=True, train_iters=9, eval_interval=1)
+    assert (stopping.lowest, stopping.num_worse) == (0.0, 3)
+    assert (tmp_path / "latest").read_text() == "iter_0000005\n"
+
+
+def test_any_callback_may_evaluate_and_save(one_rank: Topology, tmp_path: Path) -> None:
+    class AtTheSecond(Callback):
+        def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+            if loop.iteration == 2:
+                loop.evaluate("test")
+                loop.save()
+
+    recorder = Recorder()
+    _run(one_rank, [recorder, AtTheSecond()], tmp_path, save_interval=None, train_iters=3)
+    assert [call for call in recorder.calls if "save" in call or "test" in call] == [
+        *("test at 2", "save at 2"),
+        *("save at 3", "test at 3"),
+    ]
+
+
+class Garbage(Callback):
+    """Makes garbage in each iteration, more than starts a collection, and records each collection.
+
+    Attributes:
+        collections: iterations, and whether Python collects by itself.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.collections: list[tuple[int, bool]] = []
+        self._error = error
+
+    @contextmanager
+    def running(self, loop: TrainingLoop) -> Iterator[None]:
+        self._loop = loop
+        gc.callbacks.append(self._record)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._record)
+
+    def _record(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.collections.append((self._loop.iteration, gc.isenabled()))
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        for _ in range(10_000):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def enabled_collector() -> Iterator[None]:
+    """The collector as in a fresh process: tests/conftest.py freezes objects."""
+    gc.unfreeze()
+    gc.enable()
+    yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"manual_gc_interval": 3}, [0, 1, 3, 4, 4, 6, 7, 7]),  # around the evaluations at 4 and 7
+        ({"manual_gc_interval": 3, "manual_gc_eval": False}, [0, 1, 3, 6]),
+        ({"manual_gc_interval": 0, "manual_gc_eval": False}, [0, 1]),
+        ({"eval_iters": 0}, [0, 1]),
+    ],
+)
+def test_garbage_is_collected_between_iterations(
+    one_rank: Topology, enabled_collector: None, fields: dict[str, int], expected: list[int]
+) -> None:
+    garbage = Garbage()
+    _run(one_rank, [garbage], train_iters=7, eval_interval=4, **fields)
+    collections = list(dropwhile(lambda each: each[1], garbage.collections))  # from the loop's first one on
+    assert [iteration for iteration, is_enabled in collections if not is_enabled] == expected
+    assert {iteration for iteration, is_enabled in collections if is_enabled} <= {7}  # at the end
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_python_collects_collections_without_manual_gc(one_rank: Topology, enabled_collector: None) -> None:
+    garbage = Garbage()
+    _run(one_rank, [garbage], train_iters=3, manual_gc=False)
+    assert {0, 1, 2} <= {iteration for iteration, is_enabled in garbage.collections if is_enabled}
+
+
+def test_the_collector_is_restored_after_an_error(one_rank: Topology, enabled_collector: None) -> None:
+    with pytest.raises(ZeroDivisionError):
+        _run(one_rank, [Garbage(ZeroDivisionError())])
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_the_program_has_set_up_stays_so(
+    one_rank: Topology, enabled_collector: None
+) -> None:
+    gc.disable()
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        _run(one_rank, [])
+        assert not gc.isenabled() and 0 < gc.get_freeze_count() <= before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_step_leaves_no_tensor_to_the_collector(one_rank: Topology, enabled_collector: None) -> None:
+    """A microbatch in a cycle of references would stay in memory until the next collection."""
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(global_batch_size=2, train_iters=5, eval_iters=0),
+    )
+    with start_trainer(config, one_rank) as trainer:
+        for _ in range(2):
+            trainer.step()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            trainer.step()
+            gc.collect()
+            assert [each for each in gc.garbage if isinstance(each, Tensor | ScheduleRun)] == []
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()

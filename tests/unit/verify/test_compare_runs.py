@@ -1,0 +1,87 @@
+"""Comparison of two runs, and what a verification changes of the config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config import Config
+from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare, with_constant_loss_scale
+from megalite.verify.record_run import RunRecord
+
+REFERENCE = RunRecord(
+    terms=[{"lm_loss": 3.5, "router_loss": 0.5}, {"lm_loss": 1.75, "router_loss": 0.25}],
+    grad_norms=[1.0, 1.0],
+    gradients={"a": torch.tensor([1.0, -4.0]), "b": torch.tensor([0.5])},
+    weights={"a": torch.tensor([2.0, 0.0]), "b": torch.tensor([0.0])},
+)
+
+
+def test_a_run_is_the_same_as_itself() -> None:
+    comparison = compare(REFERENCE, REFERENCE)
+    assert (comparison.loss, comparison.grad_norm) == (0.0, 0.0)
+    assert comparison.excesses(TOLERANCES["fp64"]) == []
+
+
+def test_differences_are_relative_to_the_largest_magnitude() -> None:
+    terms = [REFERENCE.terms[0], {"lm_loss": 1.925, "router_loss": 0.25}]
+    run = replace(REFERENCE, terms=terms, gradients=REFERENCE.gradients | {"a": torch.tensor([1.2, -4.0])})
+    comparison = compare(run, REFERENCE)
+    assert math.isclose(comparison.loss, 0.1)
+    assert comparison.worst(comparison.gradients) == [("a", comparison.gradients["a"])]
+    assert math.isclose(comparison.gradients["a"], 0.2 / 4.0, rel_tol=1e-6)
+    excesses = comparison.excesses(TOLERANCES["fp32"])
+    assert [excess.split(" differs")[0] for excess in excesses] == ["lm_loss of iteration 2", "gradient of a"]
+
+
+@pytest.mark.parametrize("name", ["lm_loss", "router_loss"])
+def test_a_term_that_differs_is_named(name: str) -> None:
+    """Even if another term hides it in the sum."""
+    other = "router_loss" if name == "lm_loss" else "lm_loss"
+    first, second = REFERENCE.terms
+    alone = replace(REFERENCE, terms=[first, {**second, name: second[name] * 1.01}])
+    assert compare(alone, REFERENCE).excesses(TOLERANCES["bf16"]) == [
+        f"{name} of iteration 2 differs by 1.0e-02, over 2e-03"
+    ]
+    hidden = replace(REFERENCE, terms=[{name: first[name] + 0.1, other: first[other] - 0.1}, second])
+    assert hidden.losses == pytest.approx(REFERENCE.losses)
+    excesses = compare(hidden, REFERENCE).excesses(TOLERANCES["bf16"])
+    assert {excess.split(" differs")[0] for excess in excesses} == {
+        "lm_loss of iteration 1",
+        "router_loss of iteration 1",
+    }
+
+
+def test_a_term_that_one_run_lacks_is_named() -> None:
+    lacking = replace(REFERENCE, terms=[{"lm_loss": 3.5}, REFERENCE.terms[1]])
+    for runs in ((lacking, REFERENCE), (REFERENCE, lacking)):
+        assert compare(*runs).excesses(TOLERANCES["bf16"]) == [
+            "router_loss of iteration 1 differs by nan, over 2e-03"
+        ]
+
+
+def test_nan_is_never_the_same() -> None:
+    for run in (
+        replace(REFERENCE, terms=[{**REFERENCE.terms[0], "lm_loss": math.nan}, REFERENCE.terms[1]]),
+        replace(REFERENCE, weights=REFERENCE.weights | {"b": torch.tensor([math.nan])}),
+    ):
+        assert compare(run, REFERENCE).excesses(TOLERANCES["fp64"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [("fp16", None, FP16_LOSS_SCALE), ("fp16", 8.0, 8.0), ("bf16", None, None)],
+)
+def test_only_a_dynamic_loss_scale_is_replaced(
+    dtype: str, given: float | None, expected: float | None
+) -> None:
+    config = Config()
+    config = replace(
+        config,
+        model=replace(config.model, params_dtype=dtype),
+        optimizer=replace(config.optimizer, loss_scale=given),
+    )
+    assert with_constant_loss_scale(config).optimizer.loss_scale == expected

@@ -1,0 +1,156 @@
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from megalite.config import Config, DataConfig, ParallelConfig, RecomputeConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.config.recompute import Granularity
+from megalite.config.stage_layers import layers_per_stage
+from megalite.errors import ConfigError, UserError
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.verify.layouts import TABLE, Layout, default_layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "world_size"),
+    [
+        ("tp2", Layout({"tp": 2}), 2),
+        ("tp2pp2dp2", Layout({"tp": 2, "pp": 2, "dp": 2}), 8),
+        ("dp4mbs2", Layout({"dp": 4}, mbs=2), 4),
+        ("mbs4", Layout(mbs=4), 1),
+        ("tp2+sp", Layout({"tp": 2}, sp=True), 2),
+        ("tp2pp2mbs4+sp", Layout({"tp": 2, "pp": 2}, mbs=4, sp=True), 4),
+        ("tp2pp2v2dp2", Layout({"tp": 2, "pp": 2, "dp": 2}, v=2), 8),
+        ("tp2dp2+sp+zero1+gather", Layout({"tp": 2, "dp": 2}, sp=True, zero=1, gather=True), 4),
+        ("dp4+zero2", Layout({"dp": 4}, zero=2), 4),
+        ("pp2+selective+uneven", Layout({"pp": 2}, recompute="selective", uneven=True), 2),
+        ("pp4zb", Layout({"pp": 4}, schedule="zb"), 4),
+        ("pp2gpipe", Layout({"pp": 2}, schedule="gpipe"), 2),
+        ("tp1+full", Layout(recompute="full"), 1),
+        ("pp2zbvmbs1", Layout({"pp": 2}, schedule="zbv", mbs=1), 2),
+    ],
+)
+def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: int) -> None:
+    assert Layout.parse(name) == layout
+    assert str(layout) == name
+    assert layout.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    "name", ["", "tp", "tp0", "tp2x", "cp2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
+)
+def test_another_name_is_a_mistake(name: str) -> None:
+    with pytest.raises(UserError, match="write tp2pp2"):
+        Layout.parse(name)
+
+
+def _config() -> Config:
+    return Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=100),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+    )
+
+
+def test_a_layout_changes_nothing_but_the_layout() -> None:
+    config = Layout({"tp": 2, "dp": 2}, mbs=1).apply(_config(), global_batch_size=8)
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.data_parallel_size) == (2, 1, 2)
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (1, 8)
+    assert (config.model, config.optimizer, config.data) == (
+        _config().model,
+        _config().optimizer,
+        _config().data,
+    )
+
+
+def test_a_name_without_gather_leaves_it_to_the_device() -> None:
+    chosen = [Layout.parse(f"dp2+zero1{name}").apply(_config(), 8).parallel for name in ("", "+gather")]
+    assert [each.overlap_param_gather for each in chosen] == [None, True]
+
+
+def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
+    config = Layout.parse("pp2+full+uneven").apply(_config(), global_batch_size=8)
+    assert config.recompute.recompute_granularity == "full"
+    assert layers_per_stage(config) == (1, 3)
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by --tp 3"):
+        Layout({"tp": 3}).apply(_config(), global_batch_size=8)
+
+
+def test_the_table_has_every_technique() -> None:
+    """`--layouts all` and the tests that always run use this table."""
+    configs = [Layout.parse(name).apply(_config(), 8) for name in TABLE]
+    assert {each.parallel.pipeline_schedule for each in configs} == set(SCHEDULES)
+    assert {each.parallel.zero_stage for each in configs} == {0, 1, 2, 3}
+    assert {each.recompute.recompute_granularity for each in configs} == {None, *get_args(Granularity)}
+    assert any(each.parallel.sequence_parallel for each in configs)
+    assert any(each.parallel.overlap_param_gather for each in configs)
+    assert any(each.training.micro_batch_size != _config().training.micro_batch_size for each in configs)
+    assert any(len(set(layers_per_stage(each))) > 1 for each in configs)
+
+
+USUAL = ["dp2", "mbs1", "tp2+sp", "tp2+overlap", "dp2+zero2", "dp2+zero3", "pp2v2", "pp2zbv"]
+ONE_RANK = ["tp1+full", "tp1+offload"]
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bloom-tiny", "bert-tiny", "llama-tiny"])
+def test_every_small_model_runs_all_default_layouts(name: str) -> None:
+    config = replace(_config(), model=replace(PRESETS[name], vocab_size=100))
+    assert [*map(str, default_layouts(config))] == ["tp4", "pp4", *USUAL, *ONE_RANK]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [
+        (8, ["pp4", "pp2v2", "pp2zbv"]),
+        (6, ["pp3", "pp2v3"]),
+        (5, ["pp3+uneven"]),
+        (2, ["pp2"]),
+        (1, []),
+    ],
+)
+def test_a_default_layout_has_a_stage_between_the_first_and_the_last(
+    num_layers: int, expected: list[str]
+) -> None:
+    config = replace(_config(), model=replace(_config().model, num_layers=num_layers))
+    assert [name for name in map(str, default_layouts(config)) if name.startswith("pp")] == expected
+
+
+def test_default_layouts_that_the_config_cannot_run_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(_config(), model=replace(_config().model, hidden_size=48, num_attention_heads=3))
+    with caplog.at_level("INFO", "megalite"):
+        assert not [each for each in default_layouts(config) if each.size("tp") > 1]
+    assert "not verified: layout tp2+sp: --num-attention-heads 3 is not divisible by --tp 2" in caplog.text
+
+
+def test_default_layouts_differ_from_the_config_on_one_rank() -> None:
+    recompute = RecomputeConfig(recompute_granularity="full", cpu_offload_activations=1)
+    optimizer = replace(_config().optimizer, optimizer_cpu_offload=True)
+    config = replace(
+        _config(),
+        training=TrainingConfig(micro_batch_size=1, train_iters=1),
+        recompute=recompute,
+        optimizer=optimizer,
+    )
+    names = [*map(str, default_layouts(config))]
+    assert not set(names) & {"mbs1", *ONE_RANK}
+    assert "mbs2" in names
+
+
+def test_nccl_needs_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    config = replace(_config(), parallel=ParallelConfig(distributed_backend="nccl"))
+    assert [*map(str, default_layouts(config))][:2] == ["tp2", "pp2"]
+
+
+def test_a_config_that_runs_no_default_layout_is_refused() -> None:
+    model = replace(_config().model, num_layers=1, hidden_size=48, num_attention_heads=3)
+    training = TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1)
+    recompute = RecomputeConfig(recompute_granularity="full", cpu_offload_activations=1)
+    optimizer = replace(_config().optimizer, optimizer_cpu_offload=True)
+    config = replace(_config(), model=model, training=training, recompute=recompute, optimizer=optimizer)
+    with pytest.raises(ConfigError, match="layout mbs2: --global-batch-size 1"):
+        default_layouts(config)
