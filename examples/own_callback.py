@@ -37,6 +37,8 @@ class EarlyStopping(megalite.Callback):
 
     def on_evaluation(self, loop: megalite.TrainingLoop, metrics: Any) -> None:
         """Request the stop on every rank: each has the same metrics."""
+        if metrics.is_of_average:  # with --ema-decay
+            return
         self.num_worse = 0 if metrics.lm_loss < self.lowest else self.num_worse + 1
         self.lowest = min(self.lowest, metrics.lm_loss)
         if self.num_worse >= self.patience:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, TensorRecord, dtype_of
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
-from megalite.errors import few
+from megalite.errors import UserError, few
 
 
 def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: int) -> None:
@@ -30,6 +30,19 @@ def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: i
             "model of its own can load it"
         )
         raise DamagedCheckpoint(manifest.folder, [problem])
+
+
+def check_averages(manifest: Manifest) -> None:
+    """Check that a checkpoint holds an average of the weights.
+
+    Raises:
+        UserError: it holds none.
+    """
+    if not any(name.startswith("ema.") for name in manifest.tensors):
+        raise UserError(
+            f"--ema: {manifest.folder} holds no average of the weights, because its run had no --ema-decay: "
+            "remove --ema"
+        )
 
 
 class FullReader:

@@ -32,7 +32,7 @@ from megalite.errors import UserError, few
 from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 
-_MODEL, _STATE, _MAIN = "model.", "optimizer.", ".main"
+_MODEL, _STATE, _MAIN, _EMA = "model.", "optimizer.", ".main", "ema."
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _SCALER = "optimizer.loss_scaler."
 _NUM_STEPS = "optimizer.num_steps"
@@ -102,6 +102,7 @@ def plan_load(
         )
     else:
         notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
+    notices += _average_notices(manifest.tensors.keys(), wanted, loads=loads_optimizer(checkpoint))
     if rules.is_newly_untied:
         notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")
     return LoadPlan(
@@ -140,18 +141,21 @@ class _SourceRules:
     def _is_loaded(self, name: str) -> bool:
         if name.startswith(_SCALER):  # a new scaler is created if the checkpoint has none
             return self.loads_optimizer and name in self.saved
-        is_weight = name.startswith(_MODEL) or name.endswith(_MAIN)
+        # An average that is not loaded starts as the weights.
+        is_weight = name.startswith((_MODEL, _EMA)) or name.endswith(_MAIN)
         return is_weight or self.loads_optimizer
 
     def _candidates(self, name: str) -> Iterator[str]:
         """Yield the checkpoint's tensors that can be loaded as this tensor, the best first."""
         if self.is_newly_untied:
             name = name.replace(_OUTPUT, _WORD)
-        is_main, is_weight = name.endswith(_MAIN), name.startswith(_MODEL)
-        parameter = name.removeprefix(_MODEL).removeprefix(_STATE).removesuffix(_MAIN)
-        if is_main or (is_weight and self.is_other_precision):
+        is_main, is_weight, is_ema = name.endswith(_MAIN), name.startswith(_MODEL), name.startswith(_EMA)
+        parameter = name.removeprefix(_MODEL).removeprefix(_STATE).removeprefix(_EMA).removesuffix(_MAIN)
+        if is_ema and self.loads_optimizer:
+            yield name
+        if is_main or is_ema or (is_weight and self.is_other_precision):
             yield f"{_STATE}{parameter}{_MAIN}"
-        yield f"{_MODEL}{parameter}" if is_main else name
+        yield f"{_MODEL}{parameter}" if is_main or is_ema else name
 
 
 def _check_layers(manifest: Manifest, num_layers: int) -> None:
@@ -216,6 +220,17 @@ def _loss_scale_notices(saved: Collection[str], wanted: Tensors) -> list[str]:
         return ["the checkpoint has no dynamic loss scale: it starts at --initial-loss-scale"]
     if has and not needs:
         return ["the checkpoint's dynamic loss scale is not used: this run has none"]
+    return []
+
+
+def _average_notices(saved: Collection[str], wanted: Tensors, *, loads: bool) -> list[str]:
+    """Return notices of averages of the weights that begin anew or are no longer needed."""
+    has = any(name.startswith(_EMA) for name in saved)
+    needs = any(name.startswith(_EMA) for name in wanted)
+    if needs and not (has and loads):
+        return ["the average of --ema-decay starts at the loaded weights"]
+    if has and loads and not needs:
+        return ["the checkpoint's average of the weights is not used: this run has no --ema-decay"]
     return []
 
 

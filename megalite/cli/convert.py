@@ -49,11 +49,12 @@ def main(arguments: Sequence[str]) -> None:
         action="store_false",
         help="do not run both models on the same tokens and compare them before the folder gets its name",
     )
+    add("--ema", action="store_true", help="convert the average of the weights, of a run with --ema-decay")
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
     Conversion(
         *(own.load, own.save, own.source, own.target, own.load_iteration, own.max_shard_size),
-        *(Settings(rest), own.check),
+        *(Settings(rest), own.check, own.ema),
     ).run()
 
 

@@ -110,6 +110,8 @@ class OptimizerConfig:
     """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
     clip_grad: float = 1.0
     """Clip the gradient to this global norm; 0 turns clipping off."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay rate, and evaluate it too."""
     optimizer_cpu_offload: bool = field(default=False, metadata=flags("--cpu-optimizer"))
     """Keep AdamW's moments, and the fp32 main weights of a 16-bit model, in host memory, and update them
     there."""

@@ -15,6 +15,7 @@ from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
     NOT_NEGATIVE,
+    OPEN_SHARE,
     POSITIVE,
     SEED,
     SHARE,
@@ -56,6 +57,7 @@ _FIELDS_OF_RANGE = {
     ZERO_STAGE: "zero_stage",
     TIMERS: "timing_log_level",
     NONZERO_SHARE: "optimizer_offload_fraction",
+    OPEN_SHARE: "ema_decay",
     SHARE: "fim_rate fim_spm_rate short_seq_prob",
     SEED: "seed",
 }

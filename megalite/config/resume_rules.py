@@ -32,7 +32,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.LOGGED: """
         initial_loss_scale train_iters train_samples eval_interval eval_iters
         check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
-        compile deterministic gemm_epilogues""",
+        ema_decay compile deterministic gemm_epilogues""",
     OnResume.FREE: f"""
         {" ".join(axis.field for factoring in AXES for axis in factoring.axes)}
         layout calibration

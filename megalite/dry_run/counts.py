@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from megalite.config import Config
@@ -33,6 +33,7 @@ class Buffers:
         gradients: the gradient buffers.
         main_weights: fp32 copies of weights in lower precision that are not offloaded.
         moments: the optimizer's moments that are not offloaded.
+        averages: averages of the weights (--ema-decay) that are not offloaded.
         module_buffers: buffers of the model's modules, which your own model may have.
     """
 
@@ -40,6 +41,7 @@ class Buffers:
     gradients: int
     main_weights: int
     moments: int
+    averages: int
     module_buffers: int
 
     @staticmethod
@@ -54,13 +56,14 @@ class Buffers:
             gradients=sum(each.owned_grad.untyped_storage().nbytes() for each in optimizer.buffers),
             main_weights=sum(state.main.nbytes for state in on_device if state.has_own_main),
             moments=sum(moment.nbytes for state in states[first:] for moment in state.moments.values()),
+            averages=sum(state.ema.nbytes for state in states[first:] if state.ema is not None),
             module_buffers=sum(buffer.nbytes for chunk in trainer.chunks for buffer in chunk.buffers()),
         )
 
     @property
     def total(self) -> int:
         """Return the sum of all kinds."""
-        return self.weights + self.gradients + self.main_weights + self.moments + self.module_buffers
+        return sum(astuple(self))
 
 
 def _weight_bytes(bucket: Bucket) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.convert.model_settings import parameters_of
-from megalite.checkpoint.full_tensors import check_weights
+from megalite.checkpoint.full_tensors import check_averages, check_weights
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
@@ -46,6 +46,7 @@ class ModelFlags:
         iteration: iteration of the checkpoint; None for the latest.
         dtype: dtype of the weights after loading; None for the dtype of the run.
         tokenizer: tokenizer files to use instead of the files that the run names.
+        ema: load the average of the weights that a run with --ema-decay has saved.
     """
 
     load: Path
@@ -53,6 +54,7 @@ class ModelFlags:
     dtype: str | None
     parallel: ParallelConfig
     tokenizer: DataConfig | None
+    ema: bool = False
 
     @staticmethod
     def add_to(parser: ToolParser) -> None:
@@ -63,6 +65,11 @@ class ModelFlags:
         )
         model.add_argument(
             "--load-iteration", type=positive_int, help="iteration of the checkpoint (default: the latest)"
+        )
+        model.add_argument(
+            "--ema",
+            action="store_true",
+            help="load the average of the weights instead of the weights, of a run with --ema-decay",
         )
         model.add_argument(
             "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as in the run)"
@@ -103,6 +110,7 @@ class ModelFlags:
                 distributed_backend=flags.distributed_backend,
             ),
             DataConfig(**tokenizer) if any(tokenizer.values()) else None,
+            flags.ema,
         )
 
 
@@ -112,10 +120,12 @@ class TrainedModel:
 
     Attributes:
         config: config of the run, with the requested precision and padding for the layout of this process.
+        prefix: prefix of the names of the weights to load: ``model.``, or ``ema.`` for their average.
     """
 
     manifest: Manifest
     config: Config
+    prefix: str = "model."
 
     @property
     def iteration(self) -> int:
@@ -176,12 +186,14 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
         raise UserError(f"--load {flags.load} has no checkpoint: pass the --save folder of a run")
     with topology.agreed():
         config = _config_of(manifest)
+        if flags.ema:
+            check_averages(manifest)
         # Vocabulary padding and attention backend can differ from the run.
         model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
         _check_layout(model, flags, topology)
-    return TrainedModel(manifest, replace(config, model=model))
+    return TrainedModel(manifest, replace(config, model=model), "ema." if flags.ema else "model.")
 
 
 def _config_of(manifest: Manifest) -> Config:
@@ -228,7 +240,7 @@ def load_model(
     )
     _allocate(stage, topology)
     parts = {
-        f"model.{name}": ParameterShard.whole(parameter.data, spec_of(parameter))
+        f"{trained.prefix}{name}": ParameterShard.whole(parameter.data, spec_of(parameter))
         for name, parameter in stage.named_parameters()
     }
     with topology.agreed():

@@ -24,13 +24,13 @@ MOMENTUM = "momentum_buffer"
 """Muon's momentum, by torch's name."""
 
 
-def kinds_of(weight_dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the kinds of tensors in a state: moments, and main weights if they are separate."""
-    return MOMENTS if main_dtype(weight_dtype) == weight_dtype else ("main", *MOMENTS)
+def kinds_of(*, has_own_main: bool, has_ema: bool) -> tuple[str, ...]:
+    """Return the kinds of tensors in a state of AdamW that can be offloaded."""
+    return (*(("main",) if has_own_main else ()), *MOMENTS, *(("ema",) if has_ema else ()))
 
 
 class BucketState:
-    """Main weights and moments of the elements of one section of a bucket that this rank owns.
+    """Main weights, moments and averages of the elements of one section of a bucket that this rank owns.
 
     Attributes:
         kind: kind of the section's parameters.
@@ -40,6 +40,7 @@ class BucketState:
             bucket's shard of main weights (ZeRO stage 3); otherwise a copy, and the bucket's weights are the
             rounded main weights.
         moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
+        ema: exponential moving average of the main weights, ``[n]``; None if the run keeps none.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class BucketState:
         section: Section,
         owned: slice,
         offloaded: Mapping[str, Tensor] | None = None,
+        *,
+        has_ema: bool = False,
     ) -> None:
         """Allocate the tensors.
 
@@ -55,6 +58,7 @@ class BucketState:
             owned: the elements of the bucket that this rank owns.
             offloaded: the state's tensors in host memory, by kind (see `kinds_of`); None to allocate them on
                 the bucket's device.
+            has_ema: keep an average of the main weights. It starts as the main weights.
         """
         self.bucket = bucket
         self.kind = section.kind
@@ -69,9 +73,11 @@ class BucketState:
             self.main = weight.to(main_dtype(weight.dtype))
             moments = (MOMENTUM,) if self.kind.is_matrix else MOMENTS
             self.moments = {moment: torch.zeros_like(self.main) for moment in moments}
+            self.ema = self.main.clone() if has_ema else None
         else:
             self.main = offloaded["main"].copy_(weight) if "main" in offloaded else weight
             self.moments = {moment: offloaded[moment] for moment in MOMENTS}
+            self.ema = offloaded["ema"].copy_(weight) if has_ema else None
 
     @property
     def entries(self) -> list[BucketEntry]:
@@ -93,7 +99,7 @@ class BucketState:
         return self.bucket.weight[self.owned] if self.has_own_main and self.bucket.main is None else None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a checkpoint besides the model's weights, by name."""
+        """Yield the tensors of a checkpoint besides the model's weights and their average, by name."""
         if self.has_own_main:
             yield "main", self.main
         yield from self.moments.items()
@@ -181,7 +187,7 @@ class AdamW:
         is_allowed: Tensor | None = None,
         decoupled_learning_rate: float | None = None,
         update_others: Callable[[Tensor | None, Tensor], object] | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Update main weights, moments and the model's weights from the unscaled and clipped gradients.
 
         If the norm is not finite or the update is not allowed, all of these and the gradients keep their
@@ -194,6 +200,9 @@ class AdamW:
             decoupled_learning_rate: learning rate of vocabulary weights; None to use `learning_rate`.
             update_others: updates the states of another optimizer. Its arguments are scalars on the device:
                 the divisor that unscales and clips gradients, or None for 1, and whether to update.
+
+        Returns:
+            Whether all of these are updated, a bool scalar on the device.
         """
         with observed(self.observers, "optimizer-clip-main-grad"):
             is_good = grad_norm.isfinite()
@@ -232,6 +241,7 @@ class AdamW:
                 offloaded = [update.offloaded() for update in updates[:num_offloaded]]
                 self.offload.start_update(offloaded, *on_host)
             self.num_steps += is_good
+        return is_good
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
         """Return the divisor that unscales and clips gradients, an fp64 scalar; None if it is always 1."""

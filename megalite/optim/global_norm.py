@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,23 @@ BLOCKS = {"cpu": 2**16}
 
 torch's CPU norm adds squares in a few long fp32 chains: the result for 1e8 elements is 1% too small, and the
 error depends on the layout. Blocks of this size are exact to 2e-7."""
+
+
+class CountedShard(NamedTuple):
+    """Elements of a parameter that this rank counts in norms, and no other rank of the world.
+
+    Attributes:
+        main: main weights, ``[n]``.
+        gradient: complete gradient, ``[n]``.
+        moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
+        num_used: number of elements before the vocabulary's padding.
+    """
+
+    name: str
+    main: Tensor
+    gradient: Tensor
+    moments: Mapping[str, Tensor]
+    num_used: int
 
 
 def global_norm(gradients: Iterable[Tensor], topology: Topology) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from megalite.distributed.topology import FakeTopology, Topology
 from megalite.errors import UserError
 from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
+from megalite.optim.ema import ema_share, update_ema_
 from megalite.optim.offload_sizes import NUM_STAGED, RANGE_SIZE
 from megalite.optim.staging import HostGradient, HostGradients, Staging, staging_bytes
 from megalite.optim.state_file import FileStorage, file_bytes, ring_bytes
@@ -231,10 +232,10 @@ class OptimizerOffload:
         self.finish()
         self.storage.check()
 
-    def seal(self) -> None:
-        """Accept new values of `tensors`."""
+    def seal(self, kinds: Collection[str] | None = None) -> None:
+        """Accept new values of `tensors`, only of `kinds` if given."""
         self.finish()
-        self.storage.seal()
+        self.storage.seal(kinds)
 
     def _submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run the work in the thread; a dry run, which has no memory, runs it at once."""
@@ -303,6 +304,9 @@ class _HostUpdate(NamedTuple):
             weight_decay=state.weight_decay,
             epsilon=self.config.adam_eps,
         )
+        if self.config.ema_decay is not None:
+            share = ema_share(self.number, self.config.ema_decay)
+            update_ema_(stored["ema"], weight if main is None else main, share)
         self.storage.put(index)
         return self.staging.up(index, weight, state.weight[start:stop])
 

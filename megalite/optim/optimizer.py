@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,10 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.observer import Observer, observed
 from megalite.distributed.topology import Topology
-from megalite.optim.adamw import MOMENTS, AdamW, BucketState, kinds_of, owned_part
+from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
+from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, kind_for, make_buckets
-from megalite.optim.global_norm import global_norm
+from megalite.optim.global_norm import CountedShard, global_norm
 from megalite.optim.gradient_buckets import (
     GRADIENT_BUFFERS,
     MESSAGE_DTYPES,
@@ -36,23 +36,6 @@ from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embeddi
 from megalite.torch_private import foreach_copy_, foreach_mul_
 
 
-class CountedShard(NamedTuple):
-    """Elements of a parameter that this rank counts in norms, and no other rank of the world.
-
-    Attributes:
-        main: main weights, ``[n]``.
-        gradient: complete gradient, ``[n]``.
-        moments: AdamW's moments, or Muon's momentum, by torch's names, ``[n]``.
-        num_used: number of elements before the vocabulary's padding.
-    """
-
-    name: str
-    main: Tensor
-    gradient: Tensor
-    moments: Mapping[str, Tensor]
-    num_used: int
-
-
 class Optimizer:
     """Owns a rank's gradients from backward to the update; computes norms, clips, and runs AdamW and Muon.
 
@@ -66,6 +49,7 @@ class Optimizer:
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by Megatron-LM's timer names.
         offload: holds the states that are not on the device; None if all states are on the device.
+        averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
 
@@ -118,6 +102,8 @@ class Optimizer:
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
         self.adamw = AdamW(others, config, self.scaler, self.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
+        decay = config.ema_decay
+        self.averages = None if decay is None else AveragedWeights(self.states, decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
         self._summed_last = [
             buffer for buffer in self.buffers if self.shards_weights and self._is_copied(buffer.bucket)
@@ -175,10 +161,11 @@ class Optimizer:
             for section in buffer.bucket.sections
         ]
         numels = [owned.stop - owned.start for *_, owned in sections if owned.start < owned.stop]
-        main = main_dtype(self.dtype)
+        main, has_ema = main_dtype(self.dtype), config.ema_decay is not None
+        has_own_main = main != self.dtype and not self.shards_weights  # sharded main weights are gathered
         offload = open_offload(
             numels,
-            MOMENTS if self.shards_weights else kinds_of(self.dtype),  # sharded main weights are gathered
+            kinds_of(has_own_main=has_own_main, has_ema=has_ema),
             main,
             main if self.shards_weights else self.dtype,
             config,
@@ -193,6 +180,7 @@ class Optimizer:
                 section,
                 buffer.owned,
                 next(tensors, None) if owned.start < owned.stop else None,
+                has_ema=has_ema,
             )
             for buffer, section, owned in sections
         ]
@@ -261,6 +249,8 @@ class Optimizer:
                 fill_initial(bucket.view(full, entry), entry.name, entry.spec, seed, self.topology)
             for state in states:
                 state.main.copy_(full[state.owned])
+                if state.ema is not None:
+                    state.ema.copy_(state.main)
 
     def begin(self, num_microbatches: int) -> None:
         """Start an iteration with this number of backward passes; their gradients replace the old ones."""
@@ -343,7 +333,7 @@ class Optimizer:
         if self.offload is not None and grad_norm.is_cuda:
             # The host is about to read whether to update. Waiting here lets a hang report name the wait.
             self.topology.to_host(grad_norm)
-        self.adamw.step(
+        is_good = self.adamw.step(
             self._gradients_of(self.adamw.states),
             learning_rate,
             weight_decay,
@@ -352,6 +342,8 @@ class Optimizer:
             decoupled_learning_rate,
             update_matrices,
         )
+        if self.averages is not None:
+            self.averages.update(self.adamw.num_steps, is_good)
         self.gatherer.start()
 
     def params_norm(self) -> float:

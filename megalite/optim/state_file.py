@@ -103,7 +103,7 @@ class FileStorage(StateStorage):
         self._is_direct = _set_direct(self._descriptor, slots[0])
         self._pool = ThreadPoolExecutor(NUM_THREADS, "optimizer-file")
         self._running: dict[int, list[Future[None]]] = {}  # by the range that they read
-        self._is_new = True  # main weights are written first
+        self._is_new = True  # main weights and their averages are written first
         self._is_started = False
 
     def _parts_of(
@@ -124,7 +124,7 @@ class FileStorage(StateStorage):
         if self._is_started:
             return
         if self._is_new:
-            self.seal(("main",))
+            self.seal(("main", "ema"))
         self._is_started = True
         self._drop_pages()
         for number in range(min(NUM_SLOTS, len(self.ranges))):
@@ -162,7 +162,7 @@ class FileStorage(StateStorage):
 
     def check(self) -> None:
         if self._is_new:
-            self.seal(("main",))
+            self.seal(("main", "ema"))
         self._compare_map(self._expect)
 
     def _submit(self, number: int, work: Callable[[int, int], None]) -> None:

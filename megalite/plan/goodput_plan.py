@@ -120,10 +120,10 @@ class GoodputPlan:
 
     @property
     def _optimizer_bytes(self) -> int:
-        """Return the bytes per parameter of the optimizer state in a checkpoint."""
+        """Return the bytes per parameter of the optimizer state and the averages in a checkpoint."""
         config = self.plan.run.config
         dtype_bytes = OPTIMIZER_BYTES.get(config.model.params_dtype, MIXED_BYTES)
-        return dtype_bytes if config.checkpoint.save_optim else 0
+        return self.plan.run.average_bytes + (dtype_bytes if config.checkpoint.save_optim else 0)
 
     @property
     def checkpoint_bytes(self) -> float:

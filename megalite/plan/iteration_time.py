@@ -213,7 +213,8 @@ USUAL_BUCKET = 40_000_000
 CLIPPING_BYTES = 8
 """Bytes per parameter to divide its gradient, which is a separate kernel if state is offloaded."""
 UPDATE_BYTES = 36
-"""Bytes per parameter that an update reads and writes: gradient, main weight, moments, weight, norm."""
+"""Bytes per parameter that an update reads and writes: gradient, main weight, moments, weight, norm. An
+average of the weights adds itself twice, and the main weight."""
 
 
 def replicas_of(run: PlannedRun) -> Group:
@@ -395,11 +396,12 @@ def _orthogonalization_seconds(run: PlannedRun, rows: int, columns: int) -> floa
 def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     """Return the time of the optimizer's update that does not overlap with the step's computation."""
     count = run.most_parameters / (run.num_shards if run.zero_stage else 1)
+    update_bytes = UPDATE_BYTES + 3 * run.average_bytes
     state = largest_offloaded_state(run)
     if state is None:
         muon = muon_seconds(run)
-        return replace(muon, memory_bound=memory_seconds(run, count * UPDATE_BYTES))
-    resident = (count - state.elements) * UPDATE_BYTES + count * CLIPPING_BYTES
+        return replace(muon, memory_bound=memory_seconds(run, count * update_bytes))
+    resident = (count - state.elements) * update_bytes + count * CLIPPING_BYTES
     forward = step.first_forward.seconds if updates_under_forward(run) else 0.0
     exposed = offload_seconds(run, state).exposed(step.last_backward.seconds, forward)
     return WorkSeconds(memory_bound=memory_seconds(run, resident), offload=exposed)

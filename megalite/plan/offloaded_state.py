@@ -54,7 +54,7 @@ def offloaded_state(run: PlannedRun, num_parameters: int) -> OffloadedState | No
     main = max(4, run.element_bytes)
     has_main = run.element_bytes == 2 and run.zero_stage != 3
     weight = main if run.zero_stage == 3 else run.element_bytes
-    each = main * (3 if has_main else 2)
+    each = main * (3 if has_main else 2) + run.average_bytes
     is_in_file = optimizer.optimizer_nvme_offload is not None
     ranks = min(run.cluster.world_size, run.cluster.gpus_per_node)
     keeps_gradients = not is_in_file and ranks * (each + main) * elements <= NODE_MEMORY_GB * 1e9
@@ -85,8 +85,8 @@ class OffloadSeconds:
     Attributes:
         gradients: copies to the host under backward.
         down, up: copies over the GPU's link to the host in the update, each way.
-        update: the update on the CPU: it reads gradient, main weight and moments, and writes all but the
-            gradient.
+        update: the update on the CPU: it reads gradient, main weight, moments and average, and writes all
+            but the gradient.
         disk: reads and writes.
     """
 
@@ -118,7 +118,8 @@ def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
     cluster = run.cluster
     ranks = min(cluster.world_size, cluster.gpus_per_node)
     main, link = max(4, run.element_bytes), cluster.gpu.host_link_bandwidth * cluster.gpu.link_share
-    update_bytes = state.elements * (7 * main + (run.element_bytes if run.element_bytes == 2 else 0))
+    rounded = run.element_bytes if run.element_bytes == 2 else 0
+    update_bytes = state.elements * (7 * main + rounded + 2 * run.average_bytes)
     return OffloadSeconds(
         gradients=state.gradients / link,
         down=state.down / link,

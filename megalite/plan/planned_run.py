@@ -242,6 +242,11 @@ class PlannedRun:
         return SCHEDULES[self.config.parallel.schedule].splits_backward
 
     @property
+    def average_bytes(self) -> int:
+        """Return the bytes per parameter of the average of the weights; 0 without --ema-decay."""
+        return 0 if self.config.optimizer.ema_decay is None else max(4, self.element_bytes)
+
+    @property
     def element_bytes(self) -> int:
         """Return the bytes per element of weights and activations."""
         return {"fp64": 8, "fp32": 4}.get(self.config.model.params_dtype, 2)

@@ -27,7 +27,7 @@ class RankMemory(NamedTuple):
     Attributes:
         weights: parameters in the precision of the model, and their copies in FP8.
         gradients: gradient sums.
-        optimizer: main weights and moments that are not offloaded.
+        optimizer: main weights, moments and averages of weights that are not offloaded.
         activations: activations saved for backward, at the peak.
         logits: logits and their gradients, on the last stage.
         workspace: temporary memory of a layer or a collective.
@@ -161,7 +161,7 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     element = run.element_bytes
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
-    main += run.program.shared_copy_bytes
+    main += run.program.shared_copy_bytes + run.average_bytes
     full = _tied_parameters(run, units) if zero == 2 else 0.0
     # Muon has one moment.
     second_moments = max(element, 4) * sum(weight.size for weight in run.matrices_of(units))

@@ -282,10 +282,14 @@ def statistics_of(tensor: Tensor) -> TensorStatistics:
     return TensorStatistics(math.sqrt(squares), low, high, num_nan, num_infinite)
 
 
+_GROUPS = {"optimizer": "optimizer state", "ema": "averages of the weights"}
+"""Kinds of tensors besides weights, by the first part of their names."""
+
+
 def _totals(report: CheckpointReport) -> Iterator[str]:
     groups: dict[str, list[TensorLine]] = {}
     for line in report.tensors:
-        group = "optimizer state" if line.name.startswith("optimizer.") else "weights"
+        group = _GROUPS.get(line.name.partition(".")[0], "weights")
         groups.setdefault(group, []).append(line)
     for group, lines in groups.items():
         elements = sum(line.num_elements for line in lines)

@@ -179,6 +179,8 @@ def _row(line: str) -> HistoryRow | None:
     if isinstance(validation := record.get("validation"), dict):
         values = {**record, **validation}
         split = str(validation.get("split", "valid"))
+        if weights := validation.get("weights"):
+            split = f"{split} {weights}"
         name = f"{split} {validation['name']}" if validation.get("name") else split
     iteration = values.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:

@@ -28,7 +28,12 @@ _TAGS = {
     "mem-reserved-bytes": ("memory_reserved_mb", 2.0**-20),
 }
 """For each TensorBoard tag, the metric's name in a metrics file, and the factor to its unit there."""
-_SPLITS = {"lm loss validation": "valid", "lm loss test": "test"}
+_SPLITS = {
+    "lm loss validation": "valid",
+    "lm loss test": "test",
+    "lm loss validation ema": "valid ema",
+    "lm loss test ema": "test ema",
+}
 _NAMED = "lm-loss-validation/"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megalite.checkpoint.callback_states import CallbackStates, recorded_state
@@ -159,24 +160,40 @@ class TrainingLoop:
     def evaluate(self, split: str) -> None:
         """Evaluate on each dataset of a split, and notify the callbacks; an urgent stop interrupts it.
 
+        With --ema-decay, the average of the weights is evaluated after the weights.
+
         Args:
             split: "valid" or "test".
         """
-        trainer, progress = self.trainer, self.trainer.progress
+        trainer = self.trainer
         if trainer.evaluator.num_batches == 0:
             return
+        try:
+            for metrics in self._evaluations(split):
+                self._notify(metrics)
+            if trainer.optimizer.averages is None:
+                return
+            with trainer.averaged_weights():
+                of_average = [replace(each, is_of_average=True) for each in self._evaluations(split)]
+        except Stopped as stopped:
+            log.warning("the evaluation at iteration %d was interrupted: it has no result", self.iteration)
+            self.stop = stopped.stop
+            return
+        for metrics in of_average:  # outside of the block: a callback may save
+            self._notify(metrics)
+
+    def _evaluations(self, split: str) -> Iterator[ValidationMetrics]:
+        """Yield the result of each dataset of a split.
+
+        Raises:
+            Stopped: an urgent stop interrupts the evaluation.
+        """
+        trainer, progress = self.trainer, self.trainer.progress
         first_sample = trainer.evaluator.first_sample(split, progress.iteration)
         for name, dataset in trainer.datasets.evaluated(split):
-            try:
-                with trainer.timers("eval-time"):
-                    losses = trainer.evaluate(dataset, first_sample, self.stop_conditions.raise_if_urgent)
-            except Stopped as stopped:
-                log.warning(
-                    "the evaluation at iteration %d was interrupted: it has no result", progress.iteration
-                )
-                self.stop = stopped.stop
-                return
-            metrics = ValidationMetrics(
+            with trainer.timers("eval-time"):
+                losses = trainer.evaluate(dataset, first_sample, self.stop_conditions.raise_if_urgent)
+            yield ValidationMetrics(
                 progress.iteration,
                 progress.consumed_samples,
                 split,
@@ -184,8 +201,10 @@ class TrainingLoop:
                 name,
                 other_losses=losses,
             )
-            for callback in self._callbacks:
-                callback.on_evaluation(self, metrics)
+
+    def _notify(self, metrics: ValidationMetrics) -> None:
+        for callback in self._callbacks:
+            callback.on_evaluation(self, metrics)
 
     def save(self) -> None:
         """Save a checkpoint with the callbacks' states, and notify the callbacks; see `Trainer.save`."""

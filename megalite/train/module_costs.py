@@ -149,7 +149,9 @@ def _parameter_bytes(optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, i
                     "weights": weights,
                     "gradients": max(0, held) * buffer.dtype.itemsize,
                     "optimizer": sum(
-                        state.parameter_shard(tensor, entry).tensor.nbytes for _, tensor in state.tensors()
+                        state.parameter_shard(tensor, entry).tensor.nbytes
+                        for tensor in (*dict(state.tensors()).values(), state.ema)
+                        if tensor is not None
                     ),
                 },
             )

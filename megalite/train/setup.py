@@ -137,17 +137,9 @@ def announce(trainer: Trainer) -> None:
         config.model.vocab_size,
         config.model.padded_vocab_size(topology.tp.size),
     )
-    log.info(
-        "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
-        trainer.global_batch_size,
-        topology.sample_ranks.size,
-        trainer.num_microbatches,
-        config.training.micro_batch_size,
-    )
-    if rampup := config.training.rampup_batch_size:
-        log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
-    if schedule := config.training.step_batch_size_schedule:
-        log.info("global batch schedule: %s (tokens:samples)", " ".join(schedule))
+    if trainer.optimizer.averages is not None:
+        log.info("weights are averaged after each update, with decay %g", config.optimizer.ema_decay)
+    _log_batches(trainer)
     _log_datasets(trainer)
     if config.logging.log_throughput:
         log.info("TFLOP/s are %s", CONVENTION)
@@ -193,6 +185,21 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
     else:
         text += "; there is too little memory to copy gradients under backward"
     return f"{text}; the host updates it"
+
+
+def _log_batches(trainer: Trainer) -> None:
+    training = trainer.config.training
+    log.info(
+        "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
+        trainer.global_batch_size,
+        trainer.topology.sample_ranks.size,
+        trainer.num_microbatches,
+        training.micro_batch_size,
+    )
+    if rampup := training.rampup_batch_size:
+        log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
+    if schedule := training.step_batch_size_schedule:
+        log.info("global batch schedule: %s (tokens:samples)", " ".join(schedule))
 
 
 def _log_datasets(trainer: Trainer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,7 @@ from megalite.train.model_chunks import build_chunks, hidden_shape, saved_buffer
 from megalite.train.own_model import check_first_iteration
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
+from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep
 from megalite.train.verification import warn_if_unverified
@@ -166,6 +168,30 @@ class Trainer:
         """Return the mean of each loss over the global batches of an evaluation; see `Evaluator`."""
         return self.evaluator(dataset, first_sample, before_batch)
 
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let forward use the averages of --ema-decay in the block, and afterwards the weights again.
+
+        Every rank must enter it. In the block, call only `evaluate`. Only a `Stopped`, which all ranks raise
+        together, may end the block early and let the run continue.
+        """
+        optimizer = self.optimizer
+        assert optimizer.averages is not None
+        self.saver.before_update()
+        optimizer.finish_weights()
+        optimizer.averages.exchange()
+        optimizer.gatherer.start()
+        stopped: Stopped | None = None
+        try:
+            yield
+        except Stopped as error:
+            stopped = error
+        optimizer.finish_weights()
+        optimizer.averages.exchange()
+        optimizer.gatherer.start()
+        if stopped is not None:
+            raise stopped
+
     def observer_lists(self) -> list[list[Any]]:
         """Return the lists to which an observer of all events on this rank is appended."""
         return [self.pipeline.observers, self.optimizer.observers, *self.topology.observer_lists()]
@@ -177,14 +203,16 @@ class Trainer:
         weights: dict[str, Tensor | ParameterShard] = {
             f"model.{name}": tensor for name, tensor in model.items()
         }
+        averages = {} if self.optimizer.averages is None else self.optimizer.averages.shards()
+        weights |= {f"ema.{name}": tensor for name, tensor in averages.items()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     def saved_tensors(self) -> dict[str, Tensor | ParameterShard]:
-        """Return the tensors that this run's checkpoints hold: only the model with --no-save-optim."""
+        """Return the tensors that this run's checkpoints hold: only weights with --no-save-optim."""
         tensors = self.tensors()
         if self.config.checkpoint.save_optim:
             return tensors
-        return {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
 
     def verify_data(self) -> None:
         """Check that no dataset's files have changed since they were read; every rank must call it.

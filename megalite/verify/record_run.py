@@ -25,7 +25,8 @@ class RunRecord:
         terms: terms of the loss of each iteration, by name.
         grad_norms: gradient norm of each iteration.
         gradients: gradients of the first iteration, as full tensors by parameter.
-        weights: weights and buffers after the last iteration, as full tensors by name.
+        weights: weights and buffers after the last iteration, as full tensors by name, and the averages of
+            weights as ``ema.NAME``.
     """
 
     terms: list[Mapping[str, float]]
@@ -79,6 +80,11 @@ def record_rank(
         results = [trainer.step() for _ in range(num_iterations)]
         trainer.optimizer.finish_weights()
         weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
+        if trainer.optimizer.averages is not None:
+            with trainer.averaged_weights():
+                trainer.optimizer.finish_weights()
+                averages = _gather(trainer, trainer.optimizer.weight)
+            weights |= {f"ema.{name}": average for name, average in averages.items()}
     return RunRecord([r.losses for r in results], [r.grad_norm for r in results], gradients, weights)
 
 

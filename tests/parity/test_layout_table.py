@@ -49,6 +49,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
+AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
+"""Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
@@ -92,6 +94,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
         optimizer=OptimizerConfig(
             optimizer="muon" if model == MUON else "adam",
             muon_extra_scale_factor=0.2 if model == MUON else 1.0,
+            ema_decay=0.9 if model in AVERAGED else None,
             lr=3e-3,
             min_lr=3e-4,
             lr_decay_style="cosine",

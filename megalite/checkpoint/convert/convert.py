@@ -37,6 +37,7 @@ class Conversion:
         max_bytes: maximum size of one of Hugging Face's files.
         settings: the user's changes to the model and tokenizer.
         check: compare what the models compute before and after the conversion.
+        ema: convert the average of the weights, which only our own checkpoints can hold.
     """
 
     load: Path
@@ -47,6 +48,7 @@ class Conversion:
     max_bytes: int = 5 * 10**9
     settings: Settings = field(default_factory=Settings)
     check: bool = True
+    ema: bool = False
 
     def run(self) -> None:
         """Convert, and log what was done.
@@ -57,7 +59,7 @@ class Conversion:
         """
         kind = self.source or kind_of(self.load)
         target = self.target or ("hf" if kind == "megalite" else "megalite")
-        source = KINDS[kind].open(self.load, self.iteration, self.settings)
+        source = self._open(kind)
         if target == "hf":
             family_of(source.config.model)
         specs = parameters_of(source.config.model)
@@ -77,6 +79,16 @@ class Conversion:
             if self.check:
                 self._check(kind, target, source, plan, folder)
         log.info("wrote %s", self.save)
+
+    def _open(self, kind: str) -> ConversionSource:
+        if not self.ema:
+            return KINDS[kind].open(self.load, self.iteration, self.settings)
+        if kind != "megalite":
+            raise UserError(
+                f"--ema: only checkpoints of megalite hold an average of the weights, and {self.load} is of "
+                f"{KINDS[kind].title}: remove --ema"
+            )
+        return MegaliteSource(self.load, self.iteration, self.settings, ema=True)
 
     def _check(
         self, kind: str, target: str, source: ConversionSource, plan: ConversionPlan, folder: Path

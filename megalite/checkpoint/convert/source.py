@@ -18,7 +18,7 @@ from megalite.checkpoint.convert.megatron_model import MegatronSource
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, tokenizer_in
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
-from megalite.checkpoint.full_tensors import FullReader, check_weights
+from megalite.checkpoint.full_tensors import FullReader, check_averages, check_weights
 from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
@@ -63,12 +63,17 @@ class MegaliteSource:
 
     If the requested precision is not the model's, the main weights are read and rounded once.
 
+    Args:
+        ema: read the average of the weights instead of the weights.
+
     Raises:
-        UserError: the checkpoint is damaged, or lacks weights.
+        UserError: the checkpoint is damaged, or lacks weights, or an average that is requested.
     """
 
-    def __init__(self, folder: Path, iteration: int | None, settings: Settings) -> None:
+    def __init__(self, folder: Path, iteration: int | None, settings: Settings, *, ema: bool = False) -> None:
         manifest = read_manifest(find_checkpoint(folder, iteration))
+        if ema:
+            check_averages(manifest)
         base = _with_moved_tokenizer(_config_of(manifest), manifest.folder.parent / TOKENIZER)
         self.config = settings.applied(base)
         self.progress = TrainingProgress.from_record(manifest.description["progress"])
@@ -76,7 +81,9 @@ class MegaliteSource:
         self.hugging_face = recorded_of(manifest.description.get(RECORDED), settings)
         names = parameters_of(self.config.model)
         check_weights(manifest, names.keys(), self.config.model.num_layers)
-        self._names = {name: _stored_name(manifest, name, is_same) for name in names}
+        self._names = {
+            name: f"ema.{name}" if ema else _stored_name(manifest, name, is_same) for name in names
+        }
         if missing := sorted(set(self._names.values()) - manifest.tensors.keys()):
             raise UserError(f"{manifest.folder} lacks {few(missing)}: it does not hold a whole model")
         pieces = [piece for name in self._names.values() for piece in manifest.tensors[name]]

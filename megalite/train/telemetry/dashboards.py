@@ -68,7 +68,7 @@ def run_scalars(
 def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dict[str, float]:
     """Return the scalars of an evaluation; a named dataset has the tag of BLOOM's dashboards."""
     folder = f"lm-loss-validation/{metrics.name}/" if metrics.name else ""
-    tag = f"{folder}{_SPLIT_TAGS[metrics.split]}"
+    tag = f"{folder}{_SPLIT_TAGS[metrics.split]}{' ema' if metrics.is_of_average else ''}"
     scalars = {tag: metrics.lm_loss}
     if config.log_validation_ppl_to_tensorboard:
         scalars[f"{tag} ppl"] = metrics.ppl

@@ -175,6 +175,7 @@ class ValidationMetrics:
         lm_loss: mean loss over the evaluation's tokens.
         name: name of the dataset, if the split has several; otherwise empty.
         other_losses: means of further terms of the loss by name.
+        is_of_average: whether the average of the weights (--ema-decay) was evaluated.
     """
 
     iteration: int
@@ -183,6 +184,7 @@ class ValidationMetrics:
     lm_loss: float
     name: str = ""
     other_losses: Mapping[str, float] = field(default_factory=dict)
+    is_of_average: bool = False
 
     @property
     def ppl(self) -> float:

@@ -90,8 +90,9 @@ def validation_block(metrics: ValidationMetrics) -> str:
     """Return the log line of an evaluation between two dashed lines."""
     test_set = " on test set" if metrics.split == "test" else ""
     name = f" on {metrics.name}" if metrics.name else ""
+    weights = " with EMA weights" if metrics.is_of_average else ""
     line = (
-        f"validation loss at iteration {metrics.iteration}{test_set}{name} | "
+        f"validation loss at iteration {metrics.iteration}{test_set}{name}{weights} | "
         f"lm loss value: {metrics.lm_loss:.6E} | lm loss PPL: {metrics.ppl:.6E} |"
     )
     for other, loss in metrics.other_losses.items():
@@ -158,6 +159,8 @@ class MetricsFile:
         record = dataclasses.asdict(metrics) | {"ppl": metrics.ppl}
         if not metrics.name:
             del record["name"]
+        if record.pop("is_of_average"):
+            record["weights"] = "ema"
         record |= record.pop("other_losses")
         self._write({"validation": record})
 

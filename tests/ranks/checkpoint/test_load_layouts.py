@@ -65,10 +65,10 @@ CASES = [
         pytest.param("gpt-tiny", name, "fp64", marks=[] if name in FAST else pytest.mark.slow)
         for name in LAYOUTS
     ),
-    ("llama-tiny", "tp2 dp2 zero3", "fp64"),
+    ("llama-tiny, ema", "tp2 dp2 zero3", "fp64"),
     ("bloom-tiny", "tp4", "fp64"),
     ("llama-tiny, muon", "tp2 dp2 zero1", "fp64"),
-    ("gpt-tiny", "tp2 dp2 zero3", "bf16"),
+    ("gpt-tiny, ema", "tp2 dp2 zero3", "bf16"),
     ("llama-tiny", "tp2 dp2 zero1", "fp16"),
     *(
         pytest.param(*row, marks=pytest.mark.slow)
@@ -76,7 +76,7 @@ CASES = [
             ("llama-tiny", "tp4", "fp64"),
             ("llama-tiny", "pp2 zb-v", "fp64"),
             ("bloom-tiny", "pp2 dp2 zero1", "fp64"),
-            ("gpt-tiny", "tp4", "bf16"),
+            ("gpt-tiny, ema", "tp4", "bf16"),
         )
     ),
 ]
@@ -84,12 +84,18 @@ CASES = [
 
 def config_of(preset: str, layout: Layout, dtype: str, load: Path, save: Path) -> Config:
     """A vocabulary that each tp pads to another size: 101, 102 and 104 rows."""
-    preset, _, optimizer = preset.partition(", ")
+    preset, _, option = preset.partition(", ")
+    optimizer = OptimizerConfig(
+        lr=1e-2,
+        initial_loss_scale=2.0**10,
+        optimizer="muon" if option == "muon" else "adam",
+        ema_decay=0.9 if option == "ema" else None,
+    )
     model = dataclasses.replace(PRESETS[preset], vocab_size=101, make_vocab_size_divisible_by=1)
     return Config(
         model=dataclasses.replace(model, seq_length=16, params_dtype=dtype),
         parallel=ParallelConfig(**layout, ddp_bucket_size=20000),
-        optimizer=OptimizerConfig(lr=1e-2, initial_loss_scale=2.0**10, optimizer=optimizer or "adam"),
+        optimizer=optimizer,
         data=DataConfig(mock_data=True),
         training=TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=8, eval_iters=0),
         checkpoint=CheckpointConfig(save=str(save), load=str(load)),
@@ -208,8 +214,8 @@ def test_there_and_back(tmp_path: Path, saved, preset: str, layout: str, dtype: 
 
 
 def test_the_same_layout_goes_on_bitwise(tmp_path: Path, saved) -> None:
-    folder, saved_ranks, losses, ranks_at_end = saved("gpt-tiny", "bf16")
-    config = config_of("gpt-tiny", TP2_PP2, "bf16", folder, tmp_path)
+    folder, saved_ranks, losses, ranks_at_end = saved("gpt-tiny, ema", "bf16")
+    config = config_of("gpt-tiny, ema", TP2_PP2, "bf16", folder, tmp_path)
     ranks = run_ranks(run, config.mesh, 4, config, 0, NUM_ITERATIONS)
     assert ranks[-1][1] == losses
     for (before, _, after), *expected in zip(ranks, saved_ranks, ranks_at_end, strict=True):

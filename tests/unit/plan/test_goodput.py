@@ -207,10 +207,9 @@ def test_loads_read_what_each_rank_holds() -> None:
         assert goodput(f"{words} --zero-stage {stage}").load_seconds == pytest.approx(size * bytes_of_all)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_checkpoint_is_as_large_as_planned(dtype: str, tmp_path: Path) -> None:
-    model = "--preset gpt-tiny --seq-length 32 --global-batch-size 2"
-    flags = f"{model} --params-dtype {dtype}"
+@pytest.mark.parametrize("options", ["--params-dtype bf16", "--params-dtype fp32 --ema-decay 0.9"])
+def test_a_checkpoint_is_as_large_as_planned(options: str, tmp_path: Path) -> None:
+    flags = f"--preset gpt-tiny --seq-length 32 --global-batch-size 2 {options}"
     words = f"{flags} --vocab-size 256 --mock-data --train-iters 1 --eval-iters 0 --save {tmp_path}"
     assert run_program("pretrain_gpt.py", *words.split()).returncode == 0
     tensors = sum(path.stat().st_size for path in tmp_path.glob("iter_*/*.safetensors"))

@@ -33,6 +33,15 @@ def test_the_state_leaves_the_gpu_and_is_counted_on_the_host() -> None:
     assert seconds["update"] == pytest.approx(30e-9 * count / 200)
 
 
+def test_averages_are_offloaded_with_the_state() -> None:
+    before = plan("--world-size 1 --optimizer-cpu-offload")
+    after = plan("--world-size 1 --optimizer-cpu-offload --ema-decay 0.999")
+    count = before["parameters"]
+    assert after["memory_gb"] == pytest.approx(before["memory_gb"])
+    assert after["offload"]["host_gb"] - before["offload"]["host_gb"] == pytest.approx(4e-9 * count)
+    assert after["offload"]["seconds"]["update"] == pytest.approx((30 + 8) * 1e-9 * count / 200)
+
+
 def test_what_no_computation_hides_is_waited_for() -> None:
     in_memory = OffloadSeconds(gradients=5, down=0, up=1, update=3, disk=0)
     assert in_memory.exposed(backward_seconds=4, forward_seconds=2) == 1 + 1

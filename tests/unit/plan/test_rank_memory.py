@@ -241,6 +241,29 @@ def test_without_a_pipeline_weights_are_freed() -> None:
     assert not choose_gathering(replace(run, config=replace(run.config, parallel=parallel))).gathers_once
 
 
+@pytest.mark.parametrize(("layout", "shares"), [("tp2", 1), ("dp2", 1), ("dp2+zero1", 2), ("dp2+zero3", 2)])
+def test_averages_are_sharded_like_the_optimizer_s_state(layout: str, shares: int) -> None:
+    counted, planned = [], []
+    for decay in (None, 0.99):
+        parsed = Layout.parse(layout)
+        config = Config(
+            model=replace(GPT, params_dtype="bf16", num_layers=4),
+            optimizer=OptimizerConfig(ema_decay=decay),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(train_iters=1, micro_batch_size=1),
+        )
+        config = parsed.apply(config, parsed.size("dp"))
+        counted.append(dry_run_of(config, parsed.world_size, 0).counts.buffers)
+        run = run_of(config.model, parsed.size("tp"), parsed.size("pp"))
+        cluster = replace(run.cluster, world_size=parsed.world_size)
+        planned.append(rank_memories(replace(run, config=config, cluster=cluster))[0].optimizer)
+    size = run.ranks[0].size
+    assert planned[1] - planned[0] == pytest.approx(4 * size / shares)
+    assert counted[0].averages == 0
+    assert counted[1].averages == counted[1].total - counted[0].total
+    assert counted[1].averages == pytest.approx(4 * size / shares, rel=0.03)  # with padding
+
+
 @pytest.mark.parametrize("layout", ["tp2", "dp2+zero1"])
 def test_muon_saves_the_second_moments_that_a_dry_run_lacks(layout: str) -> None:
     moments, planned = [], []

@@ -61,6 +61,7 @@ def test_broken_lines_and_words_for_numbers(tmp_path: Path) -> None:
         ),
         '{"iteration": 2, "lm_lo',
         json.dumps({"validation": {"iteration": 2, "split": "valid", "name": "books", "lm_loss": 3.0}}),
+        json.dumps({"validation": {"iteration": 2, "split": "valid", "weights": "ema", "lm_loss": 2.0}}),
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("\n".join(lines))
@@ -68,7 +69,7 @@ def test_broken_lines_and_words_for_numbers(tmp_path: Path) -> None:
     (row,) = history.iterations
     assert math.isnan(row.values["lm_loss"]) and row.values["grad_norm"] == -math.inf
     assert row.values["skipped"] == 1.0 and "mfu" not in row.values
-    assert [each.name for each in history.evaluations] == ["valid books"]
+    assert [each.name for each in history.evaluations] == ["valid books", "valid ema"]
     assert history.num_broken == 1
 
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.full_tensors import FullReader
+from megalite.checkpoint.manifest import read_manifest
 from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
@@ -25,7 +27,7 @@ from megalite.errors import UserError
 from megalite.pipeline.executor import ScheduleRun
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, TrainingLoop, check_callbacks, train
-from megalite.train.stopping import RequeueNote, Stop, StopConditions, StopSignals
+from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, StopSignals
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
@@ -90,6 +92,7 @@ def _run(
     save_interval: int | None = 1,
     save_interval_minutes: float | None = None,
     loads: bool = False,
+    ema_decay: float | None = None,
     **training: int,
 ) -> int:
     config = Config(
@@ -98,7 +101,8 @@ def _run(
         training=TrainingConfig(
             **{"global_batch_size": 2, "micro_batch_size": 1, "train_iters": 2, "eval_iters": 1, **training}
         ),
-        optimizer=OptimizerConfig(lr_decay_style="constant"),  # a resumed run may be longer
+        # A resumed run may be longer.
+        optimizer=OptimizerConfig(lr_decay_style="constant", ema_decay=ema_decay),
         checkpoint=CheckpointConfig(
             save=str(folder) if folder else None,
             load=str(folder) if loads else None,
@@ -343,6 +347,58 @@ def test_any_callback_may_evaluate_and_save(one_rank: Topology, tmp_path: Path) 
         *("test at 2", "save at 2"),
         *("save at 3", "test at 3"),
     ]
+
+
+UP = "layers.0.mlp.up.weight"
+
+
+def _saved(checkpoint: Path) -> tuple[Tensor, Tensor]:
+    """A matrix of the model and its average."""
+    reader = FullReader(read_manifest(checkpoint))
+    return reader.tensor(f"model.{UP}"), reader.tensor(f"ema.{UP}")
+
+
+def test_averages_are_evaluated_after_the_weights(one_rank: Topology, tmp_path: Path) -> None:
+    found: list[tuple[bool, float]] = []
+    weights: list[Tensor] = []
+
+    class Saving(Callback):
+        def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
+            found.append((metrics.is_of_average, metrics.lm_loss))
+            weights.append(loop.trainer.optimizer.weight(UP).clone())
+            if metrics.is_of_average:
+                loop.save()
+
+    _run(one_rank, [Saving()], tmp_path, ema_decay=0.5, save_interval=None, train_iters=2, eval_interval=2)
+    assert [is_of_average for is_of_average, _ in found] == [False, True] * 2  # valid and test
+    assert len({loss for _, loss in found}) == 4
+    weight, average = _saved(tmp_path / "iter_0000002")
+    assert all(each.equal(weight) for each in weights)
+    assert not average.equal(weight)
+
+
+def test_an_urgent_stop_interrupts_the_evaluation_of_averages(
+    one_rank: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights: list[Tensor] = []
+
+    class Urgent(Callback):
+        def on_evaluation(self, loop: TrainingLoop, metrics: ValidationMetrics) -> None:
+            assert not metrics.is_of_average
+            weights.append(loop.trainer.optimizer.weight(UP).clone())
+
+            def stop() -> None:
+                raise Stopped(Stop("a signal", is_urgent=True))
+
+            loop.stop_conditions.raise_if_urgent = stop  # type: ignore[method-assign]
+
+    with caplog.at_level(logging.WARNING, "megalite"):
+        _run(one_rank, [Urgent()], tmp_path, ema_decay=0.5, train_iters=3, eval_interval=2)
+    assert "the evaluation at iteration 2 was interrupted" in caplog.text
+    assert (tmp_path / "latest").read_text() == "iter_0000002\n"
+    weight, average = _saved(tmp_path / "iter_0000002")  # after the interruption
+    assert weights[0].equal(weight)
+    assert not average.equal(weight)
 
 
 class Garbage(Callback):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.train.telemetry.dashboards import TensorBoardWriter
+from megalite.train.telemetry.dashboards import TensorBoardWriter, validation_scalars
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
@@ -40,6 +40,16 @@ def _written(folder: Path, config: LoggingConfig, metrics: IterationMetrics) -> 
 def _scalar(events: EventAccumulator, tag: str) -> tuple[int, float]:
     (event,) = events.Scalars(tag)
     return event.step, event.value
+
+
+def test_averages_have_their_own_tags() -> None:
+    config = LoggingConfig(log_validation_ppl_to_tensorboard=True)
+    averaged = ValidationMetrics(100, 800, "valid", 2.5, "books", {"z_loss": 0.5}, is_of_average=True)
+    assert validation_scalars(config, averaged) == {
+        "lm-loss-validation/books/lm loss validation ema": 2.5,
+        "lm-loss-validation/books/lm loss validation ema ppl": math.exp(2.5),
+        "lm-loss-validation/books/z loss validation ema": 0.5,
+    }
 
 
 def test_names_by_default(tmp_path: Path, metrics: IterationMetrics) -> None:

@@ -190,6 +190,14 @@ def test_lines_of_a_validation() -> None:
 
     named = validation_block(ValidationMetrics(40, 320, "valid", 7.416743, "ARABIC")).splitlines()[1]
     assert named.startswith("validation loss at iteration 40 on ARABIC | lm loss value: 7.416743E+00 |")
+    averaged = ValidationMetrics(40, 320, "test", 7.416743, "ARABIC", is_of_average=True)
+    assert (
+        validation_block(averaged)
+        .splitlines()[1]
+        .startswith(
+            "validation loss at iteration 40 on test set on ARABIC with EMA weights | lm loss value: 7.41"
+        )
+    )
 
 
 def test_line_at_startup() -> None:
@@ -251,8 +259,10 @@ def test_every_figure_in_full_precision(tmp_path: Path, metrics: IterationMetric
 def test_metrics_of_a_validation(tmp_path: Path) -> None:
     writer = MetricsFile(tmp_path / "metrics.jsonl")
     writer.validation(ValidationMetrics(40, 320, "valid", 2.5))
+    writer.validation(ValidationMetrics(40, 320, "valid", 2.25, is_of_average=True))
     writer.close()
-    (record,) = _read(tmp_path / "metrics.jsonl")
+    record, averaged = _read(tmp_path / "metrics.jsonl")
+    assert (averaged["validation"]["weights"], averaged["validation"]["lm_loss"]) == ("ema", 2.25)
     assert record["validation"] == {
         "iteration": 40,
         "consumed_samples": 320,
