@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,10 +45,11 @@ from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
 from megalite.train.resume import resume
-from megalite.train.run_context import DatasetProvider, Providers, resolve_run, with_vocab_size
+from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, bind_to_cores, listen, open_writers, prepare_process, settings_of
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
+from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.train.verification import warn_if_unverified
 from megalite.verify.compare_runs import verify_layouts
@@ -261,6 +263,24 @@ def _with_vocabulary(config: Config) -> Config:
     return with_vocab_size(config, configured_tokenizer(config.data, config.model.vocab_size))
 
 
+def task_evaluation(run: RunContext) -> Callable[[Writers], list[Callback]]:
+    """Load the tasks of --eval-tasks; return a function that returns the callback for them, if there are any.
+
+    Raises:
+        UserError: lm_eval is not installed, or a task cannot be evaluated. Every rank raises it.
+    """
+    if run.config.training.eval_tasks is None:
+        return lambda writers: []
+    with run.topology.agreed():
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError('--eval-tasks needs lm-evaluation-harness: pip install "megalite[eval]"')
+    from megalite.generate.task_evaluation import TaskEvaluation, load_tasks
+
+    tasks, tokenizer = load_tasks(run), run.tokenizer
+    assert tokenizer is not None
+    return lambda writers: [TaskEvaluation(tasks, tokenizer, writers)]
+
+
 def train_rank(
     config: Config,
     launch: Launch,
@@ -279,6 +299,7 @@ def train_rank(
         bind_to_cores(config.parallel, topology.device)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
+            evaluates_tasks = task_evaluation(run)
             check_host_memory(run.config, topology, launch.local_world_size, providers.model)
             datasets = build_data(run)
             with (
@@ -293,5 +314,8 @@ def train_rank(
                 states = resume(trainer, launch)
                 stop_conditions = StopConditions(config.training, topology, signals, lease)
                 return train(
-                    trainer, stop_conditions, [*callbacks, *default_callbacks(writers, run.config)], states
+                    trainer,
+                    stop_conditions,
+                    [*callbacks, *evaluates_tasks(writers), *default_callbacks(writers, run.config)],
+                    states,
                 )

@@ -38,7 +38,7 @@ _FIELDS_OF_RANGE = {
         ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
         train_iters train_samples rampup_batch_size
         lr_decay_samples lr_wsd_decay_samples weight_decay_incr_iters weight_decay_incr_samples
-        eval_interval exit_interval exit_duration_in_mins audit_interval
+        eval_interval eval_tasks_interval eval_tasks_limit exit_interval exit_duration_in_mins audit_interval
         save_interval save_interval_minutes non_persistent_save_interval keep_every profile_modules
         log_interval log_straggler_interval log_layer_grad_norms_interval
         tensorboard_log_interval profile_step_end profile_repeat adam_eps
@@ -49,7 +49,7 @@ _FIELDS_OF_RANGE = {
         lr min_lr decoupled_lr decoupled_min_lr
         lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
-        manual_gc_interval
+        manual_gc_interval eval_tasks_num_fewshot
         profile_step_start profile_ranks profile_modules_depth rank cpu_offload_activations""",
     FRACTION: "lr_warmup_fraction adam_beta1 adam_beta2 muon_momentum",
     AT_LEAST_TWO: "tp_comm_overlap_chunks",

@@ -47,6 +47,7 @@ _NAMES: Mapping[OnResume, str] = {
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks cpu_offload_activations
         data_cache_path micro_batch_size
+        eval_tasks eval_tasks_interval eval_tasks_folder eval_tasks_num_fewshot eval_tasks_limit
         exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout audit_interval
         manual_gc manual_gc_interval manual_gc_eval
         save load load_iteration save_interval save_interval_minutes async_save

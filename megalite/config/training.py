@@ -37,6 +37,17 @@ class TrainingConfig:
     eval_iters: int | None = None
     """Global batches per evaluation; 0 turns evaluation off. By default 100, or in short runs a tenth of the
     iterations."""
+    eval_tasks: str | None = None
+    """Tasks of lm-evaluation-harness to evaluate during training, such as arc_easy,hellaswag. They must not
+    generate text."""
+    eval_tasks_interval: int | None = None
+    """Iterations between evaluations of --eval-tasks. By default --eval-interval."""
+    eval_tasks_folder: str | None = None
+    """Folder of further tasks for --eval-tasks, as YAML files."""
+    eval_tasks_num_fewshot: int | None = None
+    """Examples before each question of --eval-tasks. By default the task's own number."""
+    eval_tasks_limit: int | None = None
+    """Largest number of questions of each task of --eval-tasks. By default all."""
     exit_interval: int | None = None
     """Save and exit at the first iteration that is a multiple of this number."""
     exit_duration_in_mins: float | None = None

@@ -77,6 +77,10 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "profile_modules", f"the run ends at --train-iters {last}"
     if last is not None and (config.training.audit_interval or 0) > last:
         yield "audit_interval", f"the run ends at --train-iters {last}"
+    if config.training.eval_tasks is None:
+        for field in fields(config.training):
+            if field.name.startswith("eval_tasks_"):
+                yield field.name, "--eval-tasks is not set"
     yield from _data_reasons(config)
     yield from _checkpoint_reasons(config)
     if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:

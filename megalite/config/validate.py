@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     training_rules.run_length,
     training_rules.local_paths,
     training_rules.skipped_iterations,
+    training_rules.eval_tasks,
     training_rules.hang_timeout,
     logging_rules.pipeline_trace,
     data_rules.resumed_schedule,

@@ -6,7 +6,9 @@ gets all answers, so all ranks make the same calls. Import this module only if l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from torch import Tensor
 
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -35,7 +38,7 @@ from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
 from megalite.model.kv_cache import CachedCore
 
-_ROWS = 1024
+ROWS = 1024
 """Positions whose logits are in memory at a time."""
 
 Request = TypeVar("Request")
@@ -52,6 +55,7 @@ class TaskOptions:
         num_fewshot: examples before each question; None for the task's own number.
         limit: largest number of questions per task; None for all.
         batch_size: requests per batch of a replica.
+        flags: flags of the names and of the folder, for messages.
     """
 
     names: Sequence[str]
@@ -59,6 +63,7 @@ class TaskOptions:
     num_fewshot: int | None
     limit: int | None
     batch_size: int
+    flags: tuple[str, str] = ("--tasks", "--task-folder")
 
     def manager(self) -> TaskManager:
         """Return the known tasks.
@@ -71,10 +76,19 @@ class TaskOptions:
             if not manager.match_tasks([name]):
                 where = "" if self.folder is None else f", and {self.folder} has no such task"
                 raise UserError(
-                    f"--tasks {name}: lm-evaluation-harness does not know it{where}: "
-                    "`lm-eval ls tasks` lists all, and --task-folder adds a folder of YAML files"
+                    f"{self.flags[0]} {name}: lm-evaluation-harness does not know it{where}: "
+                    f"`lm-eval ls tasks` lists all, and {self.flags[1]} adds a folder of YAML files"
                 )
         return manager
+
+
+@contextmanager
+def data_loaded() -> Iterator[None]:
+    """Turn errors in loading the data of tasks into a UserError."""
+    try:
+        yield
+    except (OSError, ConnectionError) as error:
+        raise UserError(f"the data of a task cannot be loaded: {error}") from error
 
 
 def evaluate_tasks(
@@ -91,7 +105,7 @@ def evaluate_tasks(
     with topology.agreed():
         manager = options.manager()
     model = HarnessModel(trained, tokenizer, options.batch_size, topology)
-    try:
+    with data_loaded():
         return simple_evaluate(
             model,
             tasks=manager.match_tasks([*options.names]),
@@ -100,8 +114,18 @@ def evaluate_tasks(
             task_manager=manager,
             log_samples=False,
         )
-    except (OSError, ConnectionError) as error:
-        raise UserError(f"the data of a task cannot be loaded: {error}") from error
+
+
+def token_scores(part: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> tuple[Tensor, Tensor]:
+    """Return the log-likelihood of each target, and whether it is the likeliest token; a collective of tp.
+
+    Args:
+        part: this rank's logits, ``[n, v/tp]``.
+        targets: int64 ``[n]``.
+    """
+    logits = all_gather_from(part, tp)[:, :vocab_size]
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logs.gather(-1, targets[:, None])[:, 0].double(), logits.argmax(-1) == targets
 
 
 def table_of(results: Mapping[str, Any]) -> str:
@@ -109,23 +133,29 @@ def table_of(results: Mapping[str, Any]) -> str:
     return str(make_table(results))
 
 
-class HarnessModel(TemplateLM):
-    """Answers the harness's requests with a trained model.
+TokenWindow = tuple[list[int], list[int]]
+"""Tokens of a context, which may be empty, and tokens of a continuation to score."""
 
-    Args:
-        batch_size: requests per batch of a replica.
+
+class TaskModel(TemplateLM):
+    """Answers the harness's requests for log-likelihoods; a subclass scores the tokens.
+
+    Attributes:
+        max_length: tokens that the model reads.
     """
 
-    def __init__(
-        self, trained: TrainedModel, tokenizer: Tokenizer, batch_size: int, topology: Topology
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
         super().__init__()
-        self.stage = load_model(trained, topology, CachedCore)
-        self.max_length = trained.config.model.seq_length
-        self.vocab_size = trained.vocab_size
         self.tokens = tokenizer
-        self.batch_size = batch_size
-        self.topology = topology
+        self.max_length = max_length
+
+    @abstractmethod
+    def scores(self, windows: Sequence[TokenWindow]) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood, and whether it has the likeliest tokens, on all ranks.
+
+        Args:
+            windows: the start of a context that is too long is not read.
+        """
 
     @property
     def eot_token_id(self) -> int:
@@ -154,7 +184,7 @@ class HarnessModel(TemplateLM):
             raise UserError(
                 f"a task has an answer of {longest} tokens, and the model reads {self.max_length}: remove it"
             )
-        return self._answered(windows, self._score, lambda window: len(window[0]) + len(window[1]))
+        return self.scores(windows)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in windows of the sequence length without overlap."""
@@ -169,6 +199,27 @@ class HarnessModel(TemplateLM):
         for (number, *_), (value, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
             sums[number] += value
         return sums
+
+
+class HarnessModel(TaskModel):
+    """Answers the harness's requests with a trained model.
+
+    Args:
+        batch_size: requests per batch of a replica.
+    """
+
+    def __init__(
+        self, trained: TrainedModel, tokenizer: Tokenizer, batch_size: int, topology: Topology
+    ) -> None:
+        super().__init__(tokenizer, trained.config.model.seq_length)
+        self.stage = load_model(trained, topology, CachedCore)
+        self.vocab_size = trained.vocab_size
+        self.batch_size = batch_size
+        self.topology = topology
+
+    def scores(self, windows: Sequence[TokenWindow]) -> list[tuple[float, bool]]:
+        """Return the scores of the windows; their batches are distributed over the replicas."""
+        return self._answered(windows, self._score, lambda window: len(window[0]) + len(window[1]))
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text after each context, up to the first of its stop strings."""
@@ -209,7 +260,7 @@ class HarnessModel(TemplateLM):
         return told[0]
 
     @torch.inference_mode()
-    def _score(self, windows: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def _score(self, windows: Sequence[TokenWindow]) -> list[tuple[float, bool]]:
         """Return the scores of a batch on the last stage, and zeros on the others."""
         rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in windows]
         counts = [len(continuation) for _, continuation in windows]
@@ -237,12 +288,11 @@ class HarnessModel(TemplateLM):
             targets: int64 ``[n]``.
         """
         values, are_best = [], []
-        for rows, tokens in zip(hidden.split(_ROWS), targets.split(_ROWS), strict=True):
+        for rows, tokens in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
             part = self.stage.logits(rows[:, None])[:, 0]  # [n, v/tp]
-            logits = all_gather_from(part, self.topology.tp)[:, : self.vocab_size]
-            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            values.append(logs.gather(-1, tokens[:, None])[:, 0].double())
-            are_best.append(logits.argmax(-1) == tokens)
+            value, is_best = token_scores(part, tokens, self.vocab_size, self.topology.tp)
+            values.append(value)
+            are_best.append(is_best)
         return torch.cat(values), torch.cat(are_best)
 
     @torch.inference_mode()

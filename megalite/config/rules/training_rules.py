@@ -283,7 +283,7 @@ LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
         "memory_snapshot_path",
         "profile_modules_file",
     ),
-    "training": ("kill_switch_path",),
+    "training": ("kill_switch_path", "eval_tasks_folder"),
     "dry_run": ("dry_run_json",),
 }
 """Fields that name a folder or file on this machine or on a mounted file system, by group."""
@@ -323,6 +323,24 @@ def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Probl
                 f"--iterations-to-skip {text} is not a range: pass FIRST:LAST counted from 1, as in 120:125, "
                 "or one iteration",
             )
+
+
+def eval_tasks(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the model of a run with tasks of lm-evaluation-harness predicts text."""
+    if config.training.eval_tasks is None:
+        return
+    current = f"--eval-tasks {config.training.eval_tasks}"
+    if config.model.architecture != "gpt":
+        yield Problem(
+            ("eval_tasks",),
+            f"{current} evaluates a model that predicts the next token, not a {config.model.architecture}: "
+            "remove it",
+        )
+    if config.data.resolved_tokenizer_type in (None, "NullTokenizer"):
+        yield Problem(
+            ("eval_tasks", "tokenizer_type"),
+            f"{current} needs a tokenizer: pass --tokenizer-type and its files, or remove it",
+        )
 
 
 def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
