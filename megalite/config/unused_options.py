@@ -77,10 +77,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "profile_modules", f"the run ends at --train-iters {last}"
     if last is not None and (config.training.audit_interval or 0) > last:
         yield "audit_interval", f"the run ends at --train-iters {last}"
-    if config.training.eval_tasks is None:
-        for field in fields(config.training):
-            if field.name.startswith("eval_tasks_"):
-                yield field.name, "--eval-tasks is not set"
+    yield from _task_reasons(config)
     yield from _data_reasons(config)
     yield from _checkpoint_reasons(config)
     if config.parallel.tp == config.parallel.pp == replicas(config, world_size) == 1:
@@ -111,6 +108,15 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
         for name in SPLITS:
             yield name, "there is one pipeline stage (--pp 1)"
+
+
+def _task_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    if config.training.eval_tasks is None:
+        for field in fields(config.training):
+            if field.name.startswith("eval_tasks_"):
+                yield field.name, "--eval-tasks is not set"
+    elif config.dry_run.dry_run:
+        yield "eval_tasks", "a dry run computes nothing"
 
 
 def _fp8_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:

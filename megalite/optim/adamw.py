@@ -223,15 +223,7 @@ class AdamW:
                     divisor = None
         with observed(self.observers, "optimizer-inner-step"):
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
-            updates = [
-                _Update(
-                    state,
-                    gradient,
-                    own_rate if state.kind.is_vocabulary else learning_rate,
-                    weight_decay if state.kind.decay else 0.0,
-                )
-                for state, gradient in zip(self.states, gradients, strict=True)
-            ]
+            updates = self._updates(gradients, learning_rate, own_rate, weight_decay)
             for group in _alike(updates[num_offloaded:]):
                 rate, decay = group[0].learning_rate, group[0].weight_decay
                 self._update(group, rate, decay, number, divisor, is_good)
@@ -242,6 +234,19 @@ class AdamW:
                 self.offload.start_update(offloaded, *on_host)
             self.num_steps += is_good
         return is_good
+
+    def _updates(
+        self, gradients: Sequence[Tensor], learning_rate: float, vocabulary_rate: float, weight_decay: float
+    ) -> list[_Update]:
+        return [
+            _Update(
+                state,
+                gradient,
+                vocabulary_rate if state.kind.is_vocabulary else learning_rate,
+                weight_decay if state.kind.decay else 0.0,
+            )
+            for state, gradient in zip(self.states, gradients, strict=True)
+        ]
 
     def _divisor(self, grad_norm: Tensor) -> Tensor | None:
         """Return the divisor that unscales and clips gradients, an fp64 scalar; None if it is always 1."""

@@ -102,8 +102,7 @@ class Optimizer:
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
         self.adamw = AdamW(others, config, self.scaler, self.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
-        decay = config.ema_decay
-        self.averages = None if decay is None else AveragedWeights(self.states, decay, self.offload)
+        self.averages = AveragedWeights.configured(self.states, config.ema_decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
         self._summed_last = [
             buffer for buffer in self.buffers if self.shards_weights and self._is_copied(buffer.bucket)
