@@ -76,6 +76,7 @@ def flags_of(folder: Path) -> ModelFlags:
             tp=1,
             pp=1,
             distributed_backend="gloo",
+            ema=False,
             **tokenizer,
         )
     )
