@@ -10,7 +10,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, stage_bytes
+from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, part_bytes, stage_bytes
 from megalite.plan.units import RankUnits
 
 FRAGMENTS = 0.06
@@ -57,6 +57,25 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
     return [
         _rank_memory(run, lasting[units], size) for units, size in zip(run.ranks, activations, strict=True)
     ]
+
+
+def activation_parts(run: PlannedRun, rank: int, activations: float) -> dict[str, float]:
+    """Divide the activations of a pipeline rank among the parts of a layer, as its layers save them.
+
+    Offloaded layers are assumed to have the same parts as those that stay on the device.
+    """
+    saved = dict[str, float]()
+    for stage in run.stages.stages_of(rank):
+        for part, size in part_bytes(run, run.stage_kinds[stage]).items():
+            saved[part] = saved.get(part, 0.0) + size
+    total = sum(saved.values())
+    return {part: activations * size / total for part, size in saved.items()}
+
+
+def logit_parts(run: PlannedRun) -> dict[str, float]:
+    """Divide the bytes of the head at the loss' peak among its parts, and what else exists then."""
+    head = run.units.head
+    return {**{each.part: each.num_bytes for each in head.saved}, "workspace": head.workspace_bytes}
 
 
 def choose_gathering(run: PlannedRun) -> PlannedRun:
