@@ -103,7 +103,7 @@ def build(topology, config, layers=None, **options):
 def sum_partial_gradients(stage, topology):
     """Does what the optimizer does where a rank has the gradient of its positions, or of its heads."""
     for parameter in stage.parameters():
-        axis = spec_of(parameter).spread.partial_axis(topology)
+        axis = spec_of(parameter).parameter_axes.partial_axis(topology)
         if axis is not None:
             dist.all_reduce(parameter.grad, group=axis.group)
 
