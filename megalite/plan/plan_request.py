@@ -247,7 +247,7 @@ def _provider_of(program: str) -> Callable[..., Any] | None:
     """Return the model of a program's file; None for a program with a name."""
     if not program.endswith(SUFFIX):
         return None
-    from megalite.model.provider import check_model_provider  # imports torch
+    from megalite.model.stage import check_model_provider  # imports torch
 
     provider = model_of(Path(program))
     check_model_provider(provider)
