@@ -141,30 +141,19 @@ def _activations(run: PlannedRun) -> list[float]:
     ]
 
 
-class _LastingMemory(NamedTuple):
-    """The bytes of a rank that do not depend on the microbatches in flight; see `RankMemory`."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    logits: float
-    workspace: float
-
-
-def _lasting_memory(run: PlannedRun, units: RankUnits) -> _LastingMemory:
+def _lasting_memory(run: PlannedRun, units: RankUnits) -> RankMemory:
+    """Return what does not depend on the microbatches in flight: neither activations nor the residual."""
     weights, gradients, optimizer = _state(run, units)
     if (offloaded := offloaded_state(run, units.size)) is not None:
         optimizer -= offloaded.state
-    logits = _logits(run) if units.is_last else 0.0
+    logits = sum(logit_parts(run).values()) if units.is_last else 0.0
     workspace = max(0.0, _workspace(run, units) - logits)  # they never exist at the same time
-    return _LastingMemory(weights, gradients, optimizer, logits, workspace + _buffers(run, units))
+    return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + _buffers(run, units), 0.0)
 
 
-def _rank_memory(run: PlannedRun, lasting: _LastingMemory, activations: float) -> RankMemory:
-    weights, gradients, optimizer, logits, workspace = lasting
-    held = weights + gradients + optimizer + activations + logits + workspace
-    residual = run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held
-    return RankMemory(weights, gradients, optimizer, activations, logits, workspace, residual)
+def _rank_memory(run: PlannedRun, lasting: RankMemory, activations: float) -> RankMemory:
+    held = lasting._replace(activations=activations)
+    return held._replace(residual=run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held.total)
 
 
 def _buffers(run: PlannedRun, units: RankUnits) -> float:
@@ -181,7 +170,9 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
     main += run.program.shared_copy_bytes
-    full = _tied_parameters(run, units) if zero == 2 else 0.0
+    # ZeRO stage 2 keeps the gradient of a tied embedding full until both stages' parts are added.
+    is_shared = zero == 2 and run.pp > 1 and (units.is_first or units.is_last)
+    full = run.units.tied_size if is_shared else 0
     # Muon has one moment.
     second_moments = max(element, 4) * sum(weight.size for weight in run.matrices_of(units))
     weights = element * count / (shares if zero == 3 else 1)
@@ -209,20 +200,6 @@ def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
 def _kept_edge(run: PlannedRun, units: RankUnits) -> float:
     """Return the parameters outside layers, which a pipeline with ZeRO 3 keeps full during an iteration."""
     return units.edge_size if run.pp > 1 else 0.0
-
-
-def _tied_parameters(run: PlannedRun, units: RankUnits) -> float:
-    """Return the parameters of a tied embedding that a rank's stage shares with another stage.
-
-    ZeRO stage 2 keeps their gradient full until both stages' parts are added.
-    """
-    return run.units.tied_size if run.pp > 1 and (units.is_first or units.is_last) else 0.0
-
-
-def _logits(run: PlannedRun) -> float:
-    """Return the bytes of the head at the loss' peak; the gradient replaces the logits in place."""
-    head = run.units.head
-    return head.saved_bytes + head.workspace_bytes
 
 
 def _workspace(run: PlannedRun, units: RankUnits) -> float:
