@@ -30,13 +30,13 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post", "output"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
@@ -82,8 +82,8 @@ class ModelConfig:
     hidden_size: int = field(default=768, metadata=option(allowed=SIZE))
     """Width of the hidden states (the residual stream)."""
     ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE))
-    """Width of the MLP. By default 4 x hidden size; with SwiGLU 8/3 x hidden size, rounded up to a multiple
-    of 64."""
+    """Width of the MLP. By default 4 x hidden size; with a gated activation 8/3 x hidden size, rounded up
+    to a multiple of 64."""
     num_attention_heads: int = field(default=12, metadata=option(allowed=SIZE))
     """Number of attention (query) heads."""
     num_query_groups: int | None = field(default=None, metadata=option("--num-key-value-heads", allowed=SIZE))
@@ -185,10 +185,13 @@ class ModelConfig:
     activation: Activation = field(
         default="gelu",
         metadata=option(
-            sets={"--swiglu": "swiglu"}, same_shapes=("gelu", "gelu_exact", "relu"), in_megatron=False
+            sets={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+            same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
+            in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
+    (Gemma) are gated."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))

@@ -46,11 +46,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "qk_layernorm": True},
     },
+    "llama-tiny, gemma": {"activation": "geglu"},
+    "gpt-tiny, nemotron": {"activation": "squared_relu"},
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = [

@@ -29,7 +29,6 @@ _REFUSED = {
     "apply_residual_connection_post_layernorm": False,
     "apply_layernorm_1p": False,
     "multi_latent_attention": False,
-    "squared_relu": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "attention_output_gate": False,
@@ -132,6 +131,8 @@ def _positions(arguments: Arguments) -> str:
 def _activation(arguments: Arguments) -> str:
     if arguments.get("swiglu"):
         return "swiglu"
+    if arguments.get("squared_relu"):
+        return "squared_relu"
     # Megatron's default, the fused GELU, is the tanh form; its unfused GELU is the erf form.
     tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"

@@ -41,12 +41,13 @@ LLAMA = {
     "attention_dropout": 0.0,
 }
 QWEN = {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True, "no_rope_freq": (2,)}
+GEMMA = {**LLAMA, "activation": "geglu"}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
 MODELS = {
     "gpt": MODEL,
     **{
         name: ModelConfig(**{**vars(MODEL), **fields})
-        for name, fields in (("llama", LLAMA), ("qwen", QWEN), ("neox", NEOX))
+        for name, fields in (("llama", LLAMA), ("qwen", QWEN), ("neox", NEOX), ("gemma", GEMMA))
     },
 }
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.checkpoint.convert.families.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, Module
-from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.hf_settings import HF_GATES, THEIR_GATES, HFSettings
 from megalite.checkpoint.convert.families.rotary import read_rotary, write_rotary
 from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
@@ -25,9 +24,6 @@ def read_llama_like(
     Args:
         positions, base, epsilon: defaults of `max_position_embeddings`, `rope_theta` and `rms_norm_eps`.
     """
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"hidden_act {activation!r} cannot be converted: silu can")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -40,7 +36,7 @@ def read_llama_like(
         **read_rotary(hf, base),
         "normalization": "RMSNorm",
         "norm_epsilon": hf.get("rms_norm_eps", epsilon),
-        "activation": "swiglu",
+        "activation": hf.activation("hidden_act", "silu", HF_GATES),
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not hf.switch("tie_word_embeddings", False),
         "hidden_dropout": 0.0,
@@ -67,7 +63,7 @@ def write_llama_like(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.seq_length,
-        "hidden_act": "silu",
+        "hidden_act": THEIR_GATES.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_epsilon,
         **write_rotary(config),
         "attention_dropout": config.attention_dropout,

@@ -367,7 +367,7 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
     assert config["eos_token_id"] == 256
 
 
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu", "relu2"])
 def test_an_activation_computes_what_transformers_computes(name):
     from transformers.activations import ACT2FN
 

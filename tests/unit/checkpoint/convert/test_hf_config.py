@@ -150,7 +150,7 @@ def test_a_converted_config_is_of_its_family(config):
         ),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({**LLAMA, "attention_bias": True}, "attention_bias True and mlp_bias False"),
-        (GPT2Config(activation_function="silu").to_dict(), "activation 'silu'"),
+        (GPT2Config(activation_function="silu").to_dict(), "activation_function 'silu'"),
         (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),
         (BloomConfig(apply_residual_connection_post_layernorm=True).to_dict(), "post_layernorm True"),
