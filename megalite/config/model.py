@@ -27,7 +27,7 @@ NUM_BERT_SPECIAL = 3
 """Tokens of a BERT's sample besides its segments: one before the first, one after each."""
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-NormPosition = Literal["pre", "post", "output"]
+NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
@@ -171,8 +171,8 @@ class ModelConfig:
     normalization: Normalization = "LayerNorm"
     """Normalization layer."""
     norm_position: NormPosition = field(default="pre", metadata=option(in_megatron=False))
-    """Normalize the input of each block (pre: GPT-2, Megatron's BERT), its output before the sum (output:
-    OLMo 2), or the sum (post: the published BERT)."""
+    """Normalize each block's input (pre: GPT-2), its output before the sum (output: OLMo 2), both (sandwich:
+    Gemma 2), or the sum (post: the published BERT)."""
     parallel_residual: bool = field(
         default=False, metadata=option(only_with=("norm_position", ("pre",)), in_megatron=False)
     )
@@ -182,6 +182,11 @@ class ModelConfig:
         default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     )
     """Epsilon of the normalization layers."""
+    zero_centered_norms: bool = field(
+        default=False,
+        metadata=option("--apply-layernorm-1p", "--layernorm-zero-centered-gamma", in_megatron=False),
+    )
+    """Norms multiply by 1 + weight, as Gemma's do, instead of by the weight. Initial weights are then 0."""
     activation: Activation = field(
         default="gelu",
         metadata=option(

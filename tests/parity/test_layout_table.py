@@ -46,8 +46,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "qk_layernorm": True},
     },
-    "llama-tiny, gemma": {"activation": "geglu"},
-    "gpt-tiny, nemotron": {"activation": "squared_relu"},
+    "llama-tiny, gemma": {
+        **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
+        **{"qk_layernorm": True},
+    },
+    "gpt-tiny, nemotron": {"activation": "squared_relu", "zero_centered_norms": True},
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"

@@ -27,7 +27,6 @@ Arguments = Mapping[str, Any]
 
 _REFUSED = {
     "apply_residual_connection_post_layernorm": False,
-    "apply_layernorm_1p": False,
     "multi_latent_attention": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
@@ -77,6 +76,7 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
         "position_embedding_type": _positions(arguments),
         "norm_epsilon": arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon"),
         "activation": _activation(arguments),
+        "zero_centered_norms": arguments.get("apply_layernorm_1p"),
         "rope_scaling": "llama3" if arguments.get("use_rope_scaling") else None,
     }
     if arguments.get("window_size") is None:

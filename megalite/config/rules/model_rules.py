@@ -152,7 +152,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    if config.model.norm_position != "pre" and modules:
+    if config.model.norm_position in ("output", "post") and modules:
         yield Problem(
             ("norm_position", "recompute_modules"),
             f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "

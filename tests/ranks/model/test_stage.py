@@ -39,6 +39,7 @@ LLAMA = {
 }
 QWEN = {"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 6}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
 CHANGES = {
     "gpt": {},
@@ -60,6 +61,7 @@ CHANGES = {
     "gpt with norms of heads": {"qk_layernorm": True, "position_embedding_type": "rope"},
     "llama with norms of heads": {**LLAMA, **QWEN, "num_query_groups": 2},
     "llama with norms of all heads": {**LLAMA, **OLMO, "num_query_groups": 2},
+    "llama with sandwich norms": {**LLAMA, **GEMMA, "num_query_groups": 2},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},
