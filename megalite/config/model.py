@@ -39,6 +39,7 @@ AttentionBackend = Literal[
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
+_NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
 _SCALED: dict[str, Any] = {
     "same_shapes": True,
@@ -197,6 +198,16 @@ class ModelConfig:
     )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
     (Gemma) are gated."""
+    embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
+    logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    """Factor of the output layer's input, and so of the logits."""
+    final_logit_softcapping: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Replace each logit x by C tanh(x / C), as in Gemma 2."""
+    attn_logit_softcapping: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
+    query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Divide attention scores by the square root of this. By default of the head size."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -321,6 +332,11 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
     @property
+    def score_scale(self) -> float:
+        """Return the factor of the products of queries and keys."""
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    @property
     def rotary_dim(self) -> int:
         """Return how many elements of a head rotary positions rotate."""
         return int(self.head_dim * self.rotary_percent)
@@ -387,6 +403,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
         "max_position_embeddings": model.num_positions,
         **dict.fromkeys(inactive_options(model)),
     }

@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
     ) -> Tensor:
-        """Compute dropout(softmax(q k^T / sqrt(d) + bias)) v, after rotary embedding of q and k.
+        """Compute dropout(softmax(scale q k^T + bias)) v, after rotary embedding of q and k.
 
         The shapes are as in `forward`.
         """

@@ -1,11 +1,10 @@
-"""The attention core, softmax(q k^T / sqrt(d) + bias) v, that the layers of a stage share.
+"""The attention core, softmax(scale q k^T + bias) v, that the layers of a stage share.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -79,6 +78,7 @@ class AttentionCore(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
         self.context = context
+        self.scale = config.score_scale
         self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, context)
         self.windows: list[int | None] = []
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
@@ -185,7 +185,13 @@ class SdpaCore(AttentionCore):
         bias = visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                is_causal=bias is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
 
 
@@ -215,11 +221,11 @@ class SoftmaxCore(AttentionCore):
         self.slopes = (
             None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
         )
-        self.scale = 1.0 / math.sqrt(config.head_dim)
+        self.cap = config.attn_logit_softcapping
 
     def softmax(self, q: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
         """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop)
+        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop, self.cap)
 
 
 class UnfusedCore(SoftmaxCore):

@@ -33,6 +33,7 @@ class CachedCore(SdpaCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
+        self.cap = config.attn_logit_softcapping
         self.layers: dict[int, CachedLayer] = {}
         self.begin(0)
 
@@ -80,6 +81,7 @@ class CachedCore(SdpaCore):
         device = self.context.device
         # Causal from the start, or one token that sees all.
         is_plain = not self.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
+        is_plain &= self.cap is None
         visible = {}
         for window in self.windows:
             if is_plain and (window is None or self.length <= window + 1):
@@ -120,11 +122,31 @@ class CachedLayer:
         length, num_tokens = self.shared.length, k.shape[2]
         self.keys[:, :, length - num_tokens : length] = k
         self.values[:, :, length - num_tokens : length] = v
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        if self.shared.cap is not None:
+            assert visible.bias is not None
+            return capped_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap)
         return F.scaled_dot_product_attention(
             q,
-            self.keys[:, :, :length],
-            self.values[:, :, :length],
+            keys,
+            values,
             attn_mask=visible.bias,
             is_causal=visible.bias is None and num_tokens > 1,
+            scale=self.shared.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
+    """Return softmax(cap tanh(scale q k^T / cap) + bias) v, ``[b, n, s, d]``, with all scores in memory.
+
+    Args:
+        q: ``[b, n, s, d]``.
+        k, v: ``[b, g', l, d]``.
+        bias: ``[b or 1, n or 1, s, l]``.
+    """
+    shared = q.shape[1] // k.shape[1]
+    scores = q.unflatten(1, (-1, shared)) @ k[:, :, None].mT * (scale / cap)  # [b, g', n/g', s, l]
+    scores = scores.tanh_().mul_(cap).flatten(1, 2) + bias
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights.unflatten(1, (-1, shared)) @ v[:, :, None]).flatten(1, 2)

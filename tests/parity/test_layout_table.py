@@ -48,9 +48,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
-        **{"qk_layernorm": True},
+        **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
+        **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0},
     },
-    "gpt-tiny, nemotron": {"activation": "squared_relu", "zero_centered_norms": True},
+    "gpt-tiny, nemotron": {
+        **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
+        **{"attn_logit_softcapping": 2.0},
+    },
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"

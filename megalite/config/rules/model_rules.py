@@ -215,7 +215,10 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout: only our own backends have counter-based masks."""
+    """Check that the attention backend supports dropout and capped scores.
+
+    Only our own backends have counter-based masks.
+    """
     model = config.model
     own = ("auto", "triton", "unfused", "local")
     if model.attention_dropout > 0.0 and model.attention_backend not in own:
@@ -224,6 +227,13 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
             f"--attention-backend {model.attention_backend} with --attention-dropout "
             f"{model.attention_dropout}: only triton and unfused have dropout that is the same in any "
             "layout; pass --attention-backend auto, or --attention-dropout 0",
+        )
+    if model.attn_logit_softcapping is not None and model.attention_backend not in (*own, "flex"):
+        yield Problem(
+            ("attention_backend", "attn_logit_softcapping"),
+            f"--attention-backend {model.attention_backend} cannot cap scores, and "
+            f"{flag_with_value('attn_logit_softcapping', model.attn_logit_softcapping)} is set: pass "
+            "--attention-backend auto, or remove it",
         )
 
 

@@ -39,7 +39,11 @@ LLAMA = {
 }
 QWEN = {"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 6}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
-GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN}
+CAPS = {
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 5.0},
+    **{"embedding_multiplier": 4.0, "logit_multiplier": 0.7},
+}
+GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN, **CAPS}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
 CHANGES = {
     "gpt": {},

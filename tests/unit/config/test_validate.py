@@ -617,6 +617,10 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
             "--norm-position output --recompute-granularity selective --recompute-modules layernorm",
             "layernorm with --norm-position output",
         ),
+        (
+            "--attn-logit-softcapping 30 --attention-dropout 0 --attention-backend flash",
+            "flash cannot cap scores, and --attn-logit-softcapping 30.0 is set: pass",
+        ),
     ],
 )
 def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:

@@ -49,6 +49,26 @@ def test_every_combination_trains(dropout, one_rank):
             assert torch.count_nonzero(gradient), (changes, name)
 
 
+NUMBERS_OF_GEMMA = {
+    **{"embedding_multiplier": 4.0, "logit_multiplier": 0.5, "query_pre_attn_scalar": 9.0},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+}
+
+
+@pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
+@pytest.mark.parametrize("name", NUMBERS_OF_GEMMA)
+def test_a_number_changes_what_the_model_computes(name, position, one_rank):
+    usual, changed = (
+        logits(build(one_rank, position_embedding_type=position, **fields).eval(), IDS[:, :-1])
+        for fields in ({}, {name: NUMBERS_OF_GEMMA[name]})
+    )
+    assert (usual - changed).abs().max() > 1e-3
+    if name == "logit_multiplier":
+        torch.testing.assert_close(changed, 0.5 * usual)
+    if name == "final_logit_softcapping":
+        torch.testing.assert_close(changed, 3.0 * torch.tanh(usual / 3.0))
+
+
 @pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["fused", "plain"])
 def test_no_token_sees_a_later_one(position, dropout, one_rank):
