@@ -56,10 +56,13 @@ class LayerKind:
     Attributes:
         window: largest number of keys before its own that a query attends to; None without this limit.
         rotary: whether queries and keys are rotated by their position, in a model with rope.
+        own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
+            from those of other layers.
     """
 
     window: int | None = None
     rotary: bool = True
+    own_rotary: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,10 @@ class ModelConfig:
         metadata=option("--rotary-position-embeddings-theta", allowed=POSITIVE, **_ROPE),
     )
     """Base of the rotary position embedding; only with rope."""
+    window_rotary_base: float | None = field(
+        default=None, metadata=option(allowed=POSITIVE, in_megatron=False, **_ROPE)
+    )
+    """Base of the rotary position embedding in layers with a window (Gemma 3). By default --rotary-base."""
     rotary_percent: float = field(default=1.0, metadata=option(allowed=NONZERO_SHARE, **_ROPE))
     """Share of each head's elements that rotary positions rotate, from the first on."""
     rotary_interleaved: bool = field(default=False, metadata=option(**_ROPE))
@@ -134,6 +141,8 @@ class ModelConfig:
         default="none", metadata=option(sets={"--use-rope-scaling": "llama3"}, in_megatron=False, **_ROPE)
     )
     """Change of the rotary frequencies for samples longer than --original-max-position-embeddings."""
+    window_rope_scaling: bool = field(default=True, metadata=option(in_megatron=False, **_SCALED))
+    """Also scale the rotary frequencies in layers with a window; OLMo 3 does not."""
     rope_scaling_factor: float = field(default=8.0, metadata=option(allowed=POSITIVE, **_SCALED))
     """How many times longer the samples may be."""
     original_max_position_embeddings: int = field(
@@ -271,7 +280,15 @@ class ModelConfig:
         return LayerKind(
             window=None if window is None else window[0],
             rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
+            own_rotary=window is not None and self.windows_differ_in_rotary,
         )
+
+    @property
+    def windows_differ_in_rotary(self) -> bool:
+        """Return whether rotary positions have another base or scaling in layers with a window."""
+        has_base = self.window_rotary_base not in (None, self.rotary_base)
+        has_scaling = self.rope_scaling != "none" and not self.window_rope_scaling
+        return self.position_embedding_type == "rope" and (has_base or has_scaling)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -405,7 +422,26 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
         "max_position_embeddings": model.num_positions,
+        **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),
+    }
+
+
+def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that select layers, as a mark for each layer, and those of layers with a window.
+
+    A pattern that makes no difference between layers is None.
+    """
+    windows = tuple(int(kind.window is not None) for kind in model.layer_kinds)
+    unrotated = tuple(int(not kind.rotary) for kind in model.layer_kinds)
+    rotary = {
+        "window_rotary_base": model.window_rotary_base or model.rotary_base,
+        "window_rope_scaling": model.window_rope_scaling,
+    }
+    return {
+        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
+        "no_rope_freq": unrotated if any(unrotated) else None,
+        **(rotary if any(windows) else dict.fromkeys(rotary)),
     }
 
 

@@ -1,8 +1,8 @@
-"""Compute attention with ALiBi, documents, capped scores and dropout in one kernel, without storing the scores.
+"""Compute attention in one kernel, without storing the scores.
 
-On CUDA the kernels are written in Triton (`triton_attention`). The dropout masks are bitwise the same as in
-`CausalSoftmax`. The operators take the dropout key in a tensor on the host, so that all layers share one
-graph of torch.compile.
+It has ALiBi, documents, windows, capped scores and dropout. On CUDA the kernels are written in Triton
+(`triton_attention`). The dropout masks are bitwise the same as in `CausalSoftmax`. The operators take the
+dropout key in a tensor on the host, so that all layers share one graph of torch.compile.
 
 Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
 """

@@ -83,9 +83,8 @@ def _tanh(x):
 @triton.jit
 def _scores(products, queries, keys, scale, cap, slopes, head):
     """Return x in base 2 from ``q·k``; `queries` and `keys` are positions that broadcast to this shape."""
-    if cap is None:
-        x = products * (scale * LOG2_E)
-    else:
+    x = products * (scale * LOG2_E)
+    if cap is not None:
         x = _tanh(products * (scale / cap)) * (cap * LOG2_E)
     if slopes is not None:
         slope = tl.load(slopes + head).to(tl.float32)

@@ -9,6 +9,8 @@ of this rank, d head size, tp = tp.size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,7 +91,8 @@ class CachedCore(SdpaCore):
             else:
                 keys = self._after_padding().within(window, self.length, device)
                 visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
-        return PositionInfo(visible, self.rotate.compute(microbatch.position_ids))
+        ids = microbatch.position_ids
+        return PositionInfo(visible, {own: each.compute(ids) for own, each in self.rotations.items()})
 
     def _after_padding(self) -> VisibleKeys:
         """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""
@@ -107,9 +110,10 @@ class CachedLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def rotate(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """Rotate new queries and keys; the cache holds rotated keys."""
-        return self.shared.rotate(x, angles)
+    @property
+    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
+        """Return the functions that rotate new queries and keys; the cache holds rotated keys."""
+        return self.shared.rotations
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.

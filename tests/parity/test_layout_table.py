@@ -49,7 +49,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
         **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
-        **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0},
+        **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0, "window_size": (10, 0)},
+        **{"window_attn_skip_freq": (2,), "window_rotary_base": 100.0},
     },
     "gpt-tiny, nemotron": {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},

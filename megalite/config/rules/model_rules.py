@@ -196,7 +196,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
             f"--window-size {size[0]},0",
         )
-    elif not 0 < size[0] < model.seq_length:
+    elif not size[0] > 0 or (size[0] >= model.seq_length and not model.windows_differ_in_rotary):
         yield Problem(
             ("window_size", "seq_length"),
             f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "

@@ -66,6 +66,10 @@ CHANGES = {
     "llama with norms of heads": {**LLAMA, **QWEN, "num_query_groups": 2},
     "llama with norms of all heads": {**LLAMA, **OLMO, "num_query_groups": 2},
     "llama with sandwich norms": {**LLAMA, **GEMMA, "num_query_groups": 2},
+    "llama with windows": {
+        **{**LLAMA, "rope_scaling": "yarn", "original_max_position_embeddings": 4, "window_size": (3, 0)},
+        **{"window_attn_skip_freq": (2,), "window_rotary_base": 70.0, "window_rope_scaling": False},
+    },
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},

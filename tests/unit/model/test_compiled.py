@@ -67,6 +67,21 @@ CASES = {
         ),
         RecomputeConfig(),
     ),
+    "gemma": (
+        replace(
+            MODEL,
+            position_embedding_type="rope",
+            activation="geglu",
+            normalization="RMSNorm",
+            norm_position="sandwich",
+            zero_centered_norms=True,
+            attn_logit_softcapping=1.5,
+            window_size=(5, 0),
+            window_attn_skip_freq=(2,),
+            window_rotary_base=100.0,
+        ),
+        RecomputeConfig(),
+    ),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "parts": (
         replace(MODEL, position_embedding_type="alibi"),

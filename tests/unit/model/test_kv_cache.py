@@ -14,7 +14,7 @@ from tests.stages import build_stage
 LENGTH, CAPACITY = 18, 24
 WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
 CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logit_softcapping": 2.0}
-OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS}}
+OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0}}
 TINY = (
     "gpt-tiny",
     "bloom-tiny",

@@ -17,12 +17,17 @@ def _read(hf: HFSettings) -> dict[str, Any]:
 
 
 def read_llama_like(
-    hf: HFSettings, positions: int = 2048, base: float = 10000.0, epsilon: float = 1e-6
+    hf: HFSettings,
+    positions: int = 2048,
+    base: float = 10000.0,
+    epsilon: float = 1e-6,
+    rotary: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return our fields for the settings that all descendants of Llama share.
 
     Args:
         positions, base, epsilon: defaults of `max_position_embeddings`, `rope_theta` and `rms_norm_eps`.
+        rotary: our fields of rotary positions, if the family has other settings for them than Llama.
     """
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -33,7 +38,7 @@ def read_llama_like(
         "kv_channels": none_if_default(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),
         "seq_length": hf.get("max_position_embeddings", positions),
         "vocab_size": hf["vocab_size"],
-        **read_rotary(hf, base),
+        **(read_rotary(hf, base) if rotary is None else rotary),
         "normalization": "RMSNorm",
         "norm_epsilon": hf.get("rms_norm_eps", epsilon),
         "activation": hf.activation("hidden_act", "silu", HF_GATES),

@@ -80,7 +80,9 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "olmo2", "smollm3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma2", "gemma3", "gpt_neox"]
+)
 def test_a_family_comes_back(kind, tmp_path):
     """The conversions also compare what both models compute."""
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[-1]), seed=0)
