@@ -39,7 +39,10 @@ class ActivationFunction(NamedTuple):
 
 
 def geglu(x: Tensor) -> Tensor:
-    """Return gelu(g) * u, where g and u are the two halves of x, in the tanh form (Shazeer 2020; Gemma)."""
+    """Return gelu(g) * u, where g and u are the two halves of x, in the tanh form (Shazeer 2020; Gemma).
+
+    PyTorch's operators compute it. Backward keeps gelu(g) besides x.
+    """
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
