@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm, replicated on every tensor-parallel rank.
 
-With --zero-centered-norms, each norm multiplies by 1 + weight, rounded to the weight's dtype, instead of by its
-weight.
+With --zero-centered-norms, each norm multiplies by 1 + weight instead of by its weight. The sum is rounded to
+the weight's dtype.
 
 Shapes: s sequence, b microbatch, h hidden size, n heads, d head size, tp = tp.size.
 """
