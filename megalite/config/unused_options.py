@@ -74,12 +74,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     yield from _fp8_reasons(config, world_size)
     yield from _schedule_reasons(optimizer)
     yield from loss_reasons(config)
-    if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
-        yield "iterations_to_skip", f"the run ends at --train-iters {last}"
-    if last is not None and (logging.profile_modules or 0) > last:
-        yield "profile_modules", f"the run ends at --train-iters {last}"
-    if last is not None and (config.training.audit_interval or 0) > last:
-        yield "audit_interval", f"the run ends at --train-iters {last}"
+    yield from _length_reasons(config)
     yield from _task_reasons(config)
     yield from _data_reasons(config)
     yield from _checkpoint_reasons(config)
@@ -111,6 +106,16 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
         for name in SPLITS:
             yield name, "there is one pipeline stage (--pp 1)"
+
+
+def _length_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    logging = config.logging
+    if (last := config.training.train_iters) is not None and not config.training.skips_any(last):
+        yield "iterations_to_skip", f"the run ends at --train-iters {last}"
+    if last is not None and (logging.profile_modules or 0) > last:
+        yield "profile_modules", f"the run ends at --train-iters {last}"
+    if last is not None and (config.training.audit_interval or 0) > last:
+        yield "audit_interval", f"the run ends at --train-iters {last}"
 
 
 def _task_reasons(config: Config) -> Iterator[tuple[str, str]]:
