@@ -430,7 +430,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _without_sum),
         ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
          lambda original, topology: lambda self, updates, rate, decay, *rest: original(
-             self, updates, rate, 0.1 if topology.tp.rank else decay, *rest)),
+             self, updates, rate, decay or 0.1 * (topology.tp.rank > 0), *rest)),
     ],
     "sequence parallelism": [
         ("partial gradients are not summed", "tp2+sp", optimizer.Optimizer, "_sum_partial",
@@ -576,7 +576,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "update": [
         ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),
         ("biases have weight decay", "tp1+offload", adamw.AdamW, "_update",
-         before(lambda self, updates, rate, _, *rest: (self, updates, rate, 0.1, *rest))),
+         before(lambda self, updates, rate, decay, *rest: (self, updates, rate, decay or 0.1, *rest))),
         ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
          before(lambda self, updates, rate, decay, number, *rest: (
              self, updates, rate, decay, number + 1, *rest))),

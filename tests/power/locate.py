@@ -27,6 +27,8 @@ from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROV
 SUMMED = r"after its sum over dp \("
 MISSING_DP, MISSING_TP = (f"a sum over {axis} is missing" for axis in ("dp", "tp"))
 PROJECTION = r"output of layers\.0\.attention\.projection"
+SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0\.mlp\.(up|project_up))"
+"""The first gradient in the only offloaded layer that needs a large saved tensor, the input of GELU."""
 WHOLE = ""
 """Matches any report: the name of a tensor is also that of the operator that computes it."""
 
@@ -128,6 +130,58 @@ PLACES: dict[str, tuple[str, str]] = {
     "a microbatch overwrites the gradient before": ("before its sum over the ranks", WHOLE),
     "gradients keep the sum of the iteration before": ("before its sum over the ranks", WHOLE),
     "the learning rate grows with the replicas": ("after the update", WHOLE),
+    "only the first replica counts its shard in the norm": ("the gradient norm", WHOLE),
+    "weights are those of the first gathering": (
+        r"output of (layers\.\d\.attention\.qkv|embedding\.word) ", "all-gather over dp"),
+    "the input gradient of the output layer is not summed": (
+        "gradient of the input of losses_of", MISSING_TP),
+    "biases have weight decay after the first rank": (
+        r"^weight .*(norm\.weight|bias) after the update", WHOLE),
+    "a rank gets another rank's slice of the word embeddings": (
+        r"output of embedding\.word", "reduce-scatter over tp"),
+    "the gradient of the order loss is multiplied by tp": (
+        "gradient of the output of order_head", "(two sums|all-reduce) over tp"),
+    "recomputation drops nothing": (r"layers\.3\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "a message overtakes the one before": (r"input of layers\.2 ", "(send|receive) over pp"),
+    "cut parameters count on the first tp rank only": ("the gradient norm", WHOLE),
+    "each rank clips by the norm of its own gradients": (
+        "the gradient norm", "all-reduce over pp|sum over pp is missing"),
+    "the order loss is a mean over the microbatch's samples": (
+        "gradient of the output of order_head", WHOLE),
+    "biases have weight decay": (r"^weight .*(norm\.weight|bias) after the update", WHOLE),
+    "the bias correction is one step late": ("^weight .* after the update", WHOLE),
+    "later stages have the learning rate of a later step": (
+        r"^weight (layers\.[23]|final_norm|embedding\.word)\..* after the update", WHOLE),
+    "they have no tokens, with windows": (r"output of layers\.[12]\.attention\.attend", WHOLE),
+    "they have no tokens, with ALiBi": (r"output of layers\.1\.attention\.attend", WHOLE),
+    "they do not know the documents": ("document_ids of the microbatch", WHOLE),
+    "their dropout is keyed by the samples of another microbatch": (
+        "sample_numbers of the microbatch", WHOLE),
+    "they double the gradients that they pass on": (
+        r"gradient of the output of layers\.1 ", "receive over pp"),
+    "their gradients are not counted in the norm": ("the gradient norm", WHOLE),
+    "they skip the update": (r"^weight layers\.[12]\..* after the update", WHOLE),
+    "they skip their layers": (r"layers\.1\b", WHOLE),
+    "two of them exchange their layers": (r"input of layers\.[12] ", WHOLE),
+    "the last chunk has another microbatch": ("of the microbatch", WHOLE),
+    "the last chunk scales its losses twice": ("gradient of the output of losses_of", WHOLE),
+    "the tip of the V reads the output before": (r"input of layers\.2 ", WHOLE),
+    "weight gradients of the second chunk are not computed": (
+        r"^gradient of (layers\.[23]|embedding\.word)\..*before its sum", WHOLE),
+    "a rank with the first and the last stage has two copies of a tied embedding": (
+        r"gradient of embedding\.word\.weight", WHOLE),
+    "the last stage has the scale of the next step": ("gradient of the output of losses_of", WHOLE),
+    "one replica has the scale of the next step": ("gradient of the output of losses_of", WHOLE),
+    "half of a storage is copied to the host": (SAVED, WHOLE),
+    "a layer gets the activations before": (SAVED, WHOLE),
+    "views of a copied storage begin at its start": (
+        r"gradient of the (input( \d)? of layers\.0\.attention\.(attend|core)"
+        r"|output( \d)? of layers\.0\.attention\.(qkv|queries_keys_values))", WHOLE),
+    "offloaded weights have no weight decay": ("^weight .* after the update", WHOLE),
+    "offloaded states have the learning rate of another step": ("^weight .* after the update", WHOLE),
+    "every rank holds the first slice of a buffer": (r"layers\.0\.scale", WHOLE),
+    "a buffer is not summed over replicas": (r"layers\.0\.seen after the update", MISSING_DP),
+    "a recomputed forward counts again in a buffer": (r"layers\.\d\.seen after the update", WHOLE),
 }  # fmt: skip
 """By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
 
