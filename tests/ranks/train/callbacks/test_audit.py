@@ -214,11 +214,13 @@ def _with_saves(topology: Topology, config: Config, injected: BitFlip | None) ->
     return _run(topology, config, callbacks)
 
 
-def test_later_checkpoints_are_withdrawn(tmp_path: Path) -> None:
+def test_later_checkpoints_are_withdrawn_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
     config = _config(DP3, tmp_path, global_batch_size=3, train_iters=8, audit_interval=4)
+    # Without the audit, the save of iteration 6 would delete that of iteration 4.
+    config = replace(config, checkpoint=replace(config.checkpoint, keep_last=1))
     flipped = BitFlip("weights", 2, 5, 0)
     ended, *_ = run_ranks(_with_saves, config.parallel.mesh, 3, config, flipped)
-    assert list(iterations_in(tmp_path)) == [2, 4]
+    assert list(iterations_in(tmp_path)) == [4]
     assert read_latest(tmp_path) == "iter_0000004"
     assert (tmp_path / "unaudited_iter_0000006" / "run.json").is_file()
     assert ended.message.endswith(
@@ -235,6 +237,13 @@ def test_no_checkpoint_is_good_before_an_audit(tmp_path: Path) -> None:
     assert (
         "; no audit has passed, and no checkpoint is good (renamed: unaudited_iter_0000002)" in ended.message
     )
+
+
+def test_a_good_run_keeps_as_many_checkpoints_as_requested(one_rank: Topology, tmp_path: Path) -> None:
+    config = _config(ParallelConfig(), tmp_path, train_iters=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, save_interval=1, keep_last=1))
+    assert _with_saves(one_rank, config, None).finding is None
+    assert list(iterations_in(tmp_path)) == [4]
 
 
 def _resumed(topology: Topology, config: Config) -> int | None:
