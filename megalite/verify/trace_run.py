@@ -1,7 +1,8 @@
 """Run one iteration in one layout, and record each rank's tensors in the order of execution.
 
 Recorded are the microbatches, the inputs and outputs of all modules and wrap points with their gradients, the
-terms of the loss, the gradients of parameters before and after each reduction, and the weights. Each value
+terms of the loss, the gradients of parameters before and after each reduction, and the weights. If backward
+runs a module again, its inputs and outputs are recorded a second time. Each value
 comes with its place in the global tensor, so that values of different layouts can be compared.
 """
 
@@ -117,6 +118,8 @@ class RankTrace:
         loss_collectives: which collectives of the rank sum the loss.
         first_sample: number of the first sample of the global batch in the run.
         first_samples: index in the global batch of the first sample of each microbatch.
+        recomputed: tensors of modules that backward has run again, without gradients.
+        head: name of the module between the last layer and the losses.
     """
 
     rank: int
@@ -132,6 +135,8 @@ class RankTrace:
     activations: list[Activation]
     steps: list[StepTensor]
     collectives: list[Collective]
+    recomputed: list[Activation] = field(default_factory=list)
+    head: str = "head"
 
 
 class CollectiveList(Traffic):
@@ -179,21 +184,22 @@ class CollectiveList(Traffic):
 class ActivationRecorder:
     """Records what the modules of a rank read and return, once `watch` has added hooks to a stage.
 
-    It observes the pipeline's actions: only what runs in a forward is recorded, not its recomputation.
+    It observes the pipeline's actions: what runs in a backward is recomputed.
     """
 
     collectives: CollectiveList
     microbatches: list[Activation] = field(default_factory=list)
     activations: list[Activation] = field(default_factory=list)
+    recomputed: list[Activation] = field(default_factory=list)
     _microbatch: int | None = None
     _seen: dict[tuple[int, int], tuple[Tensor, Activation]] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _num_gradients: int = 0
 
     def begins(self, action: Action) -> None:
-        """Begin to record if the action is a forward."""
-        self._microbatch = action.microbatch if action.kind is ActionKind.FORWARD else None
-        self.collectives.in_forward = self._microbatch is not None
+        """Begin to record the modules that the action runs."""
+        self._microbatch = action.microbatch
+        self.collectives.in_forward = action.kind is ActionKind.FORWARD
 
     def ends(self, action: Action) -> None:
         """Stop recording."""
@@ -217,9 +223,10 @@ class ActivationRecorder:
         microbatch = arguments[0]
         if self._microbatch is None or not isinstance(microbatch, Microbatch):
             return
-        for each in fields(microbatch):  # a stage between the first and the last gets no tokens or labels
+        for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
-            if value is not None and (stage.is_first or stage.is_last or each.name == "sample_numbers"):
+            is_real = stage.is_first or stage.is_last or each.name not in ("tokens", "labels")
+            if value is not None and is_real:
                 name = f"{each.name} of the microbatch"
                 value = value.detach().double().cpu()
                 entry = Activation(
@@ -257,20 +264,22 @@ class ActivationRecorder:
 
     def _note_tensor(self, name: str, tensor: Tensor, features: tuple[int, ...]) -> None:
         assert self._microbatch is not None
+        is_forward = self.collectives.in_forward
+        recorded = self.activations if is_forward else self.recomputed
         key = id(tensor), version_of(tensor)
         if key in self._seen:
             _, entry = self._seen[key]
             entry.names.append(name)
-            if entry is self.activations[-1]:  # no other tensor was met in between
+            if entry is recorded[-1]:  # no other tensor was met in between
                 entry.gradient_name = name
             return
         value = tensor.detach().clone().cpu()
         entry = Activation(
             [name], self._microbatch, value, len(self.collectives.found), name, features=features
         )
-        self.activations.append(entry)
+        recorded.append(entry)
         self._seen[key] = tensor, entry  # the tensor stays alive, so that its id is not used again
-        if tensor.requires_grad and not tensor.is_leaf:
+        if is_forward and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(partial(self._note_gradient, entry))
 
     def _note_gradient(self, entry: Activation, gradient: Tensor) -> None:
@@ -472,6 +481,8 @@ def trace_rank(
             activations.activations,
             steps.steps,
             collectives.found,
+            activations.recomputed,
+            trainer.chunks[0].head_name,
         )
 
 

@@ -94,7 +94,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),
     "dropout is keyed by the samples of the rank": ("sample_numbers of the microbatch", WHOLE),
     "dropout is keyed by the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
-    "recomputation draws other masks": (r"layers\.3\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "recomputation draws other masks": (r"layers\.\d\.(mlp_norm|attention_output_dropout)", WHOLE),
     "slices of initial weights begin at element 0": (r"^weight .* before iteration 1", WHOLE),
     "slices of initial columns are drawn as rows": (r"^weight .* before iteration 1", WHOLE),
     "every stage has a seed of its own": (r"^weight .* before iteration 1", WHOLE),
@@ -141,13 +141,12 @@ PLACES: dict[str, tuple[str, str]] = {
         r"output of embedding\.word", "reduce-scatter over tp"),
     "the gradient of the order loss is multiplied by tp": (
         "gradient of the output of order_head", "(two sums|all-reduce) over tp"),
-    "recomputation drops nothing": (r"layers\.3\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "recomputation drops nothing": (r"layers\.\d\.(mlp_norm|attention_output_dropout)", WHOLE),
     "a message overtakes the one before": (r"input of layers\.2 ", "(send|receive) over pp"),
     "cut parameters count on the first tp rank only": ("the gradient norm", WHOLE),
     "each rank clips by the norm of its own gradients": (
         "the gradient norm", "all-reduce over pp|sum over pp is missing"),
-    "the order loss is a mean over the microbatch's samples": (
-        "gradient of the output of order_head", WHOLE),
+    "the order loss is a mean over the microbatch's samples": ("^sop_loss, the sum over the micro", WHOLE),
     "biases have weight decay": (r"^weight .*(norm\.weight|bias) after the update", WHOLE),
     "the bias correction is one step late": ("^weight .* after the update", WHOLE),
     "later stages have the learning rate of a later step": (
@@ -175,12 +174,11 @@ PLACES: dict[str, tuple[str, str]] = {
     "half of a storage is copied to the host": (SAVED, WHOLE),
     "a layer gets the activations before": (SAVED, WHOLE),
     "views of a copied storage begin at its start": (
-        r"gradient of the (input( \d)? of layers\.0\.attention\.(attend|core)"
-        r"|output( \d)? of layers\.0\.attention\.(qkv|queries_keys_values))", WHOLE),
+        r"gradient of the (input( \d)? of layers\.0\.attention\.(attend|core)|"
+        r"output( \d)? of layers\.0\.attention\.(qkv|queries_keys_values|query_norm|key_norm))", WHOLE),
     "offloaded weights have no weight decay": ("^weight .* after the update", WHOLE),
     "offloaded states have the learning rate of another step": ("^weight .* after the update", WHOLE),
     "every rank holds the first slice of a buffer": (r"layers\.0\.scale", WHOLE),
-    "a buffer is not summed over replicas": (r"layers\.0\.seen after the update", MISSING_DP),
     "a recomputed forward counts again in a buffer": (r"layers\.\d\.seen after the update", WHOLE),
 }  # fmt: skip
 """By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
