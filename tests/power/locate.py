@@ -27,6 +27,8 @@ from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROV
 SUMMED = r"after its sum over dp \("
 MISSING_DP, MISSING_TP = (f"a sum over {axis} is missing" for axis in ("dp", "tp"))
 PROJECTION = r"output of layers\.0\.attention\.projection"
+MATRIX = r"^weight layers\.\d\.(attention|mlp)\..*weight after the update"
+OF_SQUARES = rf"all-reduce over tp of \[32, 2, 1, 1\]|{MISSING_TP}"
 SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0\.mlp\.(up|project_up))"
 """The first gradient in the only offloaded layer that needs a large saved tensor, the input of GELU."""
 WHOLE = ""
@@ -180,6 +182,42 @@ PLACES: dict[str, tuple[str, str]] = {
     "offloaded states have the learning rate of another step": ("^weight .* after the update", WHOLE),
     "every rank holds the first slice of a buffer": (r"layers\.0\.scale", WHOLE),
     "a recomputed forward counts again in a buffer": (r"layers\.\d\.seen after the update", WHOLE),
+    "the cross-entropy gets the logits of all ranks as its slice": ("output of losses_of", WHOLE),
+    "a rank orthogonalizes its slice of a matrix": (MATRIX, WHOLE),
+    "a rank orthogonalizes its ZeRO shard of a matrix": (MATRIX, WHOLE),
+    "a fused weight of which a rank has a slice is one matrix": (
+        r"^weight layers\.\d\.attention\.qkv\.weight after the update", WHOLE),
+    "an update has the scale of a slice": (r"^weight layers\.\d\.mlp\.up\.weight after the update", WHOLE),
+    "other ranks' momentum is not exchanged": (MATRIX, "all-to-all over dp"),
+    "the last matrix of a rank is not orthogonalized": (MATRIX, WHOLE),
+    "the last matrix of a rank is orthogonalized twice": (MATRIX, WHOLE),
+    "gradients of the norms of queries and keys are not summed": (
+        r"^gradient of .*(query|key)_norm\.weight", MISSING_TP),
+    "gradients of a norm over all heads are not summed": (
+        r"^gradient of .*(query|key)_norm\.weight", MISSING_TP),
+    "a norm over all heads uses the rank's heads alone": (
+        r"output of layers\.0\.attention\.query_norm", OF_SQUARES),
+    "the gradient of a norm over all heads is that of the rank's heads": (
+        r"gradient of the input of layers\.3\.attention\.(query|key)_norm", OF_SQUARES),
+    "a rank's queries, keys and values have the bias of another rank": (
+        r"^gradient of layers\.\d\.attention\.qkv\.bias", WHOLE),
+    "rotary frequencies are scaled on the first stage only": (
+        r"output of layers\.2\.attention\.attend", WHOLE),
+    "a rank rotates its share of the rotated part": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "rotary positions continue over the replicas' samples": (
+        r"output of layers\.0\.attention\.attend", WHOLE),
+    "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
+    "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
+    "of parallel blocks, attention alone sums its input gradient": (
+        r"gradient of the (output of layers\.3\.mlp_norm|input of layers\.3\.mlp)", MISSING_TP),
+    "parallel blocks add their input once on each rank": ("output of layers\.0 ", WHOLE),
+    "stages between the first and the last have norms after the residual connections": (
+        r"put of layers\.1\.attention_norm", WHOLE),
+    "saved slices of a layer's input are gathered in another order": (
+        r"input of layers\.\d \(recomputed", "all-gather over tp"),
+    "saved slices are gathered over the replicas": (
+        r"input of layers\.\d \(recomputed", "all-gather over dp"),
+    "every rank saves the first slice of a layer's input": (r"input of layers\.\d \(recomputed", WHOLE),
 }  # fmt: skip
 """By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
 
