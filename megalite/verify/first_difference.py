@@ -254,8 +254,8 @@ class Judge(NamedTuple):
             yield f"the values are the right ones times {ratio:.6g}{''.join((means + sums)[:1])}"
         elif self.phase == "norm" and (axis := self._axis_of_squares(event, found, sizes)):
             yield (
-                f"the squares of the {axis} ranks' values add up to the right one's square: a sum over {axis} "
-                "is missing"
+                f"the squares of the {axis} ranks' values add up to the square of the right one: a sum over "
+                f"{axis} is missing"
             )
         elif axes := [axis for axis in missing if axis not in found.sums]:
             yield (

@@ -687,14 +687,14 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "qwen"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
-         instead(lambda self, x, weight, bias: _own(self, self.gemm.forward(x, weight, bias)).tensor), "olmo"),
+         instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",
          complete_over("weight"), "olmo"),
         ("of parallel blocks, attention alone sums its input gradient", "tp2", Collectives,
          "start_summed_input_gradient",
          lambda original, _: lambda self, grad, weight, *rest: (
              _own(self, self.gemm.input_gradient(grad, weight, *rest))
-             if weight.shape[0] == 128 // self.tp.size and self.tp.size > 1
+             if weight.shape[0] == 160 // self.tp.size and self.tp.size > 1
              else original(self, grad, weight, *rest)), "neox"),
         ("parallel blocks add their input once on each rank", "tp2", layer.ParallelLayer, "forward",
          lambda original, topology: lambda self, x, *rest: (

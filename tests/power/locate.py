@@ -182,7 +182,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "offloaded states have the learning rate of another step": ("^weight .* after the update", WHOLE),
     "every rank holds the first slice of a buffer": (r"layers\.0\.scale", WHOLE),
     "a recomputed forward counts again in a buffer": (r"layers\.\d\.seen after the update", WHOLE),
-    "the cross-entropy gets the logits of all ranks as its slice": ("output of losses_of", WHOLE),
+    "the cross-entropy gets the logits of all ranks as its slice": (
+        "gradient of the input of losses_of", WHOLE),
     "a rank orthogonalizes its slice of a matrix": (MATRIX, WHOLE),
     "a rank orthogonalizes its ZeRO shard of a matrix": (MATRIX, WHOLE),
     "a fused weight of which a rank has a slice is one matrix": (
@@ -210,7 +211,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (
         r"gradient of the (output of layers\.3\.mlp_norm|input of layers\.3\.mlp)", MISSING_TP),
-    "parallel blocks add their input once on each rank": ("output of layers\.0 ", WHOLE),
+    "parallel blocks add their input once on each rank": (r"output of layers\.0 ", WHOLE),
     "stages between the first and the last have norms after the residual connections": (
         r"put of layers\.1\.attention_norm", WHOLE),
     "saved slices of a layer's input are gathered in another order": (

@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"rope_scaling": "linear", "rope_scaling_factor": 4.0},
     },
     "olmo": {"norm_position": "output", "qk_layernorm": True, "qk_layernorm_width": "all_heads"},
-    "neox": {"parallel_residual": True, "position_embedding_type": "rope"},
+    "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}

@@ -229,7 +229,7 @@ def test_a_parameter_is_compared_without_padding_and_summed_over_axes() -> None:
         (
             "norm",
             [torch.tensor(36.0 * part, dtype=torch.float64).sqrt() for part in (0.3, 0.7)],
-            "the squares of the tp ranks' values add up to the right one's square: a sum over tp is missing",
+            "the squares of the tp ranks' values add up to the square of the right one: a sum over tp",
         ),
     ],
 )
