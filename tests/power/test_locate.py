@@ -14,8 +14,8 @@ SAMPLE = (
     "a stage reads the message before",
     "updated weights are not gathered",
 )
-WRONG_TENSOR = {"recomputation draws other masks"}
-"""A gradient shows it first in the layer after the dropout."""
+WRONG_TENSOR = {"of parallel blocks, attention alone sums its input gradient"}
+"""The gradient after it belongs to the other block and is right, so parts of a sum look complete."""
 WRONG_OPERATION = {
     "groups of shards are not summed",
     "the maximum of the logits is not reduced",
@@ -23,8 +23,10 @@ WRONG_OPERATION = {
     "the gradient of shared keys and values is not summed",
     "input gradients are cut instead of reduce-scattered",
     "every rank adds BERT's order loss",
-    "squares are summed over the replicas only",
     "tokens with a loss are counted on the rank",
+    "other ranks' momentum is not exchanged",
+    "a norm over all heads uses the rank's heads alone",
+    "the gradient of a norm over all heads is that of the rank's heads",
 }
 """A collective is missing and the values are no parts of a sum, or the loss is recorded too late."""
 

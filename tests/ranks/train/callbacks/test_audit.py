@@ -190,7 +190,7 @@ def _scales(topology: Topology, config: Config) -> LossScales:
 
 
 def test_audited_iterations_may_overflow(one_rank: Topology) -> None:
-    """Audits of iterations with and without an infinite gradient pass, and the loss scale changes as usual."""
+    """Audits of iterations with and without an infinite gradient pass, and the loss scale still changes."""
     config = _config(ParallelConfig(), train_iters=8, audit_interval=1)
     found = _scales(one_rank, _with_dtype(config, "fp16"))
     assert found.skipped[-2:] == [True, False]
