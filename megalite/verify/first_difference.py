@@ -176,6 +176,8 @@ class Judge(NamedTuple):
         after = [each for each in differing if each.order > last]
         of_samples = [each for each in events if each.comparisons[0].samples is not None]
         following = {each.order: next_ for each, next_ in itertools.pairwise(of_samples)}
+        if self.phase == "backward":
+            following |= _inputs_of_outputs(of_samples)
         whole = (each for each in after if not self._is_completed(each, following.get(each.order)))
         return next(whole, None)
 
@@ -287,6 +289,17 @@ class Judge(NamedTuple):
         ]
         own = squares[event.comparisons.index(found)]
         return next((axis for axis in axes if _adds_up(squares, own, self, axis)), None)
+
+
+def _inputs_of_outputs(events: Iterable[Event]) -> dict[int, Event]:
+    """Return the event of each module's input by the order of its output.
+
+    In backward it depends on the output's gradient. The next gradient may belong to a module beside it.
+    """
+    by_name = {name: each for each in events for name in each.names}
+    outputs = [(each, name[10:]) for each in events for name in each.names if name.startswith("output of ")]
+    pairs = [(each, by_name.get(f"input of {module}")) for each, module in outputs]
+    return {each.order: found for each, found in pairs if found is not None and found.order > each.order}
 
 
 def _ratio(value: Tensor, expected: Tensor, within: float) -> float:

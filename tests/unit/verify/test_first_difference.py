@@ -193,6 +193,28 @@ def test_parts_of_a_sum_are_a_difference_if_nothing_adds_them_up() -> None:
     assert found.ranks == [0, 1]
 
 
+def test_parts_of_a_sum_are_not_excused_by_a_gradient_beside_them() -> None:
+    """The blocks of a layer get the same input, and only one of them sums its gradient."""
+
+    def of_layer(parts: float, inputs: float) -> list[Activation]:
+        gradients = {"output of block": parts, "output of beside": 1.0, "input of block": inputs}
+        return [
+            replace(_activation("", torch.ones(SIZE, 2, 6).double()), names=[name], gradient_name=name,
+                    gradient=factor * FULL[:, :2], gradient_order=order)
+            for order, (name, factor) in enumerate(gradients.items())
+        ]  # fmt: skip
+
+    reference = _rank(of_layer(1.0, 1.0), first_samples=[0])
+    run = [_rank(of_layer(part, 0.7), (), 2, rank, first_samples=[0]) for rank, part in enumerate((0.3, 0.7))]
+    found = _found(*run, reference=reference)
+    assert found is not None
+    assert found.what.startswith("gradient of the output of block ")
+    summed = [
+        _rank(of_layer(part, 1.0), (), 2, rank, first_samples=[0]) for rank, part in enumerate((0.3, 0.7))
+    ]
+    assert _found(*summed, reference=reference) is None
+
+
 def _step(value: Tensor, phase: str = "gradient", **more: object) -> StepTensor:
     shape = tuple(value.shape)
     step = StepTensor(phase, "up.weight", value, Box((0,) * len(shape), shape), 5, (), 1)
