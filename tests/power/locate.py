@@ -222,7 +222,7 @@ PLACES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 """By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
 
-They follow from what an error does, not from the reports.
+They follow from what an error does, not from the reports: write them before you run a bisection.
 """
 
 
