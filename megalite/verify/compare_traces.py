@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megalite.tensor_parallel.placement import Box
-from megalite.verify.trace_run import Activation, Collective, RankTrace, StepTensor
+from megalite.verify.collective_list import Collective
+from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,35 +26,19 @@ from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.recording.traffic import Traffic, message_of
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import Box
-from megalite.torch_private import schema_of, version_of
+from megalite.torch_private import version_of
 from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.verify.collective_list import Collective, CollectiveList
 from megalite.wrapping import wrap
 
 NOT_PARTS = {"forward", "run_layers", "run_group"}
 """Wrap points whose inputs and outputs hooks of modules record."""
-
-
-class Collective(NamedTuple):
-    """A call of torch.distributed on one rank.
-
-    Attributes:
-        in_forward: whether it ran in the forward of a microbatch.
-    """
-
-    kind: str
-    axis: str
-    shape: tuple[int, ...]
-    in_forward: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.kind} over {self.axis} of {list(self.shape)}"
 
 
 @dataclass
@@ -137,47 +120,6 @@ class RankTrace:
     collectives: list[Collective]
     recomputed: list[Activation] = field(default_factory=list)
     head: str = "head"
-
-
-class CollectiveList(Traffic):
-    """Lists the calls of torch.distributed on this rank in their order.
-
-    Attributes:
-        in_forward: whether the forward of a microbatch runs.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        super().__init__(topology)
-        self.found: list[Collective] = []
-        self.in_forward = False
-        self._is_paused = False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "c10d" and not self._is_paused:
-            self.found.append(self._collective(func, args))
-        return func(*args, **(kwargs or {}))
-
-    def _collective(self, func: Any, args: Sequence[Any]) -> Collective:
-        try:
-            kind, tensors = message_of(func, args)
-            return Collective(kind, self.axis_of(args), tuple(tensors[0].shape), self.in_forward)
-        except (KeyError, ValueError):  # a collective that only the program's own model uses
-            return Collective(schema_of(func).name.removeprefix("c10d::"), "a group of its own", ())
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not list the collectives of this block, which only the recording needs."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
 
 
 @dataclass

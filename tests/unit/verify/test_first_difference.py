@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megalite.distributed.axes import Slice
 from megalite.tensor_parallel.placement import Box
+from megalite.verify.collective_list import Collective
 from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
-from megalite.verify.trace_run import Activation, Collective, RankTrace, StepTensor
+from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 SIZE, BATCH = 4, 8
 """Positions and samples of the reference, whose microbatches have two samples."""
