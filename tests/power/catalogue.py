@@ -713,7 +713,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "averages": [
         ("an average counts the last checkpoint twice", "tp2", average, "average", instead(lambda *_: None),
-         "gpt", "The verification averages no checkpoints: a test compares averages with numpy."),
+         "gpt", "The verification averages no checkpoints: a test of the tool compares known means."),
     ],
     "update": [
         ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),

@@ -192,6 +192,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "other ranks' momentum is not exchanged": (MATRIX, "all-to-all over dp"),
     "the last matrix of a rank is not orthogonalized": (MATRIX, WHOLE),
     "the last matrix of a rank is orthogonalized twice": (MATRIX, WHOLE),
+    "ranks share the matrices out in different ways": (MATRIX, "all-to-all over dp"),
     "gradients of the norms of queries and keys are not summed": (
         r"^gradient of .*(query|key)_norm\.weight", MISSING_TP),
     "gradients of a norm over all heads are not summed": (
