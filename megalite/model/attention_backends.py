@@ -48,8 +48,10 @@ class Case:
     @property
     def has_bias(self) -> bool:
         """Return whether the scores have a bias besides the causal mask, in some layers."""
-        has_window = any(kind.window is not None for kind in self.config.layer_kinds)
-        return has_window or self.config.position_embedding_type == "alibi" or self.context.has_documents
+        config = self.config
+        has_window = any(kind.window is not None for kind in config.layer_kinds)
+        has_distances = config.position_embedding_type == "alibi"
+        return has_window or has_distances or self.context.has_documents or not config.is_causal
 
 
 class Backend(NamedTuple):
@@ -89,6 +91,8 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
+    if case.config.attn_logit_softcapping is not None:
+        return "it cannot cap scores (--attn-logit-softcapping)"
     if case.device == "cpu":
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
