@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -89,30 +89,38 @@ def list_checkpoints(folder: Path) -> Listing:
 
 
 def outdated(
-    iterations: Iterable[int], newest: int, keep_last: int | None, keep_every: int | None
+    iterations: Collection[int],
+    newest: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    confirmed: int | None = None,
 ) -> list[int]:
     """Return the checkpoints to delete now that `newest` is complete, oldest first.
 
     It keeps the last `keep_last` checkpoints up to `newest`, all whose iteration is a multiple of
     `keep_every`, and all later than `newest`, which belong to an earlier attempt of the run. If only
-    `keep_every` is set, it also keeps `newest`.
+    `keep_every` is set, it also keeps `newest`. If the run is good up to the iteration `confirmed`, it also
+    keeps the last checkpoint up to there.
     """
     if keep_last is None and keep_every is None:
         return []
     past = sorted(iteration for iteration in iterations if iteration < newest)
     num_recent = (keep_last or 1) - 1
     old = past[: max(0, len(past) - num_recent)]
-    return [iteration for iteration in old if not keep_every or iteration % keep_every]
+    good = max((each for each in iterations if confirmed is not None and each <= confirmed), default=None)
+    return [each for each in old if each != good and (not keep_every or each % keep_every)]
 
 
-def prune(folder: Path, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
+def prune(
+    folder: Path, newest: int, keep_last: int | None, keep_every: int | None, confirmed: int | None = None
+) -> list[str]:
     """Delete the checkpoints that `outdated` returns, and return their names; call it on one rank.
 
     Raises:
         OSError: a file cannot be deleted.
     """
     found = iterations_in(folder)
-    names = [found[iteration] for iteration in outdated(found, newest, keep_last, keep_every)]
+    names = [found[iteration] for iteration in outdated(found, newest, keep_last, keep_every, confirmed)]
     for name in names:
         remove(folder / name)
     return names

@@ -164,6 +164,7 @@ class Save:
         folder: folder of all checkpoints of the run, which every rank sees.
         file_name: unique name for this rank's file, or for two files with numbers.
         keep_last, keep_every: which older checkpoints to keep; all if both are None.
+        confirmed: iteration up to which the run is known to be good; its last checkpoint is kept.
         lease: lease on the folder; None if no other run can write there.
     """
 
@@ -173,6 +174,7 @@ class Save:
     file_name: str
     keep_last: int | None = None
     keep_every: int | None = None
+    confirmed: int | None = None
     lease: FolderLease | None = None
 
     @property
@@ -248,7 +250,9 @@ class Save:
 
     def _prune(self) -> None:
         try:
-            pruned = prune(self.folder, self.contents.iteration, self.keep_last, self.keep_every)
+            pruned = prune(
+                self.folder, self.contents.iteration, self.keep_last, self.keep_every, self.confirmed
+            )
         except OSError as error:
             log.warning("an old checkpoint in %s cannot be deleted: %s", self.folder, error)
         else:

@@ -125,6 +125,7 @@ class Saver:
         self._copy = HostCopy(topology.device)
         self._running: _RunningSave | None = None
         self._failure: SaveError | None = None  # error of the newest persistent save
+        self._confirmed: int | None = None
         self._name: str | None = None
         self._num_saves = 0
 
@@ -177,7 +178,7 @@ class Saver:
             return
 
         def job(pieces: Mapping[str, FilePiece]) -> Save:
-            keep = self._config.keep_last, self._config.keep_every
+            keep = self._config.keep_last, self._config.keep_every, self._confirmed
             return Save(Path(folder), contents, pieces, _file_name(self._topology), *keep, self._lease)
 
         with self._topology.events.during(CHECKPOINT):
@@ -233,6 +234,10 @@ class Saver:
         if self._running is not None:
             with self._topology.events.during(CHECKPOINT):
                 self._end()
+
+    def confirm(self, iteration: int) -> None:
+        """Let later saves keep the newest checkpoint up to an iteration up to which the run is good."""
+        self._confirmed = iteration
 
     def withdraw(self, after: int, until: int) -> str:
         """Make the checkpoints of the iterations (after, until] unavailable for a resume; a collective.

@@ -39,7 +39,8 @@ class CheckpointConfig:
     exit_on_save_failure: bool = False
     """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
     keep_last: int | None = None
-    """Number of checkpoints to keep. Older ones are deleted after each save. By default all are kept."""
+    """Number of checkpoints to keep. Older ones are deleted after each save, but not the last good one of
+    --audit-interval. By default all are kept."""
     keep_every: int | None = field(default=None, metadata=flags("--save-retain-interval"))
     """Keep every checkpoint whose iteration is a multiple of this number. Of the others, keep the last
     --keep-last (by default 1)."""

@@ -298,13 +298,21 @@ def num_used(spec: ParameterSpec, topology: Topology) -> int:
 
 
 def gather_full(local: Tensor, spec: ParameterSpec, topology: Topology) -> Tensor:
-    """All-gather the boxes of a parameter, or of its gradient, into the full tensor; only for checks."""
+    """All-gather the boxes of a parameter, or of its gradient, into the full tensor; only for checks.
+
+    Each rank's slice is placed at the start of its box, and elements in no box are zero: a wrong box shows.
+    """
     axes = spec.parameter_axes.axes(topology).axes
+    own = {cut.axis: axes[cut.axis].rank for cut in spec.cuts}
     full = local.detach().contiguous().clone()
     for cut in reversed(spec.cuts):  # innermost first
-        axis = axes[cut.axis]
+        axis, dim = axes[cut.axis], cut.dim
         if axis.size > 1:
             slices = [torch.empty_like(full) for _ in range(axis.size)]
             dist.all_gather(slices, full, group=axis.group)
-            full = torch.cat(slices, cut.dim)
+            boxes = (spec.box(topology, {**own, cut.axis: rank}) for rank in range(axis.size))
+            starts = [box.starts[dim] for box in boxes]
+            full = torch.zeros_like(torch.cat(slices, dim))
+            for start, each in zip(starts, slices, strict=True):
+                full.narrow(dim, start - min(starts), each.shape[dim]).copy_(each)
     return full

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megalite.tensor_parallel.placement import Box
-from megalite.verify.trace_run import Activation, Collective, RankTrace, StepTensor
+from megalite.verify.collective_list import Collective
+from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def compared_activations(
         if entry.names[0] in by_name and entry.gradient is not None and entry.gradient.any()
     }
     values: dict[str, list[Comparison]] = {}
+    recomputed: dict[str, list[Comparison]] = {}
     gradients: dict[str, list[Comparison]] = {}
     unplaced: set[str] = set()
     for trace in run:
@@ -166,16 +168,33 @@ def compared_activations(
             of_gradient = _compare(trace, entry, full[key].parts, reference, is_gradient=True)
             if of_gradient is not None:
                 gradients.setdefault(key, []).append(of_gradient)
+        for entry in trace.recomputed:
+            key = next((by_name[name] for name in entry.names if name in by_name), None)
+            again = key and _compare(trace, entry, full[key].parts, reference, is_gradient=False)
+            if key and again:
+                recomputed.setdefault(key, []).append(again)
     data = {entry.names[0] for entry in reference.microbatches}
     events = [
         Event("microbatch" if key in data else "forward", full[key].order, _all_names(full[key]), compared)
         for key, compared in values.items()
     ]
     events += [
+        Event("recomputed", full[key].order, _all_names(full[key]), compared)
+        for key, compared in recomputed.items()
+    ]
+    events += [
         Event("backward", full[key].parts[0].gradient_order, _all_names(full[key]), compared)
         for key, compared in gradients.items()
     ]
     return events, len(unplaced)
+
+
+def skipped_layers(run: Sequence[RankTrace], reference: RankTrace) -> list[str]:
+    """Return the layers of the reference that no rank has run, such as ``layers.1``."""
+    here = {name for trace in run for entry in trace.activations for name in entry.names}
+    names = dict.fromkeys(name for entry in reference.activations for name in entry.names)
+    outputs = [name for name in names if name.startswith("output of layers.") and name.count(".") == 1]
+    return [name.removeprefix("output of ") for name in outputs if name not in here]
 
 
 def _is_unused(entry: Activation, compared: Comparison, limit: float) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megalite.verify.compare_traces import (
     compared_activations,
     compared_steps,
     magnitude,
+    skipped_layers,
 )
 from megalite.verify.trace_run import RankTrace
 
@@ -31,6 +33,7 @@ PHASES = {
     "forward": "{name} (forward, iteration {iteration}{samples})",
     "own loss": "{name}, the sum over the microbatches of all ranks (iteration {iteration})",
     "loss": "{name}, the mean over the global batch (iteration {iteration})",
+    "recomputed": "{name} (recomputed for backward, iteration {iteration}{samples})",
     "backward": "gradient of the {name} (backward, iteration {iteration}{samples})",
     "own gradient": "gradient of {name}, before its sum over the ranks (iteration {iteration})",
     "reduced gradient": "gradient of {name}, after its sum over {replicas} (iteration {iteration})",
@@ -39,6 +42,8 @@ PHASES = {
     "weight": "weight {name} after the update (iteration {iteration})",
 }
 """What is compared, in the order in which an iteration computes it."""
+OF_MODULES = ("forward", "recomputed", "backward")
+"""The phases in which modules compute."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ LIMITS = {
 }
 """Limits by params_dtype."""
 
+_LAYER = re.compile(r"output of layers\.[0-9]+")
 SMALLEST = 1e-6
 """Differences are relative to a tensor's largest magnitude, or to this part of the largest of its phase.
 
@@ -108,12 +114,23 @@ def first_difference(
     for phase in PHASES:
         if phase == "weight" and not limits.weights:
             continue
+        if phase == "forward" and (skipped := skipped_layers(run, reference)):
+            return _of_skipped(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
         judge = Judge(phase, scales[phase], limits)
+        if phase == "recomputed":  # a representation that differed in forward differs again
+            forward = Judge("forward", scales["forward"], limits)
+            known = {each.order for each in events if each.phase == "forward" and forward.differs(each)}
+            found = [each for each in found if each.order not in known]
         differing = judge.differing(found)
         if differing is not None:
             return judge.described(differing, found, iteration), num_unplaced
     return None, num_unplaced
+
+
+def _of_skipped(layers: Sequence[str], iteration: int) -> FirstDifference:
+    what = f"output of {' and '.join(layers)} (forward, iteration {iteration})"
+    return FirstDifference(what, "forward", layers[0], [], ["no rank runs it, and one rank alone does"])
 
 
 def _scale(events: Iterable[Event]) -> float:
@@ -153,12 +170,26 @@ class Judge(NamedTuple):
         differing = [each for each in events if self.differs(each)]
         if self.phase not in ("forward", "backward") or not differing:
             return differing[0] if differing else None
-        last = max((each.order for each in events if _is_boundary(each) and self.agrees(each)), default=-1)
+        last = max(
+            (each.order for each in events if self._is_boundary(each) and self.agrees(each)), default=-1
+        )
         after = [each for each in differing if each.order > last]
         of_samples = [each for each in events if each.comparisons[0].samples is not None]
         following = {each.order: next_ for each, next_ in itertools.pairwise(of_samples)}
+        if self.phase == "backward":
+            following |= _inputs_of_outputs(of_samples)
         whole = (each for each in after if not self._is_completed(each, following.get(each.order)))
         return next(whole, None)
+
+    def _is_boundary(self, event: Event) -> bool:
+        """Return whether everything that follows depends on the tensor alone.
+
+        That holds for the outputs of the embedding, the layers and the head, and in forward for the losses of
+        the tokens. It does not hold for modules that compute several terms of the loss side by side.
+        """
+        last = ("losses_of",) if self.phase == "forward" else ()
+        stages = {f"output of {name}" for name in ("embedding", event.comparisons[0].trace.head, *last)}
+        return any(name in stages or _LAYER.fullmatch(name) for name in event.names)
 
     def _is_completed(self, event: Event, following: Event | None) -> bool:
         """Return whether the ranks have parts of a sum, and the next tensor shows that it is summed."""
@@ -184,7 +215,7 @@ class Judge(NamedTuple):
         ranks = sorted({each.trace.rank for each in differing})
         details = [self._elements(first), *self._remarks(event, first)]
         count = sum(self.differs(each) for each in events)
-        if self.phase not in ("forward", "backward") and len(events) > 1:
+        if self.phase not in OF_MODULES and len(events) > 1:
             details.append(f"{count} of {len(events)} tensors differ there")
         if len(ranks) > 1:
             details.append(f"also on {_range_text('rank', *ranks[1 :: max(1, len(ranks) - 2)])}")
@@ -223,6 +254,11 @@ class Judge(NamedTuple):
             means = [f", as after a mean over {axis}" for axis in sizes if _is_near(ratio * sizes[axis], 1.0)]
             sums = [f", as after two sums over {axis}" for axis in sizes if _is_near(ratio, sizes[axis])]
             yield f"the values are the right ones times {ratio:.6g}{''.join((means + sums)[:1])}"
+        elif self.phase == "norm" and (axis := self._axis_of_squares(event, found, sizes)):
+            yield (
+                f"the squares of the {axis} ranks' values add up to the square of the right one: a sum over "
+                f"{axis} is missing"
+            )
         elif axes := [axis for axis in missing if axis not in found.sums]:
             yield (
                 f"the values of the {axes[0]} ranks add up to the right ones: a sum over {axes[0]} is missing"
@@ -245,6 +281,25 @@ class Judge(NamedTuple):
             yield "the values are 0"
         else:
             yield from _rounding(value, expected, found.largest)
+
+    def _axis_of_squares(self, event: Event, found: Comparison, axes: Iterable[str]) -> str | None:
+        """Return the axis over whose ranks the squares of a norm were not summed; None if there is none."""
+        squares = [
+            replace(each, value=each.value**2, expected=each.expected**2) for each in event.comparisons
+        ]
+        own = squares[event.comparisons.index(found)]
+        return next((axis for axis in axes if _adds_up(squares, own, self, axis)), None)
+
+
+def _inputs_of_outputs(events: Iterable[Event]) -> dict[int, Event]:
+    """Return the event of each module's input by the order of its output.
+
+    In backward it depends on the output's gradient. The next gradient may belong to a module beside it.
+    """
+    by_name = {name: each for each in events for name in each.names}
+    outputs = [(each, name[10:]) for each in events for name in each.names if name.startswith("output of ")]
+    pairs = [(each, by_name.get(f"input of {module}")) for each, module in outputs]
+    return {each.order: found for each, found in pairs if found is not None and found.order > each.order}
 
 
 def _ratio(value: Tensor, expected: Tensor, within: float) -> float:
@@ -338,14 +393,3 @@ def _rounding(value: Tensor, expected: Tensor, largest: float) -> Iterator[str]:
             return
     if 1e-9 < relative < 2 * torch.finfo(torch.float32).eps:
         yield "the difference is as small as rounding to fp32"
-
-
-def _is_boundary(event: Event) -> bool:
-    """Return whether everything that follows depends on the tensor alone."""
-    return any(name.startswith("output of ") and _is_unit(name[10:]) for name in event.names)
-
-
-def _is_unit(module: str) -> bool:
-    """Return whether a name is that of a stage's own module or of one of its layers."""
-    parts = module.split(".")
-    return len(parts) == 1 or (len(parts) == 2 and parts[0] == "layers")

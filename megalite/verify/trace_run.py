@@ -1,7 +1,8 @@
 """Run one iteration in one layout, and record each rank's tensors in the order of execution.
 
 Recorded are the microbatches, the inputs and outputs of all modules and wrap points with their gradients, the
-terms of the loss, the gradients of parameters before and after each reduction, and the weights. Each value
+terms of the loss, the gradients of parameters before and after each reduction, and the weights. If backward
+runs a module again, its inputs and outputs are recorded a second time. Each value
 comes with its place in the global tensor, so that values of different layouts can be compared.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,35 +26,19 @@ from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.recording.traffic import Traffic, message_of
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import Box
-from megalite.torch_private import schema_of, version_of
+from megalite.torch_private import version_of
 from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.verify.collective_list import Collective, CollectiveList
 from megalite.wrapping import wrap
 
 NOT_PARTS = {"forward", "run_layers", "run_group"}
 """Wrap points whose inputs and outputs hooks of modules record."""
-
-
-class Collective(NamedTuple):
-    """A call of torch.distributed on one rank.
-
-    Attributes:
-        in_forward: whether it ran in the forward of a microbatch.
-    """
-
-    kind: str
-    axis: str
-    shape: tuple[int, ...]
-    in_forward: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.kind} over {self.axis} of {list(self.shape)}"
 
 
 @dataclass
@@ -117,6 +101,8 @@ class RankTrace:
         loss_collectives: which collectives of the rank sum the loss.
         first_sample: number of the first sample of the global batch in the run.
         first_samples: index in the global batch of the first sample of each microbatch.
+        recomputed: tensors of modules that backward has run again, without gradients.
+        head: name of the module between the last layer and the losses.
     """
 
     rank: int
@@ -132,68 +118,30 @@ class RankTrace:
     activations: list[Activation]
     steps: list[StepTensor]
     collectives: list[Collective]
-
-
-class CollectiveList(Traffic):
-    """Lists the calls of torch.distributed on this rank in their order.
-
-    Attributes:
-        in_forward: whether the forward of a microbatch runs.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        super().__init__(topology)
-        self.found: list[Collective] = []
-        self.in_forward = False
-        self._is_paused = False
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "c10d" and not self._is_paused:
-            self.found.append(self._collective(func, args))
-        return func(*args, **(kwargs or {}))
-
-    def _collective(self, func: Any, args: Sequence[Any]) -> Collective:
-        try:
-            kind, tensors = message_of(func, args)
-            return Collective(kind, self.axis_of(args), tuple(tensors[0].shape), self.in_forward)
-        except (KeyError, ValueError):  # a collective that only the program's own model uses
-            return Collective(schema_of(func).name.removeprefix("c10d::"), "a group of its own", ())
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not list the collectives of this block, which only the recording needs."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+    recomputed: list[Activation] = field(default_factory=list)
+    head: str = "head"
 
 
 @dataclass
 class ActivationRecorder:
     """Records what the modules of a rank read and return, once `watch` has added hooks to a stage.
 
-    It observes the pipeline's actions: only what runs in a forward is recorded, not its recomputation.
+    It observes the pipeline's actions: what runs in a backward is recomputed.
     """
 
     collectives: CollectiveList
     microbatches: list[Activation] = field(default_factory=list)
     activations: list[Activation] = field(default_factory=list)
+    recomputed: list[Activation] = field(default_factory=list)
     _microbatch: int | None = None
     _seen: dict[tuple[int, int], tuple[Tensor, Activation]] = field(default_factory=dict)
     _calls: Counter[str] = field(default_factory=Counter)
     _num_gradients: int = 0
 
     def begins(self, action: Action) -> None:
-        """Begin to record if the action is a forward."""
-        self._microbatch = action.microbatch if action.kind is ActionKind.FORWARD else None
-        self.collectives.in_forward = self._microbatch is not None
+        """Begin to record the modules that the action runs."""
+        self._microbatch = action.microbatch
+        self.collectives.in_forward = action.kind is ActionKind.FORWARD
 
     def ends(self, action: Action) -> None:
         """Stop recording."""
@@ -217,9 +165,10 @@ class ActivationRecorder:
         microbatch = arguments[0]
         if self._microbatch is None or not isinstance(microbatch, Microbatch):
             return
-        for each in fields(microbatch):  # a stage between the first and the last gets no tokens or labels
+        for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
-            if value is not None and (stage.is_first or stage.is_last or each.name == "sample_numbers"):
+            is_real = stage.is_first or stage.is_last or each.name not in ("tokens", "labels")
+            if value is not None and is_real:
                 name = f"{each.name} of the microbatch"
                 value = value.detach().double().cpu()
                 entry = Activation(
@@ -257,20 +206,22 @@ class ActivationRecorder:
 
     def _note_tensor(self, name: str, tensor: Tensor, features: tuple[int, ...]) -> None:
         assert self._microbatch is not None
+        is_forward = self.collectives.in_forward
+        recorded = self.activations if is_forward else self.recomputed
         key = id(tensor), version_of(tensor)
         if key in self._seen:
             _, entry = self._seen[key]
             entry.names.append(name)
-            if entry is self.activations[-1]:  # no other tensor was met in between
+            if entry is recorded[-1]:  # no other tensor was met in between
                 entry.gradient_name = name
             return
         value = tensor.detach().clone().cpu()
         entry = Activation(
             [name], self._microbatch, value, len(self.collectives.found), name, features=features
         )
-        self.activations.append(entry)
+        recorded.append(entry)
         self._seen[key] = tensor, entry  # the tensor stays alive, so that its id is not used again
-        if tensor.requires_grad and not tensor.is_leaf:
+        if is_forward and tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(partial(self._note_gradient, entry))
 
     def _note_gradient(self, entry: Activation, gradient: Tensor) -> None:
@@ -472,6 +423,8 @@ def trace_rank(
             activations.activations,
             steps.steps,
             collectives.found,
+            activations.recomputed,
+            trainer.chunks[0].head_name,
         )
 
 

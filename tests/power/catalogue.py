@@ -10,11 +10,23 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import load
+from megalite.checkpoint.convert import average
 from megalite.data import batch_loader
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
-from megalite.model import activation_offload, attention, bert_stage, embedding, head, positions, stage
+from megalite.model import (
+    activation_offload,
+    attention,
+    bert_stage,
+    embedding,
+    head,
+    layer,
+    norm,
+    positions,
+    recompute,
+    stage,
+)
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
@@ -22,6 +34,8 @@ from megalite.optim import (
     global_norm,
     gradient_buckets,
     loss_scaler,
+    matrix_exchange,
+    muon,
     optimizer,
     reduce_handle,
     sharded_weights,
@@ -38,7 +52,7 @@ from megalite.tensor_parallel import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from megalite.tensor_parallel.placement import ParameterAxes
+from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step
 from tests.power import own_stage
 from tests.power.injected_error import (
@@ -346,6 +360,55 @@ def _order_of_slices(original: Callable[..., Any], topology: Topology) -> Callab
     return reduced
 
 
+def _with_all_logits(logits: Tensor, targets: Tensor, vocab_size: int, tp: Any) -> tuple[Any, ...]:
+    """Gather the logits, as a head that returns them whole would."""
+    return (gather_from_tensor_parallel(logits, tp) if tp.size > 1 else logits), targets, vocab_size, tp
+
+
+def _of_slices(scales: Any, topology: Topology) -> Any:
+    """Return Muon's scales of matrices of which a rank has some rows."""
+
+    def of_slice(scale: Callable[[int, int], float]) -> Callable[[int, int], float]:
+        return lambda rows, columns: scale(rows // topology.tp.size, columns)
+
+    return {name: of_slice(scale) for name, scale in scales.items()}
+
+
+def _own_parts(exchange: Any, matrices: Any) -> Any:
+    """Return matrices with zeros where other ranks hold them."""
+    kept = []
+    for matrix, segments in zip(matrices, exchange._segments, strict=True):
+        own, only = segments[exchange._axis.rank], torch.zeros_like(matrix)
+        elements = torch.zeros(own.part.shape, dtype=matrix.dtype).view(-1)
+        elements[own.start : own.end] = matrix[own.part.block].reshape(-1)[own.start : own.end]
+        only[own.part.block] = elements.view(own.part.shape)
+        kept.append(only)
+    return kept
+
+
+def _last_changed(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
+    """Change the last of the matrices that a rank has orthogonalized for others."""
+
+    def changed(exchange: Any, matrices: Any) -> tuple[Any, ...]:
+        if exchange._axis.size == 1 or not matrices:
+            return exchange, matrices
+        return exchange, [*matrices[:-1], change(matrices[-1])]
+
+    return changed
+
+
+def _other_vector(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
+    """Return the place of the last rank for the first one of a cut vector, and so on."""
+    if len(box.shape) > 1 or not spec.cuts:
+        return box
+    return Box((spec.full_shape[0] - box.shape[0] - box.starts[0],), box.shape)
+
+
+def _as_post_norm(module: Any, *_: Any) -> Any:
+    module.__class__ = layer.PostNormLayer
+    return module
+
+
 ROWS: dict[str, list[tuple[Any, ...]]] = {
     "sum over replicas": [
         ("gradients are not summed over replicas", "dp2", gradient_buckets, "start_all_reduce",
@@ -410,6 +473,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("padding of the vocabulary is in the loss", "tp2", stage, "vocab_parallel_cross_entropy",
          before(lambda logits, targets, _, tp: (logits, targets, 10**6, tp)), "gpt",
          "The vocabulary of 101 tokens has the same padding in every layout that is verified."),
+        ("the cross-entropy gets the logits of all ranks as its slice", "tp2", stage,
+         "vocab_parallel_cross_entropy", before(_with_all_logits)),
         ("the maximum of the logits is not reduced", "tp2", vocab_cross_entropy, "all_reduce",
          unless(lambda x, tp, *op: bool(op), _first)),
         ("the sums of the cross-entropy are not reduced", "tp2", vocab_cross_entropy, "all_reduce",
@@ -430,7 +495,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _without_sum),
         ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
          lambda original, topology: lambda self, updates, rate, decay, *rest: original(
-             self, updates, rate, 0.1 if topology.tp.rank else decay, *rest)),
+             self, updates, rate, decay or 0.1 * (topology.tp.rank > 0), *rest)),
     ],
     "sequence parallelism": [
         ("partial gradients are not summed", "tp2+sp", optimizer.Optimizer, "_sum_partial",
@@ -573,10 +638,87 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("gradients keep the sum of the iteration before", "dp2", Buffer, "begin",
          lambda original, _: lambda self: (original(self), self.stale.clear())[0]),
     ],
+    "Muon": [
+        ("a rank orthogonalizes its slice of a matrix", "tp2", muon, "orthogonalize",
+         lambda original, topology: lambda matrix, *more: torch.cat(
+             [original(part, *more) for part in matrix.chunk(topology.tp.size)]), "muon"),
+        ("a rank orthogonalizes its ZeRO shard of a matrix", "dp2+zero2", muon, "orthogonalize",
+         lambda original, topology: lambda matrix, *more: torch.cat(
+             [original(part, *more) for part in matrix.chunk(topology.replicas.size)]), "muon"),
+        ("a fused weight of which a rank has a slice is one matrix", "tp2", matrix_exchange, "matrices_of",
+         lambda original, topology: lambda spec, splits_fused: original(
+             spec, splits_fused=splits_fused and topology.tp.size == 1), "muon"),
+        ("an update has the scale of a slice", "tp2", muon, "SCALES", _of_slices, "muon"),
+        ("other ranks' momentum is not exchanged", "dp2+zero2", matrix_exchange.MatrixExchange, "gather",
+         after(lambda matrices, exchange, _: _own_parts(exchange, matrices)), "muon"),
+        ("the last matrix of a rank is not orthogonalized", "dp2", matrix_exchange.MatrixExchange, "scatter",
+         before(_last_changed(lambda matrix: torch.zeros_like(matrix))), "muon"),
+        ("the last matrix of a rank is orthogonalized twice", "dp2", matrix_exchange.MatrixExchange,
+         "scatter", before(_last_changed(lambda matrix: muon.orthogonalize(matrix, "quintic", 5))), "muon"),
+        ("ranks share the matrices out in different ways", "dp2", matrix_exchange, "share_out",
+         lambda original, topology: lambda costs, count: (
+             original(costs[::-1], count)[::-1] if topology.rank else original(costs, count)), "muon"),
+        ("the ranks of other replicas send their elements too", "dp2", matrix_exchange.MatrixExchange,
+         "__init__", after(lambda _, exchange, *more: setattr(
+             exchange, "_is_source", [True] * len(exchange._is_source))), "muon"),
+    ],
+    "newer models": [
+        ("gradients of the norms of queries and keys are not summed", "tp2", RMSNorm, "__init__",
+         complete_over("weight"), "qwen"),
+        ("gradients of a norm over all heads are not summed", "tp2", norm.AllHeadsRMSNorm, "__init__",
+         complete_over("weight"), "olmo"),
+        ("a norm over all heads uses the rank's heads alone", "tp2", norm, "reduce_from_tensor_parallel",
+         instead(_first), "olmo"),
+        ("the gradient of a norm over all heads is that of the rank's heads", "tp2", norm,
+         "copy_to_tensor_parallel", instead(_first), "olmo"),
+        ("a rank's queries, keys and values have the bias of another rank", "tp2",
+         parameter_spec.ParameterSpec, "box", after(_other_vector), "qwen"),
+        ("rotary frequencies are scaled on the first stage only", "pp2", positions, "SCALINGS",
+         lambda table, topology: table if topology.pp.is_first else dict.fromkeys(table, table["none"]),
+         "qwen"),
+        ("rotary frequencies are scaled by the inverse factor", "tp2", positions, "SCALINGS",
+         instead({"linear": lambda frequencies, config: (
+             frequencies * config.rope_scaling_factor, 1.0)}), "qwen", SAME),
+        ("a rank rotates its share of the rotated part", "tp2", positions.Rotary, "__init__",
+         lambda original, topology: lambda self, config, context: original(
+             self, replace(config, rotary_percent=config.rotary_percent / topology.tp.size), context),
+         "qwen"),
+        ("rotary positions continue over the replicas' samples", "dp2", positions.Rotary, "compute",
+         lambda original, topology: lambda self, ids: original(
+             self, ids * (1 + topology.replicas.rank)), "qwen"),
+        ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
+         instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
+        ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",
+         complete_over("weight"), "olmo"),
+        ("of parallel blocks, attention alone sums its input gradient", "tp2", Collectives,
+         "start_summed_input_gradient",
+         lambda original, _: lambda self, grad, weight, *rest: (
+             _own(self, self.gemm.input_gradient(grad, weight, *rest))
+             if weight.shape[0] == 160 // self.tp.size and self.tp.size > 1
+             else original(self, grad, weight, *rest)), "neox"),
+        ("parallel blocks add their input once on each rank", "tp2", layer.ParallelLayer, "forward",
+         lambda original, topology: lambda self, x, *rest: (
+             original(self, x, *rest) + x * (topology.tp.size - 1)), "neox"),
+        ("stages between the first and the last have norms after the residual connections", "pp4",
+         TransformerStage, "build_layer", _at_middle(after(_as_post_norm)), "olmo"),
+    ],
+    "recomputation": [
+        ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,
+         "start_all_gather", after(lambda pending, *_: _rolled(pending, halves=True)), "sliced"),
+        ("saved slices are gathered over the replicas", "tp2dp2+full", recompute, "start_all_gather",
+         over(lambda topology: topology.replicas), "sliced"),
+        ("every rank saves the first slice of a layer's input", "tp2+full", recompute, "keep_slice",
+         before(lambda tp: (type("First", (), {"size": tp.size, "rank": 0, "__getattr__": (
+             lambda self, name: getattr(tp, name))})(),)), "sliced"),
+    ],
+    "averages": [
+        ("an average counts the last checkpoint twice", "tp2", average, "average", instead(lambda *_: None),
+         "gpt", "The verification averages no checkpoints: a test of the tool compares known means."),
+    ],
     "update": [
         ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),
         ("biases have weight decay", "tp1+offload", adamw.AdamW, "_update",
-         before(lambda self, updates, rate, _, *rest: (self, updates, rate, 0.1, *rest))),
+         before(lambda self, updates, rate, decay, *rest: (self, updates, rate, decay or 0.1, *rest))),
         ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
          before(lambda self, updates, rate, decay, number, *rest: (
              self, updates, rate, decay, number + 1, *rest))),

@@ -27,6 +27,10 @@ from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROV
 SUMMED = r"after its sum over dp \("
 MISSING_DP, MISSING_TP = (f"a sum over {axis} is missing" for axis in ("dp", "tp"))
 PROJECTION = r"output of layers\.0\.attention\.projection"
+MATRIX = r"^weight layers\.\d\.(attention|mlp)\..*weight after the update"
+OF_SQUARES = rf"all-reduce over tp of \[32, 2, 1, 1\]|{MISSING_TP}"
+SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0\.mlp\.(up|project_up))"
+"""The first gradient in the only offloaded layer that needs a large saved tensor, the input of GELU."""
 WHOLE = ""
 """Matches any report: the name of a tensor is also that of the operator that computes it."""
 
@@ -92,7 +96,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),
     "dropout is keyed by the samples of the rank": ("sample_numbers of the microbatch", WHOLE),
     "dropout is keyed by the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
-    "recomputation draws other masks": (r"layers\.3\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "recomputation draws other masks": (r"layers\.\d\.(mlp_norm|attention_output_dropout)", WHOLE),
     "slices of initial weights begin at element 0": (r"^weight .* before iteration 1", WHOLE),
     "slices of initial columns are drawn as rows": (r"^weight .* before iteration 1", WHOLE),
     "every stage has a seed of its own": (r"^weight .* before iteration 1", WHOLE),
@@ -128,10 +132,98 @@ PLACES: dict[str, tuple[str, str]] = {
     "a microbatch overwrites the gradient before": ("before its sum over the ranks", WHOLE),
     "gradients keep the sum of the iteration before": ("before its sum over the ranks", WHOLE),
     "the learning rate grows with the replicas": ("after the update", WHOLE),
+    "only the first replica counts its shard in the norm": ("the gradient norm", WHOLE),
+    "weights are those of the first gathering": (
+        r"output of (layers\.\d\.attention\.qkv|embedding\.word) ", "all-gather over dp"),
+    "the input gradient of the output layer is not summed": (
+        "gradient of the input of losses_of", MISSING_TP),
+    "biases have weight decay after the first rank": (
+        r"^weight .*(norm\.weight|bias) after the update", WHOLE),
+    "a rank gets another rank's slice of the word embeddings": (
+        r"output of embedding\.word", "reduce-scatter over tp"),
+    "the gradient of the order loss is multiplied by tp": (
+        "gradient of the output of order_head", "(two sums|all-reduce) over tp"),
+    "recomputation drops nothing": (r"layers\.\d\.(mlp_norm|attention_output_dropout)", WHOLE),
+    "a message overtakes the one before": (r"input of layers\.2 ", "(send|receive) over pp"),
+    "cut parameters count on the first tp rank only": ("the gradient norm", WHOLE),
+    "each rank clips by the norm of its own gradients": (
+        "the gradient norm", "all-reduce over pp|sum over pp is missing"),
+    "the order loss is a mean over the microbatch's samples": ("^sop_loss, the sum over the micro", WHOLE),
+    "biases have weight decay": (r"^weight .*(norm\.weight|bias) after the update", WHOLE),
+    "the bias correction is one step late": ("^weight .* after the update", WHOLE),
+    "later stages have the learning rate of a later step": (
+        r"^weight (layers\.[23]|final_norm|embedding\.word)\..* after the update", WHOLE),
+    "they have no tokens, with windows": (r"output of layers\.[12]\.attention\.attend", WHOLE),
+    "they have no tokens, with ALiBi": (r"output of layers\.1\.attention\.attend", WHOLE),
+    "they do not know the documents": ("document_ids of the microbatch", WHOLE),
+    "their dropout is keyed by the samples of another microbatch": (
+        "sample_numbers of the microbatch", WHOLE),
+    "they double the gradients that they pass on": (
+        r"gradient of the output of layers\.1 ", "receive over pp"),
+    "their gradients are not counted in the norm": ("the gradient norm", WHOLE),
+    "they skip the update": (r"^weight layers\.[12]\..* after the update", WHOLE),
+    "they skip their layers": (r"layers\.1\b", WHOLE),
+    "two of them exchange their layers": (r"input of layers\.[12] ", WHOLE),
+    "the last chunk has another microbatch": ("of the microbatch", WHOLE),
+    "the last chunk scales its losses twice": ("gradient of the output of losses_of", WHOLE),
+    "the tip of the V reads the output before": (r"input of layers\.2 ", WHOLE),
+    "weight gradients of the second chunk are not computed": (
+        r"^gradient of (layers\.[23]|embedding\.word)\..*before its sum", WHOLE),
+    "a rank with the first and the last stage has two copies of a tied embedding": (
+        r"gradient of embedding\.word\.weight", WHOLE),
+    "the last stage has the scale of the next step": ("gradient of the output of losses_of", WHOLE),
+    "one replica has the scale of the next step": ("gradient of the output of losses_of", WHOLE),
+    "half of a storage is copied to the host": (SAVED, WHOLE),
+    "a layer gets the activations before": (SAVED, WHOLE),
+    "views of a copied storage begin at its start": (
+        r"gradient of the (input( \d)? of layers\.0\.attention\.(attend|core)|"
+        r"output( \d)? of layers\.0\.attention\.(qkv|queries_keys_values|query_norm|key_norm))", WHOLE),
+    "offloaded weights have no weight decay": ("^weight .* after the update", WHOLE),
+    "offloaded states have the learning rate of another step": ("^weight .* after the update", WHOLE),
+    "every rank holds the first slice of a buffer": (r"layers\.0\.scale", WHOLE),
+    "a recomputed forward counts again in a buffer": (r"layers\.\d\.seen after the update", WHOLE),
+    "the cross-entropy gets the logits of all ranks as its slice": (
+        "gradient of the input of losses_of", WHOLE),
+    "a rank orthogonalizes its slice of a matrix": (MATRIX, WHOLE),
+    "a rank orthogonalizes its ZeRO shard of a matrix": (MATRIX, WHOLE),
+    "a fused weight of which a rank has a slice is one matrix": (
+        r"^weight layers\.\d\.attention\.qkv\.weight after the update", WHOLE),
+    "an update has the scale of a slice": (r"^weight layers\.\d\.mlp\.up\.weight after the update", WHOLE),
+    "other ranks' momentum is not exchanged": (MATRIX, "all-to-all over dp"),
+    "the last matrix of a rank is not orthogonalized": (MATRIX, WHOLE),
+    "the last matrix of a rank is orthogonalized twice": (MATRIX, WHOLE),
+    "ranks share the matrices out in different ways": (MATRIX, "all-to-all over dp"),
+    "gradients of the norms of queries and keys are not summed": (
+        r"^gradient of .*(query|key)_norm\.weight", MISSING_TP),
+    "gradients of a norm over all heads are not summed": (
+        r"^gradient of .*(query|key)_norm\.weight", MISSING_TP),
+    "a norm over all heads uses the rank's heads alone": (
+        r"output of layers\.0\.attention\.query_norm", OF_SQUARES),
+    "the gradient of a norm over all heads is that of the rank's heads": (
+        r"gradient of the input of layers\.3\.attention\.(query|key)_norm", OF_SQUARES),
+    "a rank's queries, keys and values have the bias of another rank": (
+        r"^gradient of layers\.\d\.attention\.qkv\.bias", WHOLE),
+    "rotary frequencies are scaled on the first stage only": (
+        r"output of layers\.2\.attention\.attend", WHOLE),
+    "a rank rotates its share of the rotated part": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "rotary positions continue over the replicas' samples": (
+        r"output of layers\.0\.attention\.attend", WHOLE),
+    "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
+    "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
+    "of parallel blocks, attention alone sums its input gradient": (
+        r"gradient of the (output of layers\.3\.mlp_norm|input of layers\.3\.mlp)", MISSING_TP),
+    "parallel blocks add their input once on each rank": (r"output of layers\.0 ", WHOLE),
+    "stages between the first and the last have norms after the residual connections": (
+        r"put of layers\.1\.attention_norm", WHOLE),
+    "saved slices of a layer's input are gathered in another order": (
+        r"input of layers\.\d \(recomputed", "all-gather over tp"),
+    "saved slices are gathered over the replicas": (
+        r"input of layers\.\d \(recomputed", "all-gather over dp"),
+    "every rank saves the first slice of a layer's input": (r"input of layers\.\d \(recomputed", WHOLE),
 }  # fmt: skip
 """By error: a pattern of the tensor that the error changes first, and of the collective or the sum at fault.
 
-They follow from what an error does, not from the reports.
+They follow from what an error does, not from the reports: write them before you run a bisection.
 """
 
 

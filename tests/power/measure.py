@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megalite.config.model import ParamsDtype
+from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.distributed.topology import Topology
@@ -29,10 +29,20 @@ GLOBAL_BATCH_SIZE = 8
 MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
-    | dict.fromkeys(("fp16", "buffers"), "gpt-tiny")
+    | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
+    | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny"}
 )
+SETTINGS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
+    "fp16": {"params_dtype": "fp16"},
+    "qwen": {
+        **{"qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
+        **{"rope_scaling": "linear", "rope_scaling_factor": 4.0},
+    },
+    "olmo": {"norm_position": "output", "qk_layernorm": True, "qk_layernorm_width": "all_heads"},
+    "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
+}
 PROVIDERS = {"buffers": Providers(CountingStage)}
-DTYPES: dict[str, ParamsDtype] = {"fp16": "fp16"}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
 PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
@@ -46,22 +56,25 @@ def default_names(model: str) -> tuple[str, ...]:
 @cache
 def config_of(model: str) -> Config:
     """Return the config of a small model."""
-    dropout = DROPOUT.get(model, 0.0)
-    is_windowed = model == "window"
+    dropout, is_sliced = DROPOUT.get(model, 0.0), model == "sliced"
     return Config(
         model=replace(
             PRESETS[MODELS[model]],
-            window_size=(10, 0) if is_windowed else None,
-            window_attn_skip_freq=(3,) if is_windowed else None,
+            **{"params_dtype": "fp64", **SETTINGS.get(model, {})},
             hidden_size=32,
             seq_length=32,
             vocab_size=101,
             hidden_dropout=dropout,
             attention_dropout=dropout,
-            params_dtype=DTYPES.get(model, "fp64"),
         ),
         optimizer=OptimizerConfig(
-            lr=3e-3, lr_decay_style="constant", loss_scale=FP16_LOSS_SCALE if model in DTYPES else None
+            optimizer="muon" if model == "muon" else "adam",
+            lr=3e-3,
+            lr_decay_style="constant",
+            loss_scale=FP16_LOSS_SCALE if model == "fp16" else None,
+        ),
+        recompute=RecomputeConfig(
+            recompute_granularity="full" if is_sliced else None, distribute_saved_activations=is_sliced
         ),
         data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model == "packed" else (), True)),
         training=TrainingConfig(

@@ -20,7 +20,8 @@ class Audit(Callback):
 
     Before the update it compares the first microbatch with the results of another replica, and after the
     update the weights, optimizer state and state of the run. Checkpoints that were saved after the last
-    passed audit are renamed, so that a restart does not load them.
+    passed audit are renamed, so that a restart does not load them. The newest one up to it is kept, whatever
+    --keep-last is.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Audit(Callback):
         self._first_iteration = loop.iteration
         self._replicas = ReplicaComparison(trainer)
         self._microbatch = MicrobatchComparison(trainer)
+        trainer.saver.confirm(self._good_until)
         log.info("%s", self._description(loop))
 
         def before_update() -> None:
@@ -62,6 +64,12 @@ class Audit(Callback):
             if finding := self._replicas.find():
                 self._end(finding, loop, loop.iteration)
             self._last_passed = loop.iteration
+            loop.trainer.saver.confirm(self._good_until)
+
+    @property
+    def _good_until(self) -> int:
+        """Return the iteration of the last passed audit, or the one at which this run has begun."""
+        return self._first_iteration if self._last_passed is None else self._last_passed
 
     def _end(self, finding: Finding, loop: TrainingLoop, iteration: int) -> NoReturn:
         """End the run; every rank must call it.
@@ -71,7 +79,7 @@ class Audit(Callback):
         """
         trainer, passed = loop.trainer, self._last_passed
         found = finding.text(trainer.topology)
-        checkpoints = trainer.saver.withdraw(self._first_iteration if passed is None else passed, iteration)
+        checkpoints = trainer.saver.withdraw(self._good_until, iteration)
         last = "no audit has passed" if passed is None else f"the last audit passed after iteration {passed}"
         error = AuditFailed(
             f"the audit of iteration {iteration} failed: {found}; {last}, and {checkpoints}: start again "

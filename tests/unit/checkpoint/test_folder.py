@@ -172,6 +172,15 @@ def test_what_is_kept(keep_last: int | None, keep_every: int | None, gone: list[
     assert outdated([70, 10, 30, 20, 50, 40, 60], 50, keep_last, keep_every) == gone
 
 
+@pytest.mark.parametrize(
+    ("confirmed", "gone"),
+    [(10, [20, 30, 40]), (29, [10, 30, 40]), (50, [10, 20, 30, 40]), (5, [10, 20, 30, 40])],
+)
+def test_the_last_confirmed_one_is_kept(confirmed: int, gone: list[int]) -> None:
+    assert outdated([10, 20, 30, 40, 50], 50, 1, None, confirmed) == gone
+    assert outdated([10, 20, 30, 40, 50], 50, None, None, confirmed) == []
+
+
 @given(
     st.sets(st.integers(0, 50)),
     st.integers(0, 50),

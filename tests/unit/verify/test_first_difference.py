@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megalite.distributed.axes import Slice
 from megalite.tensor_parallel.placement import Box
+from megalite.verify.collective_list import Collective
 from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
-from megalite.verify.trace_run import Activation, Collective, RankTrace, StepTensor
+from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 SIZE, BATCH = 4, 8
 """Positions and samples of the reference, whose microbatches have two samples."""
@@ -107,14 +108,15 @@ def test_a_value_is_compared_with_its_place(
 def test_elements_have_their_place_in_the_full_tensor() -> None:
     run = _rank(_of_samples("layers.0", cut=lambda x: x[2:, :, 3:]), (), 2, 1, positions=Slice(1, 2))
     run.activations[0].value[1, :, 1:] += 0.5
-    found = _found(run)
+    found = _found(run, reference=_rank(_of_samples("layers.0")))
     assert found is not None
     assert "4 of 12 elements differ, positions 3-3, features 4-5, by up to 5.0e-01" in found.details[0]
 
 
 def test_a_shape_without_a_place_is_counted() -> None:
     run = _rank(_of_samples("layers.0", cut=lambda x: x[..., :5]), (), 2)
-    assert first_difference([run], REFERENCE, 1, LIMITS["fp64"]) == (None, 1)
+    reference = _rank(_of_samples("layers.0"))
+    assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 1)
 
 
 def test_the_first_of_several_is_named() -> None:
@@ -142,6 +144,36 @@ def test_a_difference_that_a_later_layer_does_not_have_is_none() -> None:
     assert found.name == "output of layers.1.norm"
 
 
+def test_a_layer_that_no_rank_runs_is_named() -> None:
+    first, last = (_rank(_of_samples(name)) for name in ("layers.0", "layers.2"))
+    found = _found(first, last, reference=_rank(_of_samples("layers.0", "layers.1", "layers.2")))
+    assert found is not None
+    assert found.what == "output of layers.1 (forward, iteration 1)"
+    assert _found(first, last, reference=_rank(_of_samples("layers.0", "layers.2"))) is None
+
+
+def test_a_recomputed_value_is_compared_with_that_of_forward() -> None:
+    names = "layers.0.norm", "layers.0", "layers.1.norm", "layers.1"
+    run = replace(_rank(_of_samples(*names)), recomputed=_of_samples(*names))
+    assert _found(run) is None
+    run.recomputed[2].value += 0.5  # the norm of layer 1, whose input has been saved
+    found = _found(run)
+    assert found is not None
+    assert found.what == "output of layers.1.norm (recomputed for backward, iteration 1, samples 0-1)"
+    run.activations[2].value += 0.5  # a representation: the layer's output agrees
+    assert _found(run) is None
+
+
+def test_terms_of_the_loss_side_by_side_do_not_excuse_each_other() -> None:
+    reference = _rank(_of_samples("head", "first_term.part", "first_term", "second_term"))
+    run = _rank(_of_samples("head", "first_term.part", "first_term", "second_term"))
+    for entry in run.activations:
+        entry.value += 0.5 if "first_term" in entry.names[0] else 0.0
+    found = _found(run, reference=reference)
+    assert found is not None
+    assert found.name == "output of first_term.part"
+
+
 def test_parts_of_a_sum_are_a_difference_if_nothing_adds_them_up() -> None:
     names = ("layers.1.part", "layers.1.sum", "layers.1")
     reference = _rank(_of_samples(*names))
@@ -160,6 +192,28 @@ def test_parts_of_a_sum_are_a_difference_if_nothing_adds_them_up() -> None:
     assert found is not None
     assert found.name == "output of layers.1.part"
     assert found.ranks == [0, 1]
+
+
+def test_parts_of_a_sum_are_not_excused_by_a_gradient_beside_them() -> None:
+    """The blocks of a layer get the same input, and only one of them sums its gradient."""
+
+    def of_layer(parts: float, inputs: float) -> list[Activation]:
+        gradients = {"output of block": parts, "output of beside": 1.0, "input of block": inputs}
+        return [
+            replace(_activation("", torch.ones(SIZE, 2, 6).double()), names=[name], gradient_name=name,
+                    gradient=factor * FULL[:, :2], gradient_order=order)
+            for order, (name, factor) in enumerate(gradients.items())
+        ]  # fmt: skip
+
+    reference = _rank(of_layer(1.0, 1.0), first_samples=[0])
+    run = [_rank(of_layer(part, 0.7), (), 2, rank, first_samples=[0]) for rank, part in enumerate((0.3, 0.7))]
+    found = _found(*run, reference=reference)
+    assert found is not None
+    assert found.what.startswith("gradient of the output of block ")
+    summed = [
+        _rank(of_layer(part, 1.0), (), 2, rank, first_samples=[0]) for rank, part in enumerate((0.3, 0.7))
+    ]
+    assert _found(*summed, reference=reference) is None
 
 
 def _step(value: Tensor, phase: str = "gradient", **more: object) -> StepTensor:
@@ -195,6 +249,11 @@ def test_a_parameter_is_compared_without_padding_and_summed_over_axes() -> None:
         ("gradient", [0.0 * WEIGHT, 0.0 * WEIGHT], "the values are 0"),
         ("gradient", [WEIGHT.float().double()] * 2, "rounded to fp32"),
         ("norm", [torch.tensor(3.0).double(), torch.tensor(3.0).double()], "3 instead of 6"),
+        (
+            "norm",
+            [torch.tensor(36.0 * part, dtype=torch.float64).sqrt() for part in (0.3, 0.7)],
+            "the squares of the tp ranks' values add up to the square of the right one: a sum over tp",
+        ),
     ],
 )
 def test_what_the_values_have_in_common_with_the_right_ones(

@@ -21,6 +21,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
+from megalite.config.model import ParamsDtype
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
@@ -136,6 +137,66 @@ def test_an_audit_changes_nothing_with(option: str) -> None:
     _check_same(replace(_config(DP2), **OPTIONS[option]), 2)
 
 
+FP16 = OptimizerConfig(
+    lr_decay_style="constant", initial_loss_scale=2.0**22, hysteresis=1, loss_scale_window=1
+)
+"""A loss scale with which some gradients overflow, and that changes in each iteration."""
+
+
+def _with_dtype(config: Config, dtype: ParamsDtype) -> Config:
+    """Return the config in a dtype of 16 bits; fp16 has a dynamic loss scale."""
+    optimizer = FP16 if dtype == "fp16" else config.optimizer
+    return replace(config, model=replace(config.model, params_dtype=dtype), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        ("bf16", "pp2 zero bubble"),  # gradients are held in another order than in the microbatch alone
+        ("fp16", "dp2 zero1"),
+        pytest.param("bf16", "dp2 zero3", marks=pytest.mark.slow),
+        pytest.param("bf16", "tp2 sp", marks=pytest.mark.slow),
+        pytest.param("fp16", "tp2 sp", marks=pytest.mark.slow),
+        pytest.param("fp16", "pp2 zero bubble", marks=pytest.mark.slow),
+    ],
+)
+def test_an_audit_changes_nothing_in_16_bits(dtype: ParamsDtype, layout: str) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    _check_same(_with_dtype(_config(parallel), dtype), world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_audit_changes_nothing_with_compiled_layers(dtype: ParamsDtype) -> None:
+    _check_same(_with_dtype(_config(DP2, compile=True), dtype), 2)
+
+
+class LossScales(Callback):
+    """Collects the loss scales of a run, and whether its updates were skipped."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+        self.skipped: list[bool] = []
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        self.scales.append(loop.trainer.optimizer.scaler.scale)
+        self.skipped.append(result.skipped)
+
+
+def _scales(topology: Topology, config: Config) -> LossScales:
+    scales = LossScales()
+    assert _run(topology, config, [Audit(), scales]).finding is None
+    return scales
+
+
+def test_audited_iterations_may_overflow(one_rank: Topology) -> None:
+    """Audits of iterations with and without an infinite gradient pass, and the loss scale still changes."""
+    config = _config(ParallelConfig(), train_iters=8, audit_interval=1)
+    found = _scales(one_rank, _with_dtype(config, "fp16"))
+    assert found.skipped[-2:] == [True, False]
+    assert found.scales[-2:] == [2.0**19, 2.0**20]
+
+
 def test_an_audit_changes_nothing_in_bert() -> None:
     config = _config(DP2)
     _check_same(replace(config, model=replace(PRESETS["bert-tiny"], vocab_size=64, seq_length=16)), 2)
@@ -176,6 +237,17 @@ def test_a_flip_is_found(
         assert "; the last audit passed after iteration 2, and " in ended.message or audited == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "is_compiled"), [("bf16", False), ("fp16", False), ("fp32", True)])
+@pytest.mark.parametrize("kind", ["weights", "activations, always"])
+def test_a_flip_is_found_with(kind: str, dtype: ParamsDtype, is_compiled: bool) -> None:
+    """In fp16 the loss scale may skip the update."""
+    config = _with_dtype(_config(DP3, global_batch_size=3, compile=is_compiled), dtype)
+    for ended in run_ranks(_with_flip, config.parallel.mesh, 3, config, BitFlip(kind, 1, 2, 17)):
+        assert ended.finding is not None
+        assert ended.finding.suspects == (1,)
+
+
 class ChangedWeight(Callback):
     """Flips a bit of a weight on one rank."""
 
@@ -214,11 +286,13 @@ def _with_saves(topology: Topology, config: Config, injected: BitFlip | None) ->
     return _run(topology, config, callbacks)
 
 
-def test_later_checkpoints_are_withdrawn(tmp_path: Path) -> None:
+def test_later_checkpoints_are_withdrawn_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
     config = _config(DP3, tmp_path, global_batch_size=3, train_iters=8, audit_interval=4)
+    # Without the audit, the save of iteration 6 would delete that of iteration 4.
+    config = replace(config, checkpoint=replace(config.checkpoint, keep_last=1))
     flipped = BitFlip("weights", 2, 5, 0)
     ended, *_ = run_ranks(_with_saves, config.parallel.mesh, 3, config, flipped)
-    assert list(iterations_in(tmp_path)) == [2, 4]
+    assert list(iterations_in(tmp_path)) == [4]
     assert read_latest(tmp_path) == "iter_0000004"
     assert (tmp_path / "unaudited_iter_0000006" / "run.json").is_file()
     assert ended.message.endswith(
@@ -235,6 +309,13 @@ def test_no_checkpoint_is_good_before_an_audit(tmp_path: Path) -> None:
     assert (
         "; no audit has passed, and no checkpoint is good (renamed: unaudited_iter_0000002)" in ended.message
     )
+
+
+def test_a_good_run_keeps_as_many_checkpoints_as_requested(one_rank: Topology, tmp_path: Path) -> None:
+    config = _config(ParallelConfig(), tmp_path, train_iters=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, save_interval=1, keep_last=1))
+    assert _with_saves(one_rank, config, None).finding is None
+    assert list(iterations_in(tmp_path)) == [4]
 
 
 def _resumed(topology: Topology, config: Config) -> int | None:
