@@ -83,6 +83,15 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that conversations are not also cut, masked or rearranged as documents of a corpus of text."""
+    data = config.data
+    names = [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])] if data.sft else []
+    for name in names:
+        reason = "rearranges text" if name == "fim_rate" else "is not needed: --sft separates conversations"
+        yield Problem(("sft", name), f"--sft with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
+
+
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the split consists of one to three weights."""
     text = config.data.split
