@@ -75,7 +75,7 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that options for document boundaries have a tokenizer, whose end-of-document token marks them."""
     data = config.data
     options = data.document_options
-    if options and data.resolved_tokenizer_type is None and not data.mock_data:
+    if options and data.resolved_tokenizer_type is None and not data.mock_data and not data.sft:
         yield Problem(
             (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
             f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "

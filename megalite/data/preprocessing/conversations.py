@@ -14,13 +14,11 @@ from megalite.data.preprocessing.documents import DocumentRecord, RecordError, e
 from megalite.data.tokenizers.chat_template import (
     ChatTemplate,
     Message,
+    chat_template_of,
     describe_message,
-    load_chat_template,
 )
-from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.token_ids import IdArray
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import UserError
 
 ASSISTANT = "assistant"
 """The role whose messages are learned."""
@@ -188,21 +186,6 @@ def conversation_encoder(tokenizer: Tokenizer, key: str, now: datetime.datetime)
         UserError: the tokenizer has no chat template, or it is not valid.
     """
     return ConversationEncoder(tokenizer, chat_template_of(tokenizer, now), key)
-
-
-def chat_template_of(tokenizer: Tokenizer, now: datetime.datetime) -> ChatTemplate:
-    """Return a tokenizer's chat template.
-
-    Raises:
-        UserError: the tokenizer has none, or cannot have one.
-    """
-    path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    if path is None:
-        raise UserError(
-            "--chat needs a tokenizer.json, beside which the chat template is: pass --tokenizer-type "
-            "HuggingFaceTokenizer and --tokenizer-model"
-        )
-    return load_chat_template(path, now)
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[_Answer]]:

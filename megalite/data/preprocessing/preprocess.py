@@ -13,7 +13,6 @@ import numpy as np
 
 from megalite.data.indexed_dataset import replace_dataset, token_dtype
 from megalite.data.loss_mask import LOSS_MASK
-from megalite.data.preprocessing.conversations import chat_template_of
 from megalite.data.preprocessing.documents import find_inputs, input_kind, is_compressed
 from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult
 from megalite.data.preprocessing.input_plan import InputPlan
@@ -31,6 +30,7 @@ from megalite.data.preprocessing.preprocessing_report import (
 )
 from megalite.data.preprocessing.sentences import sentence_splitter
 from megalite.data.preprocessing.shards import join_shards, join_tokens
+from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
 from megalite.errors import ConfigError, UserError, collected

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.preprocessing.conversations import chat_template_of
 from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
+from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 

@@ -21,6 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import UserError, first_line, shortened
 from megalite.files import parse_json
 
@@ -116,6 +118,21 @@ class ChatTemplate:
         except Exception as error:  # a template can fail in any way
             kind = type(error).__name__
             raise ValueError(f"the chat template {self.source} fails ({kind}: {first_line(error)})") from None
+
+
+def chat_template_of(tokenizer: Tokenizer, now: datetime.datetime) -> ChatTemplate:
+    """Return a tokenizer's chat template.
+
+    Raises:
+        UserError: the tokenizer has none, or cannot have one.
+    """
+    path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    if path is None:
+        raise UserError(
+            "--chat needs a tokenizer.json, beside which the chat template is: pass --tokenizer-type "
+            "HuggingFaceTokenizer and --tokenizer-model"
+        )
+    return load_chat_template(path, now)
 
 
 def load_chat_template(tokenizer_json: Path, now: datetime.datetime) -> ChatTemplate:
