@@ -122,9 +122,12 @@ class ConversationDataset:
 
     def _packed(self, sequences: range, split_name: str, cache: IndexCache | None) -> CachedArrays:
         lengths = self.indexed.sequence_lengths[sequences.start : sequences.stop]
+        unanswered = self._unanswered(sequences)
 
         def build() -> Arrays:
-            packing = self._pack(sequences, self.options.fitting(lengths))
+            positions = self.options.fitting(lengths)
+            positions[unanswered - sequences.start] = 0
+            packing = self._pack(sequences, positions)
             self.indexed.check_files()
             return packing._asdict()
 
@@ -134,7 +137,7 @@ class ConversationDataset:
             **asdict(self.options),
             "first_sequence": sequences.start,
             "sequence_lengths_sha256": digest_of(lengths),
-            "loss_mask_sha256": digest_of(self._mask_of_long(sequences)),
+            "unanswered_sha256": digest_of(unanswered),
             "format": _FORMAT,
         }
         key = CacheKey("ConversationDataset", split_name, values, 2 * len(sequences), self.indexed.prefix)
@@ -145,22 +148,18 @@ class ConversationDataset:
         lengths = self.indexed.sequence_lengths[sequences.start : sequences.stop]
         return np.flatnonzero(lengths > self.options.seq_length + 1) + sequences.start
 
-    def _mask_of_long(self, sequences: range) -> npt.NDArray[np.bool_]:
-        """Return whether each conversation that does not fit has an answer in the part that does."""
-        if self.options.drops_long:
-            return np.empty(0, np.bool_)
+    def _unanswered(self, sequences: range) -> npt.NDArray[np.int64]:
+        """Return the conversations that have no answer in the part that fits a sample."""
         length = self.options.seq_length + 1
-        return np.array([self.mask[i][1:length].any() for i in self._long(sequences).tolist()], np.bool_)
+        found = [i for i in self._long(sequences).tolist() if not self.mask[i][1:length].any()]
+        return np.array(found, np.int64)
 
     def _pack(self, sequences: range, positions: npt.NDArray[np.int64]) -> Packing:
-        """Pack the conversations that have an answer in the part that fits.
+        """Pack the conversations.
 
         Args:
             positions: positions that each conversation takes; 0 for those that are dropped.
         """
-        if not self.options.drops_long:
-            long = self._long(sequences) - sequences.start
-            positions[long[~self._mask_of_long(sequences)]] = 0
         # Conversations of equal length are mixed, and then the samples.
         random = np.random.default_rng(self.options.seed)
         kept = random.permutation(np.flatnonzero(positions))

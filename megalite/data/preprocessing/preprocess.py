@@ -153,7 +153,9 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
         for flag, value in made_with.items():
             if before["identity"].get(flag) != value:
                 was = before["identity"].get(flag)
-                detail = "" if flag in ("--input", "--tokenizer-type") else f": {was}, and now {value}"
+                detail = (
+                    "" if flag in ("--input", "--tokenizer-type", "--chat") else f": {was}, and now {value}"
+                )
                 raise UserError(
                     f"the interrupted run in {ledger.folder} had another {flag}{detail}; "
                     "resume with the same one, or start again with --overwrite and without --resume"
