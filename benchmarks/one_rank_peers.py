@@ -63,10 +63,11 @@ def transformers(config: Config, topology: Topology) -> Work:
     if theirs.get("activation_function") == "gelu_new":
         theirs["activation_function"] = "gelu_pytorch_tanh"  # the same formula in one operator
     hf = AutoConfig.for_model(theirs.pop("model_type"), **theirs)
-    network = AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
+    with topology.device:
+        network = AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
     problems = network.load_state_dict(to_hf(initial_weights(config, topology), config.model), strict=False)
     assert not problems.unexpected_keys, problems
-    network.to(topology.device).train()
+    network.train()
     loss = _autocast(
         lambda tokens, labels: mean_loss(network(tokens, use_cache=False).logits, labels), config, topology
     )
@@ -110,9 +111,10 @@ def is_plain(model: ModelConfig) -> bool:
 def _plain_network(config: Config, topology: Topology) -> PlainGPT:
     if not is_plain(config.model):
         raise LeftOutError("benchmarks/plain_gpt.py is GPT-2, and this is another model")
-    network = PlainGPT(config.model)
+    with topology.device:  # a CPU needs half a minute to initialize a billion weights
+        network = PlainGPT(config.model)
     network.load(initial_weights(config, topology))
-    return network.to(topology.device)
+    return network
 
 
 def _plain_loss(network: PlainGPT, config: Config, topology: Topology) -> LossOf:

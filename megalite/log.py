@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -18,6 +19,8 @@ log = logging.getLogger("megalite")
 
 THIS_RANK = {"this_rank": True}
 """Pass as ``extra`` to log a message on this rank, even if it is not rank 0."""
+
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class _RankFilter(logging.Filter):
@@ -78,3 +81,17 @@ def configure_logging(rank: int, level: int = logging.INFO, stream: TextIO | Non
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+class LineInterval:
+    """Limits how often a line of progress is logged."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Return whether the next line is due, and if so, start the next interval."""
+        is_over = time.monotonic() - self._last > _SECONDS_BETWEEN_LINES
+        if is_over:
+            self._last = time.monotonic()
+        return is_over

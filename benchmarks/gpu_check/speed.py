@@ -80,13 +80,13 @@ def _left_out(name: str, done: Finished) -> Iterator[Result]:
 def step_1(context: CheckContext) -> Iterator[Result]:
     """Measure GPT-1.3B's step of one microbatch, with the clock and power of the run."""
     yield from _train_step(
-        context, "gpt-1.3b", "--model", "gpt-1.3b", "--rounds", "40", "--microbatches", "1"
+        context, "gpt-1.3b", "--model", "gpt-1.3b", "--rounds", "15", "--microbatches", "1"
     )
 
 
 def step_8(context: CheckContext) -> Iterator[Result]:
     """Measure GPT-1.3B's step of eight microbatches."""
-    flags = ("--model", "gpt-1.3b", "--rounds", "15", "--microbatches", "8", "--no-plain")
+    flags = ("--model", "gpt-1.3b", "--rounds", "6", "--microbatches", "8", "--no-plain")
     yield from _train_step(context, "gpt-1.3b, 8 microbatches", *flags)
 
 

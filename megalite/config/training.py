@@ -87,7 +87,7 @@ class TrainingConfig:
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
     gemm_epilogues: GemmEpilogues = "auto"
     """Compute GELU and bias gradients in the neighbouring GEMMs on a GPU. auto times both forms when the run
-    starts; with --deterministic it is on."""
+    starts; with --deterministic it is off."""
     deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
     """Use only deterministic operations: results are bitwise equal from run to run, on GPUs too."""
 

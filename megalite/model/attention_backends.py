@@ -48,8 +48,10 @@ class Case:
     @property
     def has_bias(self) -> bool:
         """Return whether the scores have a bias besides the causal mask, in some layers."""
-        has_window = any(kind.window is not None for kind in self.config.layer_kinds)
-        return has_window or self.config.position_embedding_type == "alibi" or self.context.has_documents
+        config = self.config
+        has_window = any(kind.window is not None for kind in config.layer_kinds)
+        has_distances = config.position_embedding_type == "alibi"
+        return has_window or has_distances or self.context.has_documents or not config.is_causal
 
 
 class Backend(NamedTuple):

@@ -114,16 +114,20 @@ def choose_gemm_epilogues(
         chunks: this rank's model chunks; their layers are changed.
         timer: times functions on the device.
     """
-    mode, is_timed = config.training.gemm_epilogues, not config.training.deterministic
-    if mode == "on" or (mode == "auto" and not is_timed):
+    mode = config.training.gemm_epilogues
+    if mode == "on":
         return ""
+    if mode == "auto" and config.training.deterministic:
+        mode, reason = "off", "--deterministic"
+    else:
+        reason = "--gemm-epilogues off"
     layers = defaultdict[Shape, list[Linear]](list)
     for layer, shape in _candidates(chunks, config):
         layers[shape].append(layer)
     if mode == "off":
         for shape, found in layers.items():
             _separate(shape, found)
-        return "GELU and bias gradients in separate kernels (--gemm-epilogues off)" if layers else ""
+        return f"GELU and bias gradients in separate kernels ({reason})" if layers else ""
     dtype = DTYPES[config.model.params_dtype]
     own = {shape: _time(shape, dtype, topology.device, timer) for shape in layers}
     slowest = _slowest(own, topology)

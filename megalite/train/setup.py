@@ -127,7 +127,7 @@ def announce(trainer: Trainer) -> None:
             describe_offload(config.optimizer, offload.bytes, keeps_gradients=offload.keeps_gradients),
         )
     if config.training.fp8_format is not None:
-        log.info("linear layers: FP8 GEMMs (%s); their speed is not measured yet", config.training.fp8_format)
+        log.info("linear layers: FP8 GEMMs (%s)", config.training.fp8_format)
     if offloaded := config.recompute.cpu_offload_activations:
         log.info("activations of %d layers of each stage are in host memory until backward", offloaded)
     if config.training.compile:

@@ -1,4 +1,4 @@
-"""Products in 8 bits and compiled layers on a real GPU; neither has been run on one yet."""
+"""Products in 8 bits and compiled layers on a real GPU."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ def _main_grad(buffer: torch.Tensor) -> MainGrad:
 def test_compiled_layers_give_the_same(
     base: ModelConfig, dropout: float, fp8_format: str | None, one_gpu: Topology
 ) -> None:
-    """Add the weight gradients of two microbatches to fp32 buffers."""
+    """Add the weight gradients of two microbatches to fp32 buffers.
+
+    A gradient in 8 bits has 2 bits of mantissa: one that rounds to the other side differs by up to 1/8.
+    """
     if fp8_format is not None:
         _skip_without_fp8(one_gpu)
     check_compiler(one_gpu.device)
@@ -121,4 +124,4 @@ def test_compiled_layers_give_the_same(
         grads = [p.grad.float() for p in stage.parameters() if p.grad is not None]
         norms.append([grad.norm().item() for grad in (*grads, *buffers)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    assert norms[1] == pytest.approx(norms[0], rel=0.05 if fp8_format is None else 1 / 8)

@@ -13,7 +13,6 @@ from torch import Tensor
 from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
-    LineInterval,
     ModelOutputs,
     check_same,
     run_megalite,
@@ -23,7 +22,7 @@ from megalite.checkpoint.convert.model_settings import Settings, loses_digits, p
 from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
 from megalite.errors import UserError
-from megalite.log import log
+from megalite.log import LineInterval, log
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ memory holds one layer, or one table of the vocabulary. Shapes: s tokens, h hidd
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
-from megalite.log import log
+from megalite.log import LineInterval, log
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
@@ -43,22 +42,6 @@ EMBEDDING, LOGITS, ORDER_SCORES = "the embedding", "the logits", "the scores of 
 
 ModelOutputs = Iterator[tuple[str, Tensor]]
 """Outputs of a model's parts by name, in the order of forward: ``[s, h]``, ``[s, v]`` or ``[2]``."""
-
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-class LineInterval:
-    """Limits how often a line of progress is logged."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def is_over(self) -> bool:
-        """Return whether the next line is due, and if so, start the next interval."""
-        is_over = time.monotonic() - self._last > _SECONDS_BETWEEN_LINES
-        if is_over:
-            self._last = time.monotonic()
-        return is_over
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -
     for number, (unit, group) in enumerate(groupby(parameters, lambda pair: _unit(pair[0]))):
         pieces = {f"model.{name}": FilePiece(full, _full_range(plan.specs[name])) for name, full in group}
         files.append(write_file(checkpoint / f"weights_{number:04d}_{unit}.safetensors", pieces))
+        pieces.clear()  # before the next unit is read
     if tokenizer:
         write_files(tokenizer, folder / TOKENIZER)
         data = moved_to(data, plan.final.absolute() / TOKENIZER)

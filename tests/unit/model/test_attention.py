@@ -333,6 +333,12 @@ def case_of(topology: Topology, dtype: torch.dtype, device: str = "cpu", **chang
     return Case(config_of(**changes), context_of(topology, dtype, device, has_documents))
 
 
+def test_scores_of_bidirectional_models_have_a_bias(one_rank: Topology) -> None:
+    """It hides the padding: kernels that have no bias are refused."""
+    assert case_of(one_rank, torch.float32, architecture="bert").has_bias
+    assert not case_of(one_rank, torch.float32).has_bias
+
+
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     case = partial(case_of, one_rank)
     assert choose(case(torch.float32))[0] == "flash"
