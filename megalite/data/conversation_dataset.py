@@ -149,7 +149,9 @@ class ConversationDataset:
         return np.flatnonzero(lengths > self.options.seq_length + 1) + sequences.start
 
     def _unanswered(self, sequences: range) -> npt.NDArray[np.int64]:
-        """Return the conversations that have no answer in the part that fits a sample."""
+        """Return the truncated conversations that have no answer in the part that fits a sample."""
+        if self.options.drops_long:
+            return np.empty(0, np.int64)
         length = self.options.seq_length + 1
         found = [i for i in self._long(sequences).tolist() if not self.mask[i][1:length].any()]
         return np.array(found, np.int64)

@@ -23,8 +23,8 @@ class Packing(NamedTuple):
 def pack_best_fit(lengths: npt.NDArray[np.int64], size: int) -> Packing:
     """Place each item, the longest first, into the fullest sample that has space for it.
 
-    Best-fit decreasing needs at most 11/9 of the smallest number of samples (Johnson 1974). Items of equal
-    length keep their order.
+    Best-fit decreasing needs at most 11/9 of the smallest number of samples, and four more (Johnson et al.
+    1974). Items of equal length keep their order.
 
     Args:
         lengths: int64 ``[n]``, from 1 to `size`.
