@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Compare the planner with published runs: time of an iteration, memory of a rank, parameters.
 
-python benchmarks/planner.py [--cases FILE.csv]
-python benchmarks/planner.py --cases benchmarks/planner_held_out_cases.csv
+PYTHONPATH=. python benchmarks/planner.py [--cases FILE.csv]
+PYTHONPATH=. python benchmarks/planner.py --cases benchmarks/planner_held_out_cases.csv
 
 Each line's GPU, layout, recomputation and program (how attention is computed, what gradients are kept in)
 are as published; everything else is one model of the hardware. A micro-batch that was not published is 4.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.published_runs import Published, read_published
 from megalite.plan.estimate import RunPlan
-from megalite.plan.published_runs import Published, read_published
 
 CASES = Path(__file__).parent / "planner_cases.csv"
 HELD_OUT_CASES = CASES.with_name("planner_held_out_cases.csv")

@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.planner import CASES, Comparison, lines
+from benchmarks.published_runs import program_name_of, program_of, read_published
 from megalite.plan.estimate import RunPlan
 from megalite.plan.plan_request import read_request
-from megalite.plan.published_runs import program_name_of, program_of, read_published
 
 SIZES = {
     "n_gpus": "world-size",

@@ -16,8 +16,8 @@ from functools import cache
 from statistics import median
 
 from benchmarks.planner import CASES
+from benchmarks.published_runs import Published, read_published
 from megalite.plan.iteration_time import time_iteration
-from megalite.plan.published_runs import Published, read_published
 
 FACTORS = (0.80, 0.88, 0.95, 1.0, 1.05, 1.12, 1.25)
 """By which each share may be changed."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from benchmarks.planner import CASES, HELD_OUT_CASES
+from benchmarks.published_runs import Published, read_published
 from benchmarks.roofline import mfu, predicted_mfu
-from megalite.plan.published_runs import Published, read_published
 
 
 def comparable(run: Published) -> bool:

@@ -29,8 +29,7 @@ from megalite.dry_run.dry_run import dry_run
 from megalite.errors import ConfigError, UserError, one_line
 from megalite.hardware.node_hardware import NodeHardware, inspect_node
 from megalite.log import configure_logging, log
-from megalite.model.provider import is_own
-from megalite.model.stage import StageProvider
+from megalite.model.stage import StageProvider, is_own_model
 from megalite.plan.auto_layout import (
     LayoutChoice,
     OutOfMemoryNote,
@@ -163,7 +162,7 @@ def _with_layout_source(parsed: ParsedRun, providers: Providers, launch: Launch)
     """
     config, source = parsed.config, layout_source(parsed.config, parsed.set_fields)
     is_default = config.parallel.layout is None
-    if source == "auto" and is_own(providers.model):
+    if source == "auto" and is_own_model(providers.model):
         if not is_default:
             raise UserError(
                 "--layout auto plans only models that flags describe, not a program's own model: pass the "

@@ -61,7 +61,7 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
     # The ranks that have the same elements: the replicas, or those of them that have the same shards.
     holders: dict[str, tuple[Axis | None, dict[str, ParameterShard]]] = {}
     for name, part in parts.items():
-        replicas = part.spec.spread.replicas(topology)
+        replicas = part.spec.parameter_axes.replicas(topology)
         same = replicas if part.is_replicated else replicas.replicate
         holders.setdefault("" if same is None else same.name, (same, {}))[1][name] = part
     for same, held in holders.values():
@@ -85,7 +85,7 @@ def _acts_for(tensor: Tensor | ParameterShard, topology: Topology) -> bool:
     """Return whether this rank is the only or the first one that holds the tensor, or replicas share it."""
     if isinstance(tensor, Tensor):
         return topology.is_first_outside(topology.pp)
-    return tensor.spec.spread.acts(topology)
+    return tensor.spec.parameter_axes.acts(topology)
 
 
 def _cut(part: ParameterShard, start: int, end: int, topology: Topology) -> FilePiece:

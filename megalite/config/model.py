@@ -27,18 +27,19 @@ NUM_BERT_SPECIAL = 3
 """Tokens of a BERT's sample besides its segments: one before the first, one after each."""
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
-NormPosition = Literal["pre", "post", "output"]
+NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
+_NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
 _SCALED: dict[str, Any] = {
     "same_shapes": True,
@@ -55,10 +56,13 @@ class LayerKind:
     Attributes:
         window: largest number of keys before its own that a query attends to; None without this limit.
         rotary: whether queries and keys are rotated by their position, in a model with rope.
+        own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
+            from those of other layers.
     """
 
     window: int | None = None
     rotary: bool = True
+    own_rotary: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class ModelConfig:
     hidden_size: int = field(default=768, metadata=option(allowed=SIZE))
     """Width of the hidden states (the residual stream)."""
     ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE))
-    """Width of the MLP. By default 4 x hidden size; with SwiGLU 8/3 x hidden size, rounded up to a multiple
-    of 64."""
+    """Width of the MLP. By default 4 x hidden size; with a gated activation 8/3 x hidden size, rounded up
+    to a multiple of 64."""
     num_attention_heads: int = field(default=12, metadata=option(allowed=SIZE))
     """Number of attention (query) heads."""
     num_query_groups: int | None = field(default=None, metadata=option("--num-key-value-heads", allowed=SIZE))
@@ -124,6 +128,10 @@ class ModelConfig:
         metadata=option("--rotary-position-embeddings-theta", allowed=POSITIVE, **_ROPE),
     )
     """Base of the rotary position embedding; only with rope."""
+    window_rotary_base: float | None = field(
+        default=None, metadata=option(allowed=POSITIVE, in_megatron=False, **_ROPE)
+    )
+    """Base of the rotary position embedding in layers with a window (Gemma 3). By default --rotary-base."""
     rotary_percent: float = field(default=1.0, metadata=option(allowed=NONZERO_SHARE, **_ROPE))
     """Share of each head's elements that rotary positions rotate, from the first on."""
     rotary_interleaved: bool = field(default=False, metadata=option(**_ROPE))
@@ -133,6 +141,8 @@ class ModelConfig:
         default="none", metadata=option(sets={"--use-rope-scaling": "llama3"}, in_megatron=False, **_ROPE)
     )
     """Change of the rotary frequencies for samples longer than --original-max-position-embeddings."""
+    window_rope_scaling: bool = field(default=True, metadata=option(in_megatron=False, **_SCALED))
+    """Also scale the rotary frequencies in layers with a window; OLMo 3 does not."""
     rope_scaling_factor: float = field(default=8.0, metadata=option(allowed=POSITIVE, **_SCALED))
     """How many times longer the samples may be."""
     original_max_position_embeddings: int = field(
@@ -171,8 +181,8 @@ class ModelConfig:
     normalization: Normalization = "LayerNorm"
     """Normalization layer."""
     norm_position: NormPosition = field(default="pre", metadata=option(in_megatron=False))
-    """Normalize the input of each block (pre: GPT-2, Megatron's BERT), its output before the sum (output:
-    OLMo 2), or the sum (post: the published BERT)."""
+    """Normalize each block's input (pre: GPT-2), its output before the sum (output: OLMo 2), both (sandwich:
+    Gemma 2), or the sum (post: the published BERT)."""
     parallel_residual: bool = field(
         default=False, metadata=option(only_with=("norm_position", ("pre",)), in_megatron=False)
     )
@@ -182,13 +192,31 @@ class ModelConfig:
         default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     )
     """Epsilon of the normalization layers."""
+    zero_centered_norms: bool = field(
+        default=False,
+        metadata=option("--apply-layernorm-1p", "--layernorm-zero-centered-gamma", in_megatron=False),
+    )
+    """Norms multiply by 1 + weight, as Gemma's do, instead of by the weight. Initial weights are then 0."""
     activation: Activation = field(
         default="gelu",
         metadata=option(
-            sets={"--swiglu": "swiglu"}, same_shapes=("gelu", "gelu_exact", "relu"), in_megatron=False
+            sets={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+            same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
+            in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
+    (Gemma) are gated."""
+    embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
+    logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    """Factor of the output layer's input, and so of the logits."""
+    final_logit_softcapping: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Replace each logit x by C tanh(x / C), as in Gemma 2."""
+    attn_logit_softcapping: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
+    query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Divide attention scores by the square root of this. By default of the head size."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -252,7 +280,15 @@ class ModelConfig:
         return LayerKind(
             window=None if window is None else window[0],
             rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
+            own_rotary=window is not None and self.windows_differ_in_rotary,
         )
+
+    @property
+    def windows_differ_in_rotary(self) -> bool:
+        """Return whether rotary positions have another base or scaling in layers with a window."""
+        has_base = self.window_rotary_base not in (None, self.rotary_base)
+        has_scaling = self.rope_scaling != "none" and not self.window_rope_scaling
+        return self.position_embedding_type == "rope" and (has_base or has_scaling)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -311,6 +347,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Return the size of one attention head, resolved."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def score_scale(self) -> float:
+        """Return the factor of the products of queries and keys."""
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def rotary_dim(self) -> int:
@@ -379,8 +420,28 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
         "max_position_embeddings": model.num_positions,
+        **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),
+    }
+
+
+def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that select layers, as a mark for each layer, and those of layers with a window.
+
+    A pattern that makes no difference between layers is None.
+    """
+    windows = tuple(int(kind.window is not None) for kind in model.layer_kinds)
+    unrotated = tuple(int(not kind.rotary) for kind in model.layer_kinds)
+    rotary = {
+        "window_rotary_base": model.window_rotary_base or model.rotary_base,
+        "window_rope_scaling": model.window_rope_scaling,
+    }
+    return {
+        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
+        "no_rope_freq": unrotated if any(unrotated) else None,
+        **(rotary if any(windows) else dict.fromkeys(rotary)),
     }
 
 

@@ -2,7 +2,8 @@
 
 Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
-al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 (Walsh et al. 2025), SmolLM 3 (Bakouch et al. 2025)
+al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger
+et al. 2025), Gemma 2 and 3 (Gemma Team 2024, 2025 and their configs), SmolLM 3 (Bakouch et al. 2025)
 and Pythia (Biderman et al. 2023).
 """
 
@@ -85,6 +86,40 @@ _OLMO2 = replace(
     norm_epsilon=1e-6,
     vocab_size=100352,
 )
+_OLMO3 = replace(
+    _OLMO2,
+    vocab_size=100278,
+    window_size=(4095, 0),
+    window_attn_skip_freq=(4,),
+    rope_scaling="yarn",
+    window_rope_scaling=False,
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    activation="geglu",
+    norm_position="sandwich",
+    zero_centered_norms=True,
+    norm_epsilon=1e-6,
+    kv_channels=256,
+    query_pre_attn_scalar=256.0,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    window_size=(4095, 0),
+    window_attn_skip_freq=(2,),
+    vocab_size=256000,
+    untie_embeddings_and_output_weights=False,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    qk_layernorm=True,
+    window_size=(511, 0),
+    window_attn_skip_freq=(6,),
+    rotary_base=1e6,
+    window_rotary_base=10000.0,
+    vocab_size=262144,
+)
 _SMOLLM3 = replace(
     _LLAMA,
     no_rope_freq=(4,),
@@ -119,6 +154,19 @@ PRESETS: Mapping[str, ModelConfig] = {
     # 32 heads of 128 elements are the hidden size.
     "qwen3-8b": replace(_sized(_QWEN3, 36, 4096, 32, 32768), ffn_hidden_size=12288, kv_channels=None),
     "olmo2-7b": replace(_sized(_OLMO2, 32, 4096, 32, 4096), ffn_hidden_size=11008),
+    "olmo3-7b": replace(_sized(_OLMO3, 32, 4096, 32, 65536), ffn_hidden_size=11008),
+    "gemma2-2b": replace(
+        _sized(_GEMMA2, 26, 2304, 8, 8192),
+        ffn_hidden_size=9216,
+        num_query_groups=4,
+        embedding_multiplier=2304**0.5,
+    ),
+    "gemma3-1b": replace(
+        _sized(_GEMMA3, 26, 1152, 4, 32768),
+        ffn_hidden_size=6912,
+        num_query_groups=1,
+        embedding_multiplier=1152**0.5,
+    ),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),

@@ -194,6 +194,6 @@ def duration(text: str) -> float:
     seconds = _DURATION_SECONDS.get(text[-1:])
     if seconds is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} has no unit: pass hours, days or years, such as 26000h, 1000d or 3y"
+            f"{text!r} does not end in a unit: pass hours, days or years, such as 26000h, 1000d or 3y"
         )
     return positive_number(str(positive_number(text[:-1]) * seconds))

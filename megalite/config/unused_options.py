@@ -54,6 +54,9 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     """Yield each option that has no effect in this config, set or not, with the reason."""
     model, optimizer, logging = config.model, config.optimizer, config.logging
     yield from inactive_options(model).items()
+    if model.window_size is None:
+        for name in ("window_rotary_base", "window_rope_scaling"):
+            yield name, "no layer has a window (--window-size)"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"

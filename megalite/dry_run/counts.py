@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from megalite.config import Config
@@ -16,7 +17,8 @@ from megalite.log import log
 from megalite.optim.flat_buffers import Bucket
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action
-from megalite.recording.live_bytes import LiveBytes
+from megalite.recording.live_bytes import OTHER, LiveBytes
+from megalite.recording.parts import watch_parts
 from megalite.recording.traffic import Traffic
 from megalite.recording.unit_record import CollectiveCall
 from megalite.train.model_chunks import named_parameters
@@ -101,6 +103,8 @@ class Counts:
         calls: number of each collective and message in an iteration.
         actions: pipeline schedule of the rank in an iteration.
         peak_bytes: largest total size of tensors during the iteration, without the buffers.
+        peak_by_part: sizes of these tensors at the peak, by the part of the model whose forward made them.
+            `OTHER` has gradients, recomputed activations and buffers for communication.
         host_bytes: size of the host buffers for offloaded activations.
         copied: bytes of offloaded activations that an iteration copies.
         offload: bytes of offloaded optimizer state; None if none is offloaded.
@@ -111,6 +115,7 @@ class Counts:
     calls: Counter[CollectiveCall]
     actions: tuple[Action, ...]
     peak_bytes: int
+    peak_by_part: Counter[str]
     host_bytes: int
     copied: CopiedBytes
     offload: OffloadBytes | None = None
@@ -127,11 +132,13 @@ class _Mark:
     Attributes:
         held: bytes of tensors at this time.
         peak: largest number of bytes since the previous mark.
+        peak_by_part: bytes at this peak, by part of the model.
         calls, copied: counts since the start of the iteration.
     """
 
     held: int
     peak: int
+    peak_by_part: Counter[str]
     calls: Counter[CollectiveCall]
     copied: CopiedBytes
 
@@ -174,8 +181,8 @@ class _ActionObserver:
         """Record the counts, and start a new peak."""
         live = self._live
         calls, copied = Counter(self._traffic.calls), CopiedBytes.of(self._buffers)
-        self.marks.append(_Mark(live.now, live.peak, calls, copied))
-        live.peak = live.now
+        self.marks.append(_Mark(live.now, live.peak, live.peak_by_part, calls, copied))
+        live.start_peak()
 
 
 def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repetition | None = None) -> Counts:
@@ -197,7 +204,10 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         )
     traffic = Traffic(topology)
     with LiveBytes() as live, Trainer(run, datasets) as trainer:
-        held = live.peak = live.now
+        for chunk in trainer.chunks:
+            watch_parts(chunk, live)
+        held, held_by_part = live.now, live.by_part.copy()
+        live.start_peak()
         buffers = trainer.activation_offload.buffers if trainer.activation_offload else None
         observer = _ActionObserver(live, traffic, buffers, marked, _num_actions(trainer, repetition))
         trainer.pipeline.observers.append(observer)
@@ -217,10 +227,18 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         last.calls,
         actions,
         last.peak - held,
+        _difference(last.peak_by_part, held_by_part),
         0 if buffers is None else buffers.num_bytes,
         last.copied,
         None if offload is None else offload.bytes,
     )
+
+
+def _difference(total: Counter[str], part: Counter[str]) -> Counter[str]:
+    """Return the difference of two counts, also if it is negative, without zeros."""
+    found = total.copy()
+    found.subtract(part)
+    return Counter({name: size for name, size in found.items() if size})
 
 
 def _with_microbatches(config: Config, number: int) -> Config:
@@ -261,9 +279,13 @@ def _extended(marks: Sequence[_Mark], times: int) -> _Mark | None:
         total[call] += times * count
     # Each repetition leaves `growth` bytes in memory (the loss of its microbatch), which raise later peaks.
     more = times * growth
+    peaks = [(mark.peak, mark.peak_by_part) for mark in (before, start)]
+    peaks += [(mark.peak + more, mark.peak_by_part + Counter({OTHER: more})) for mark in (end, last)]
+    peak, peak_by_part = max(peaks, key=itemgetter(0))
     return _Mark(
         last.held + more,
-        max(before.peak, start.peak, end.peak + more, last.peak + more),
+        peak,
+        peak_by_part,
         total,
         CopiedBytes(last.copied.down + times * copied.down, last.copied.up + times * copied.up),
     )

@@ -61,6 +61,8 @@ def _memory_lines(found: DryRun) -> Iterator[str]:
         yield _row(name.replace("_", " "), size)
     yield _row("all buffers", buffers.total)
     yield _row("other tensors at the peak", counts.peak_bytes)
+    for part, size in counts.peak_by_part.most_common():
+        yield _row(f"  {part}", size)
     yield _row("total at the peak", buffers.total + counts.peak_bytes)
     if counts.host_bytes:
         yield _row("activations on the host", counts.host_bytes)
@@ -178,6 +180,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
         "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},
         "peak_bytes": counts.peak_bytes,
+        "peak_bytes_by_part": dict(counts.peak_by_part),
         "host_bytes": counts.host_bytes,
         "copied_bytes": counts.copied._asdict(),
         **({} if counts.offload is None else {"offload_bytes": counts.offload._asdict()}),

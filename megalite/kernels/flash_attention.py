@@ -1,8 +1,8 @@
-"""Compute attention with ALiBi, documents and dropout in one kernel, without storing the scores.
+"""Compute attention in one kernel, without storing the scores.
 
-On CUDA the kernels are written in Triton (`triton_attention`). The dropout masks are bitwise the same as in
-`CausalSoftmax`. The operators take the dropout key in a tensor on the host, so that all layers share one
-graph of torch.compile.
+It has ALiBi, documents, windows, capped scores and dropout. On CUDA the kernels are written in Triton
+(`triton_attention`). The dropout masks are bitwise the same as in `CausalSoftmax`. The operators take the
+dropout key in a tensor on the host, so that all layers share one graph of torch.compile.
 
 Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
 """
@@ -26,7 +26,7 @@ _OP = f"{NAMESPACE}::flash_attention"
 _BACKWARD = f"{NAMESPACE}::flash_attention_backward"
 _REST = (
     "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
-    "int base"
+    "int base, float? cap=None"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
@@ -54,14 +54,14 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
             the keys have `ends`, they also have `starts`, and each query sees its whole document: a document
             ends where the next one starts.
     """
-    _, scale, slopes, visible, drop = softmax
+    _, scale, slopes, visible, drop, cap = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
     assert ends is None or starts is not None
     site: tuple[Any, ...] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site)[0]
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site, cap)[0]
     return out
 
 
@@ -70,7 +70,7 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _softmax_arguments(
+def _softmax(
     s: int,
     slopes: Tensor | None,
     starts: Tensor | None,
@@ -80,9 +80,10 @@ def _softmax_arguments(
     scale: float,
     p: float,
     base: int,
-) -> tuple[Any, ...]:
+    cap: float | None = None,
+) -> CausalSoftmax:
     drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends), drop).arguments(0)
+    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends), drop, cap)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     weights = q.to(wide) @ keys.mT  # scores, overwritten in place
-    log_sums = softmax_reference(weights, *_softmax_arguments(q.shape[2], *rest))
+    softmax = _softmax(q.shape[2], *rest)
+    softmax.cap_(weights)
+    log_sums = softmax_reference(weights, *softmax.arguments(0))
     out, _ = empty_results(q)
     return out.copy_(weights @ values), log_sums
 
@@ -103,7 +106,12 @@ def reference_backward(
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
     weights, weight_grads = queries @ keys.mT, grads @ values.mT  # [b, n, s, s], overwritten in place
-    softmax_reference_backward(weights, weight_grads, log_sums, *_softmax_arguments(q.shape[2], *rest))
+    softmax = _softmax(q.shape[2], *rest)
+    softmax.cap_(weights)
+    slope = softmax.cap_slope(weights)
+    softmax_reference_backward(weights, weight_grads, log_sums, *softmax.arguments(0))
+    if slope is not None:
+        weight_grads *= slope
     grad_k, grad_v = (
         x.unflatten(1, (-1, shared)).sum(2) for x in (weight_grads.mT @ queries, weights.mT @ grads)
     )
@@ -215,12 +223,12 @@ def padded(head_dim: int) -> int:
 
 
 def _numbers(
-    q: Tensor, k: Tensor, key: Tensor | None, scale: float, p: float, base: int
-) -> tuple[int | float, ...]:
+    q: Tensor, k: Tensor, key: Tensor | None, scale: float, p: float, base: int, cap: float | None
+) -> tuple[int | float | None, ...]:
     """Return the arguments of all kernels from n to factor."""
     n, s = q.shape[1:3]
     site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
-    return n, n // k.shape[1], s, scale, *site
+    return n, n // k.shape[1], s, scale, cap, *site
 
 
 def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
@@ -261,6 +269,7 @@ def launch(
     scale: float,
     p: float,
     base: int,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel."""
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
@@ -275,7 +284,7 @@ def launch(
         kernels.forward_kernel[-(-s // sizes.queries), n, b](
             *(q, k, v, out, log_sums, slopes, starts, ends, samples),
             *_strides(q, k, v, out),
-            *_numbers(q, k, key, scale, p, base),
+            *_numbers(q, k, key, scale, p, base, cap),
             **_constants(q, base, sizes),
         )
     return out, log_sums
@@ -296,6 +305,7 @@ def launch_backward(
     scale: float,
     p: float,
     base: int,
+    cap: float | None = None,
 ) -> list[Tensor]:
     """Run the kernels of the gradients of q, k and v, as `empty_gradients` allocates them."""
     from megalite.kernels import triton_attention as kernels
@@ -312,7 +322,7 @@ def launch_backward(
     launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(of_keys, grad_k, grad_v)]
     if of_values is not None:
         launches = [(of_keys, grad_k, None), (of_values, None, grad_v)]
-    numbers = _numbers(q, k, key, scale, p, base)
+    numbers = _numbers(q, k, key, scale, p, base, cap)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
@@ -373,7 +383,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.flash_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients_of(grads), *(None,) * 8
+    return *gradients_of(grads), *(None,) * 9
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -56,12 +56,15 @@ class Drop(NamedTuple):
 class CausalSoftmax(NamedTuple):
     """Compute softmax(scale * scores + slope * (key - query)) over the visible keys of a query, then dropout.
 
+    With a cap c, c tanh(scale * scores / c) replaces the scaled scores (Gemma Team 2024, section 2).
+
     Attributes:
         seq_length: length of the whole sequence, s.
         scale: factor of the scores.
         slopes: slopes of ALiBi, fp64 ``[n]``; None without bias.
         visible: keys that each query sees, by `starts` and `ends`.
         drop: dropout of the weights; None without dropout.
+        cap: bound of the scaled scores; None without bound.
     """
 
     seq_length: int
@@ -69,6 +72,7 @@ class CausalSoftmax(NamedTuple):
     slopes: Tensor | None = None
     visible: VisibleKeys = VisibleKeys()
     drop: Drop | None = None
+    cap: float | None = None
 
     def weights_(self, scores: Tensor, first: int, first_key: int = 0) -> Tensor:
         """Replace scores with weights, and with zeros for keys that are not visible.
@@ -82,6 +86,7 @@ class CausalSoftmax(NamedTuple):
         Returns:
             Logarithm of each query's sum of exponentials, ``[b, n, rows]``, in at least fp32.
         """
+        self.cap_(scores)
         result: Tensor = torch.ops.megalite.causal_softmax_(scores, *self.arguments(first, first_key))
         return result
 
@@ -95,7 +100,22 @@ class CausalSoftmax(NamedTuple):
             grad: gradient of the weights, of the same shape.
             log_sums: the result of `weights_`.
         """
+        self.cap_(scores)
+        slope = self.cap_slope(scores)
         torch.ops.megalite.causal_softmax_backward_(scores, grad, log_sums, *self.arguments(first, first_key))
+        if slope is not None:
+            grad.mul_(slope)
+
+    def cap_(self, scores: Tensor) -> None:
+        """Replace scores with capped scaled scores; do nothing without a cap."""
+        if self.cap is not None:
+            scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
+
+    def cap_slope(self, capped: Tensor) -> Tensor | None:
+        """Return the derivative of each capped score by its unscaled score; None without a cap."""
+        if self.cap is None:
+            return None
+        return (capped / self.cap).square_().neg_().add_(1.0).mul_(self.scale)
 
     def part(self, samples: slice, heads: slice) -> "CausalSoftmax":
         """Return the softmax for some of the samples and heads."""
@@ -112,14 +132,18 @@ class CausalSoftmax(NamedTuple):
         )
 
     def arguments(self, first: int, first_key: int = 0) -> tuple[Any, ...]:
-        """Return the operators' arguments after the scores, with positions from the block's first key on."""
+        """Return the operators' arguments after the scores, with positions from the block's first key on.
+
+        Capped scores are scaled.
+        """
+        scale = self.scale if self.cap is None else 1.0
         seen = self.slopes, *self.visible.counted_from(first_key)[:2]
         where = first - first_key, self.seq_length
         if self.drop is None or self.drop.p == 0.0:
-            return *seen, None, self.scale, 0.0, 0, 0, *where
+            return *seen, None, scale, 0.0, 0, 0, *where
         p, key, samples, base, _ = self.drop
         base += first_key * (self.seq_length + 1)
-        return *seen, samples.contiguous(), self.scale, p, signed64(key), base, *where
+        return *seen, samples.contiguous(), scale, p, signed64(key), base, *where
 
 
 def _biased(

@@ -4,7 +4,8 @@ Query i attends to the keys from start_i, the first token of its document, to i.
 attends to the last token of its document: `starts` and `ends` are then set. D_ij is 0 or 1 / (1 - p), from
 the dropout counter. For one head:
 
-    x_ij    = scale q_i·k_j + slope (j - i)
+    y_ij    = scale q_i·k_j                        with a cap c: c tanh(scale q_i·k_j / c)
+    x_ij    = y_ij + slope (j - i)
     L_i     = log sum_j exp(x_ij)                  saved for backward
     P_ij    = exp(x_ij - L_i)
     o_i     = sum_j P_ij D_ij v_j
@@ -14,6 +15,8 @@ the dropout counter. For one head:
     dv_j    = sum_i P_ij D_ij do_i
     dk_j    = scale sum_i dx_ij q_i
     dq_i    = scale sum_j dx_ij k_j
+
+With a cap, 1 - (y_ij / c)^2 multiplies dx_ij in dk and dq.
 
 Backward computes P and D again. In the kernel for dk and dv, a program has a block of keys and loops over
 queries. In the kernel for dq, it has a block of queries and loops over keys. Sums are not atomic, so the
@@ -72,13 +75,30 @@ def _store_rows(x, stride, first, s, values, d: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _scores(products, queries, keys, scale, slopes, head):
+def _tanh(x):
+    """Return tanh(x), with an error of 1e-7 around 0 too; infinite exponentials are no problem."""
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+@triton.jit
+def _scores(products, queries, keys, scale, cap, slopes, head):
     """Return x in base 2 from ``q·k``; `queries` and `keys` are positions that broadcast to this shape."""
     x = products * (scale * LOG2_E)
+    if cap is not None:
+        x = _tanh(products * (scale / cap)) * (cap * LOG2_E)
     if slopes is not None:
         slope = tl.load(slopes + head).to(tl.float32)
         x += slope * LOG2_E * (keys - queries).to(tl.float32)
     return x
+
+
+@triton.jit
+def _uncapped(dx, products, scale, cap):
+    """Return the gradient of the scaled ``q·k`` from the gradient of x."""
+    if cap is not None:
+        y = _tanh(products * (scale / cap))
+        dx *= 1.0 - y * y
+    return dx
 
 
 @triton.jit
@@ -151,7 +171,7 @@ def _kept(
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def forward_kernel(
     q, k, v, out, log_sums, slopes, starts, ends, samples, q_strides, k_strides, v_strides, out_strides,
-    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +191,7 @@ def forward_kernel(
             keys = (first_key + tl.arange(0, N))[None, :]
             k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-            x = _scores(products, queries, keys, scale, slopes, head)  # [M, N]
+            x = _scores(products, queries, keys, scale, cap, slopes, head)  # [M, N]
             if masked:
                 x = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), x, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(x, 1))
@@ -209,7 +229,7 @@ def delta_kernel(
 def key_gradients_kernel(
     q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_k_strides, grad_v_strides,
-    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +254,7 @@ def key_gradients_kernel(
                 q_block = _load_rows(q_head, q_strides[2], first, s, d, M, D)
                 log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
                 products = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
-                x = _scores(products, rows[None, :], keys, scale, slopes, head)  # [N, M]
+                x = _scores(products, rows[None, :], keys, scale, cap, slopes, head)  # [N, M]
                 p = tl.exp2(x - log_sum[None, :])
                 if masked:
                     seen = keys < _end_keys(ends, sample, first, s, M)[None, :]
@@ -254,7 +274,7 @@ def key_gradients_kernel(
                     if samples is not None:
                         weight_grads = tl.where(kept, weight_grads * factor, 0.0)
                     deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
-                    dx = p * (weight_grads - deltas[None, :])
+                    dx = _uncapped(p * (weight_grads - deltas[None, :]), products, scale, cap)
                     sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
     if grad_k is not None:
         grad_k_head = _head(grad_k, grad_k_strides, sample, group)
@@ -268,7 +288,7 @@ def key_gradients_kernel(
 def query_gradients_kernel(
     q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_q_strides,
-    n, r, s, scale, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +310,7 @@ def query_gradients_kernel(
             keys = (first_key + tl.arange(0, N))[None, :]
             k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-            x = _scores(products, rows[:, None], keys, scale, slopes, head)  # [M, N]
+            x = _scores(products, rows[:, None], keys, scale, cap, slopes, head)  # [M, N]
             p = tl.exp2(x - log_sum[:, None])
             if masked:
                 p = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
@@ -299,7 +319,7 @@ def query_gradients_kernel(
             if samples is not None:
                 kept = _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
                 weight_grads = tl.where(kept, weight_grads * factor, 0.0)
-            dx = p * (weight_grads - deltas[:, None])
+            dx = _uncapped(p * (weight_grads - deltas[:, None]), products, scale, cap)
             sum_q = tl.dot(dx.to(k_block.dtype), k_block, sum_q, input_precision=PRECISION)
     grad_q_head = _head(grad_q, grad_q_strides, sample, head)
     _store_rows(grad_q_head, grad_q_strides[2], first, s, sum_q * scale, d, M, D)

@@ -38,7 +38,8 @@ class Attention(nn.Module):
         self.tp = context.tp
         self.core = core.for_layer(layer, kind)
         self.window = kind.window
-        self.rotate = self.core.rotate if kind.rotary else _unrotated
+        self.own_rotary = kind.own_rotary
+        self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
         self.num_groups = config.num_kv_heads
         self.heads_per_group = config.num_attention_heads // self.num_groups
@@ -78,11 +79,12 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
     ) -> Tensor:
-        """Compute dropout(softmax(q k^T / sqrt(d) + bias)) v, after rotary embedding of q and k.
+        """Compute dropout(softmax(scale q k^T + bias)) v, after rotary embedding of q and k.
 
         The shapes are as in `forward`.
         """
-        q, k = self.rotate(q, positions.angles), self.rotate(k, positions.angles)
+        angles = positions.angles_of(self.own_rotary)
+        q, k = self.rotate(q, angles), self.rotate(k, angles)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
         first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)

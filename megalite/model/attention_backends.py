@@ -91,6 +91,8 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
+    if case.config.attn_logit_softcapping is not None:
+        return "it cannot cap scores (--attn-logit-softcapping)"
     if case.device == "cpu":
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors

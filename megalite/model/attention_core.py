@@ -1,13 +1,12 @@
-"""The attention core, softmax(q k^T / sqrt(d) + bias) v, that the layers of a stage share.
+"""The attention core, softmax(scale q k^T + bias) v, that the layers of a stage share.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -23,10 +22,9 @@ from megalite.kernels.packed_heads import gradients_of
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
-    ROTATIONS,
     Angles,
-    NoRotation,
     PositionInfo,
+    build_rotations,
     distance_bias,
     local_slopes,
 )
@@ -38,7 +36,8 @@ class LayerCore(Protocol):
     """Interface of the attention core that one layer calls."""
 
     @property
-    def rotate(self) -> Callable[[Tensor, Angles | None], Tensor]: ...
+    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
+        """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
@@ -79,17 +78,18 @@ class AttentionCore(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
         self.context = context
-        self.rotate = ROTATIONS.get(config.position_embedding_type, NoRotation)(config, context)
+        self.scale = config.score_scale
+        self.rotations = build_rotations(config, context)
         self.windows: list[int | None] = []
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
         ids, positions = microbatch.document_ids, microbatch.position_ids
-        return PositionInfo(
-            self.visible_keys(microbatch.tokens.shape, ids, self.windows),
-            angles=None if positions is None else self.rotate.look_up(positions),
-        )
+        angles = None
+        if positions is not None:
+            angles = {own: rotation.look_up(positions) for own, rotation in self.rotations.items()}
+        return PositionInfo(self.visible_keys(microbatch.tokens.shape, ids, self.windows), angles)
 
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
@@ -122,15 +122,17 @@ class AttentionCore(ABC):
 
     def prepare(self, seq_length: int) -> None:
         """Build the tables for samples of this length, for layers that are then compiled."""
-        self.rotate.table(seq_length)
+        for rotation in self.rotations.values():
+            rotation.table(seq_length)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)
 
     def tables(self) -> Iterable[Tensor]:
         """Yield the tables that all layers share and that autograd may save."""
-        for angles in self.rotate.tables.values():
-            yield from angles
+        for rotation in self.rotations.values():
+            for angles in rotation.tables.values():
+                yield from angles
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
@@ -185,7 +187,13 @@ class SdpaCore(AttentionCore):
         bias = visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                is_causal=bias is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
 
 
@@ -215,11 +223,11 @@ class SoftmaxCore(AttentionCore):
         self.slopes = (
             None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
         )
-        self.scale = 1.0 / math.sqrt(config.head_dim)
+        self.cap = config.attn_logit_softcapping
 
     def softmax(self, q: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
         """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop)
+        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop, self.cap)
 
 
 class UnfusedCore(SoftmaxCore):

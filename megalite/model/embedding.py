@@ -79,12 +79,30 @@ def word_table(config: ModelConfig, context: LayerContext) -> VocabParallelEmbed
     )
 
 
+class Multiply(nn.Module):
+    """Multiplies by a constant factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return x * self.factor
+
+
+def multiplier(factor: float) -> nn.Module:
+    """Return a module that multiplies by a factor."""
+    return nn.Identity() if factor == 1.0 else Multiply(factor)
+
+
 class Embedding(nn.Module):
-    """Computes dropout(norm(word[tokens] + position + type)); all but the word embedding is optional."""
+    """Computes dropout(norm(m word[tokens] + position + type)); all but the word embedding is optional."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.word = word_table(config, context)
+        self.multiply = multiplier(config.embedding_multiplier)
         learned = config.position_embedding_type == "learned_absolute"
         self.position = PositionTable(config, context) if learned else NoPositionTable()
         has_types = config.num_token_types > 0
@@ -94,6 +112,6 @@ class Embedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Map the tokens ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
-        x = self.word(microbatch.tokens.t().contiguous())
+        x = self.multiply(self.word(microbatch.tokens.t().contiguous()))
         x = self.token_type(self.position(x, microbatch.position_ids), microbatch.token_types)
         return self.dropout(self.norm(x), microbatch.sample_numbers)

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention: ALiBi and documents inside the kernel, without a bias in memory.
+"""PyTorch's FlexAttention: ALiBi, capped scores and documents inside the kernel, without a bias in memory.
 
 Not measured: backward requires a GPU (torch 2.13), and we had none.
 """
@@ -30,7 +30,9 @@ class FlexCore(AttentionCore):
     ) -> None:
         super().__init__(config, context)
         self.attend = compiled or torch.compile(flex_attention, dynamic=False)
-        self.score_mod = self._alibi(local_slopes(config, context))
+        self.score_mod = self._capped(
+            config.attn_logit_softcapping, self._alibi(local_slopes(config, context))
+        )
 
     def _alibi(self, slopes: list[float] | None) -> Callable[..., Tensor] | None:
         if slopes is None:
@@ -41,6 +43,17 @@ class FlexCore(AttentionCore):
             return score + head_slopes[head] * (key - query)
 
         return bias
+
+    def _capped(self, cap: float | None, bias: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        """Return the function that caps a scaled score and adds the bias."""
+        if cap is None:
+            return bias
+
+        def capped(score: Tensor, *place: Tensor) -> Tensor:
+            score = cap * torch.tanh(score / cap)
+            return score if bias is None else bias(score, *place)
+
+        return capped
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
         """Return the keys as the blocks of keys that each block of queries sees."""
@@ -71,5 +84,6 @@ class FlexCore(AttentionCore):
             v,
             score_mod=self.score_mod,
             block_mask=visible.blocks,
+            scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )

@@ -11,10 +11,23 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.model.embedding import multiplier
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.linear import LinearContext, column_linear
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
+
+
+class SoftCap(nn.Module):
+    """Computes c tanh(x / c), which is between -c and c (Gemma Team 2024, section 2)."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the capped numbers."""
+        return (x / self.cap).tanh_() * self.cap
 
 
 class OutputLayer(nn.Module):
@@ -34,11 +47,15 @@ class OutputLayer(nn.Module):
             num_padding=config.num_padding_rows(context.tp.size),
             is_vocabulary=True,
         )
+        self.multiply = multiplier(config.logit_multiplier)
+        cap = config.final_logit_softcapping
+        self.bound = nn.Identity() if cap is None else SoftCap(cap)
         self.weight = None if is_tied else new_parameter(spec, context)  # [v/tp, h]
 
     def logits(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, v/tp]``; weight and bias are ``[v/tp, h]`` and ``[v/tp]``."""
-        return column_linear(x, weight, bias, self.context)
+        logits: Tensor = self.bound(column_linear(self.multiply(x), weight, bias, self.context))
+        return logits
 
 
 class VocabHead(nn.Module):

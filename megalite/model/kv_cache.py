@@ -9,6 +9,8 @@ of this rank, d head size, tp = tp.size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,7 @@ class CachedCore(SdpaCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
+        self.cap = config.attn_logit_softcapping
         self.layers: dict[int, CachedLayer] = {}
         self.begin(0)
 
@@ -80,6 +83,7 @@ class CachedCore(SdpaCore):
         device = self.context.device
         # Causal from the start, or one token that sees all.
         is_plain = not self.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
+        is_plain &= self.cap is None
         visible = {}
         for window in self.windows:
             if is_plain and (window is None or self.length <= window + 1):
@@ -87,7 +91,8 @@ class CachedCore(SdpaCore):
             else:
                 keys = self._after_padding().within(window, self.length, device)
                 visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
-        return PositionInfo(visible, self.rotate.compute(microbatch.position_ids))
+        ids = microbatch.position_ids
+        return PositionInfo(visible, {own: each.compute(ids) for own, each in self.rotations.items()})
 
     def _after_padding(self) -> VisibleKeys:
         """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""
@@ -105,9 +110,10 @@ class CachedLayer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def rotate(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """Rotate new queries and keys; the cache holds rotated keys."""
-        return self.shared.rotate(x, angles)
+    @property
+    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
+        """Return the functions that rotate new queries and keys; the cache holds rotated keys."""
+        return self.shared.rotations
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
@@ -120,11 +126,31 @@ class CachedLayer:
         length, num_tokens = self.shared.length, k.shape[2]
         self.keys[:, :, length - num_tokens : length] = k
         self.values[:, :, length - num_tokens : length] = v
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        if self.shared.cap is not None:
+            assert visible.bias is not None
+            return capped_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap)
         return F.scaled_dot_product_attention(
             q,
-            self.keys[:, :, :length],
-            self.values[:, :, :length],
+            keys,
+            values,
             attn_mask=visible.bias,
             is_causal=visible.bias is None and num_tokens > 1,
+            scale=self.shared.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
+
+
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
+    """Return softmax(cap tanh(scale q k^T / cap) + bias) v, ``[b, n, s, d]``, with all scores in memory.
+
+    Args:
+        q: ``[b, n, s, d]``.
+        k, v: ``[b, g', l, d]``.
+        bias: ``[b or 1, n or 1, s, l]``.
+    """
+    shared = q.shape[1] // k.shape[1]
+    scores = q.unflatten(1, (-1, shared)) @ k[:, :, None].mT * (scale / cap)  # [b, g', n/g', s, l]
+    scores = scores.tanh_().mul_(cap).flatten(1, 2) + bias
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights.unflatten(1, (-1, shared)) @ v[:, :, None]).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""One transformer layer, with norms before or after the blocks, or after the residual connections.
+"""One transformer layer, with norms before or after the blocks or both, or after the residual connections.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
@@ -34,7 +34,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
         self.kind = config.layer_kind(layer)
-        is_pre_norm = config.norm_position == "pre"
+        is_pre_norm = config.norm_position in ("pre", "sandwich")
         self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
         self.attention = Attention(config, context, core, layer, self.kind)
         self.attention_output_dropout = Dropout(
@@ -93,6 +93,30 @@ class OutputNormLayer(TransformerLayer):
         return self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)
 
 
+class SandwichNormLayer(TransformerLayer):
+    """Computes one layer with norms before and after its blocks (Ding et al. 2021; Gemma 2 and 3)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+        super().__init__(config, context, core, layer)
+        self.attention_output_norm = build_norm(config, context)
+        self.mlp_output_norm = build_norm(config, context)
+
+    @wrap_point
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(norm(attention(norm(x)) + bias))
+        normed, x = self.attention_norm(x)
+        y, bias = self.attention(normed, sample_numbers, positions)
+        y = self.attention_output_norm(y if bias is None else y + bias)
+        total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
+
+        # x = x + dropout(norm(mlp(norm(x)) + bias))
+        normed, x = self.mlp_norm(total)
+        y, bias = self.mlp(normed)
+        y = self.mlp_output_norm(y if bias is None else y + bias)
+        return self.mlp_output_dropout.add_to(x, y, None, sample_numbers)
+
+
 class ParallelLayer(TransformerLayer):
     """Computes one layer whose blocks have the same input (Wang and Komatsuzaki 2021; Black et al. 2022)."""
 
@@ -112,6 +136,7 @@ LAYERS: Mapping[str, type[TransformerLayer]] = {
     "pre": TransformerLayer,
     "post": PostNormLayer,
     "output": OutputNormLayer,
+    "sandwich": SandwichNormLayer,
 }
 """Layer classes by the config's `norm_position`."""
 

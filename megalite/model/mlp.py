@@ -38,11 +38,27 @@ class ActivationFunction(NamedTuple):
     is_gelu: bool = False
 
 
+def geglu(x: Tensor) -> Tensor:
+    """Return gelu(g) * u, where g and u are the two halves of x, in the tanh form (Shazeer 2020; Gemma).
+
+    PyTorch's operators compute it. Backward keeps gelu(g) besides x.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x)^2 (So et al. 2021; Nemotron-4)."""
+    return F.relu(x).square()
+
+
 ACTIVATION_FUNCTIONS = {
     "gelu": ActivationFunction(bias_gelu, adds_bias=True, is_gelu=True),
     "gelu_exact": ActivationFunction(F.gelu),
     "relu": ActivationFunction(F.relu),
+    "squared_relu": ActivationFunction(squared_relu),
     "swiglu": ActivationFunction(bias_swiglu, adds_bias=True),
+    "geglu": ActivationFunction(geglu),
 }
 
 

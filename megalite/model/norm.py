@@ -1,9 +1,14 @@
 """LayerNorm and RMSNorm, replicated on every tensor-parallel rank.
 
+With --zero-centered-norms, each norm multiplies by 1 + weight instead of by its weight. The sum is rounded to
+the weight's dtype.
+
 Shapes: s sequence, b microbatch, h hidden size, n heads, d head size, tp = tp.size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +39,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = _scale(config, context, head_dim)  # [h]
+        self.weight, self.scale = _scale(config, context, head_dim)  # [h]
         shift = ParameterSpec(tuple(self.weight.shape), decay=False)
         self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
         functions = layer_norm_on(context.device.type)
@@ -45,7 +50,7 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
         normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
-        return normalize(x, self.weight, self.bias, self.epsilon)
+        return normalize(x, self.scale(self.weight), self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
@@ -64,7 +69,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight = _scale(config, context, head_dim)  # [h]
+        self.weight, self.scale = _scale(config, context, head_dim)  # [h]
         functions = rms_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.of_sum
@@ -73,14 +78,29 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize ``[s, b, h]``."""
         normalize = self.normalize_sum if isinstance(x, ResidualSum) else self.normalize
-        return normalize(x, self.weight, self.epsilon)
+        return normalize(x, self.scale(self.weight), self.epsilon)
 
 
-def _scale(config: ModelConfig, context: LayerContext, head_dim: int | None) -> nn.Parameter:
-    """Return the weight of a norm of hidden states, or of heads if their size is passed."""
+def _scale(
+    config: ModelConfig, context: LayerContext, head_dim: int | None
+) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]]:
+    """Return the weight of a norm, and the function that maps it to the norm's factors.
+
+    Args:
+        head_dim: see `LayerNorm`.
+    """
     size = config.hidden_size if head_dim is None else head_dim
-    spec = ParameterSpec((size,), mean=1.0, decay=False)
-    return new_parameter(spec, context, used_by_cut_heads=head_dim is not None)
+    mean, factors = (0.0, _plus_one) if config.zero_centered_norms else (1.0, _itself)
+    spec = ParameterSpec((size,), mean=mean, decay=False)
+    return new_parameter(spec, context, used_by_cut_heads=head_dim is not None), factors
+
+
+def _itself(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight + 1.0
 
 
 class AllHeadsRMSNorm(nn.Module):
@@ -94,14 +114,14 @@ class AllHeadsRMSNorm(nn.Module):
         super().__init__()
         self.epsilon, self.tp = config.norm_epsilon, context.tp
         self.num_heads, self.head_dim = num_heads, config.head_dim
-        self.weight = _scale(config, context, num_heads * config.head_dim)  # [n d]
+        self.weight, self.scale = _scale(config, context, num_heads * config.head_dim)  # [n d]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads, ``[s, b, max(1, n/tp), d]``."""
         tp, num_local = self.tp, x.shape[2]
         sharers = num_local * tp.size // self.num_heads  # ranks that hold the same head
         first = tp.rank // sharers * num_local
-        weight = self.weight.view(self.num_heads, self.head_dim)[first : first + num_local]
+        weight = self.scale(self.weight).view(self.num_heads, self.head_dim)[first : first + num_local]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum((2, 3), keepdim=True)  # [s, b, 1, 1]
         # Each rank normalizes its heads by the sum over all, so backward sums over the ranks too.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,16 @@ class PositionInfo(NamedTuple):
 
     Attributes:
         visible: keys that each query sees, by the window of a layer's kind.
-        angles: angles of rotary embedding; None for positions within the sample, and in models without it.
+        angles: angles of rotary embedding, by the `own_rotary` of a layer's kind; None for positions within
+            the sample.
     """
 
     visible: dict[int | None, VisibleKeys]
-    angles: Angles | None = None
+    angles: dict[bool, Angles | None] | None = None
+
+    def angles_of(self, own_rotary: bool) -> Angles | None:
+        """Return the angles of layers of a kind; None for positions within the sample, or without rope."""
+        return None if self.angles is None else self.angles[own_rotary]
 
 
 class Rotary:
@@ -106,6 +112,20 @@ class NoRotation:
 
 ROTATIONS: dict[str, Callable[[ModelConfig, LayerContext], Rotary | NoRotation]] = {"rope": Rotary}
 """Rotary embeddings by the config's position embedding."""
+
+
+def build_rotations(config: ModelConfig, context: LayerContext) -> dict[bool, Rotary | NoRotation]:
+    """Return the rotary embeddings by the `own_rotary` of a layer's kind."""
+    build = ROTATIONS.get(config.position_embedding_type, NoRotation)
+    rotations = {False: build(config, context)}
+    if config.windows_differ_in_rotary:
+        of_windows = replace(
+            config,
+            rotary_base=config.window_rotary_base or config.rotary_base,
+            rope_scaling=config.rope_scaling if config.window_rope_scaling else "none",
+        )
+        rotations[True] = build(of_windows, context)
+    return rotations
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

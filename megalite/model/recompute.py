@@ -9,7 +9,7 @@
     selective      core_attn    rotary embedding and attention      queries, keys and values
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
-    selective      layernorm    both norms                          their inputs
+    selective      layernorm    the norms of the blocks' inputs     their inputs
 
 A recomputed function runs under hooks that replace each tensor it saves for backward by a number. When
 backward unpacks the first number, the function runs again, and the hooks collect all its saved tensors.

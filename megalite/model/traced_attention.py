@@ -21,7 +21,7 @@ _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
 _REST = (
     "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, float scale, "
-    "float p, int base, int num_queries, int num_bytes"
+    "float p, int base, float? cap, int num_queries, int num_bytes"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
@@ -33,11 +33,11 @@ torch.library.define(
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
     """Compute `attend` differentiably, with the dropout key in a tensor."""
-    _, scale, slopes, (starts, ends, window, *_), drop = softmax
+    _, scale, slopes, (starts, ends, window, *_), drop, cap = softmax
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop
     out: Tensor = torch.ops.megalite.attention(
-        q, k, v, slopes, starts, ends, samples, key, window, scale, p, base, *blocking
+        q, k, v, slopes, starts, ends, samples, key, window, scale, p, base, cap, *blocking
     )[0]
     return out
 
@@ -53,11 +53,12 @@ def _arguments(
     scale: float,
     p: float,
     base: int,
+    cap: float | None,
     *blocking: int,
 ) -> tuple[CausalSoftmax, Blocking]:
     drop = Drop(p, key_of(key), samples, base)
     visible = VisibleKeys(starts, ends, window)
-    return CausalSoftmax(q.shape[2], scale, slopes, visible, drop), Blocking(*blocking)
+    return CausalSoftmax(q.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients_of(grads), *(None,) * 11
+    return *gradients_of(grads), *(None,) * 12
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.config import OptimizerConfig
 from megalite.distributed.axis import Axis
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
-from megalite.tensor_parallel.placement import Spread
+from megalite.tensor_parallel.placement import ParameterAxes
 
 ALIGNMENT = 64
 """Every parameter and every rank's shard starts at a multiple of this number of elements.
@@ -41,13 +41,13 @@ class ParameterKind(NamedTuple):
 
     Attributes:
         decay: whether weight decay applies.
-        spread: which ranks hold the parameters, and over which axes their gradients are partial.
+        parameter_axes: which ranks hold the parameters, and over which axes their gradients are partial.
         is_vocabulary: whether they are weights of the vocabulary with a learning rate of their own.
         is_matrix: whether they are matrices that Muon updates.
     """
 
     decay: bool
-    spread: Spread
+    parameter_axes: ParameterAxes
     is_vocabulary: bool
     is_matrix: bool
 
@@ -57,7 +57,7 @@ def kind_for(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> 
     spec, config = spec_of(parameter), config or OptimizerConfig()
     return ParameterKind(
         spec.decay,
-        spec.spread,
+        spec.parameter_axes,
         config.decoupled_lr is not None and spec.is_vocabulary,
         config.optimizer == "muon" and spec.is_matrix,
     )

@@ -19,7 +19,7 @@ from megalite.distributed.topology import Topology
 from megalite.optim.adamw import BucketState
 from megalite.optim.flat_buffers import BucketEntry
 from megalite.tensor_parallel.matrices import Matrix, MatrixPart, matrices_of, newton_schulz_flops
-from megalite.tensor_parallel.placement import Spread
+from megalite.tensor_parallel.placement import ParameterAxes
 
 
 class Holder(NamedTuple):
@@ -90,9 +90,9 @@ class MatrixExchange:
         self.states = states
         self._dtype, self._device = dtype, topology.device
         first = next(iter(states.values()))
-        spread = first.kind.spread
-        self._axis = spread.holders(topology)
-        holders = list(holders_of(spread, topology, is_sharded=not first.is_replicated))
+        parameter_axes = first.kind.parameter_axes
+        self._axis = parameter_axes.holders(topology)
+        holders = list(holders_of(parameter_axes, topology, is_sharded=not first.is_replicated))
         here = holders[self._axis.rank]
         found = [
             (number, state, entry, matrix)
@@ -107,7 +107,7 @@ class MatrixExchange:
         for (number, state, entry, matrix), owner in sorted(
             zip(found, owners, strict=True), key=lambda each: each[1]
         ):
-            segment = _segment(state, entry, matrix, spread, here, topology)
+            segment = _segment(state, entry, matrix, parameter_axes, here, topology)
             if segment.numel:
                 start, end = _held(state, entry, here)
                 offset = entry.start - state.owned.start
@@ -119,7 +119,7 @@ class MatrixExchange:
                 known: dict[tuple[tuple[int, ...], int], _Segment] = {}
                 for holder in holders:
                     if holder[:2] not in known:
-                        known[holder[:2]] = _segment(state, entry, matrix, spread, holder, topology)
+                        known[holder[:2]] = _segment(state, entry, matrix, parameter_axes, holder, topology)
                 self._shapes.append(matrix.shape)
                 self._segments.append([known[holder[:2]] for holder in holders])
         self._is_source = [holder.copy == here.copy for holder in holders]
@@ -187,21 +187,21 @@ class MatrixExchange:
         return all_to_all(message, to, from_, self._axis, of="matrices")
 
 
-def holders_of(spread: Spread, topology: Topology, *, is_sharded: bool) -> Iterator[Holder]:
-    """Yield the ranks of `Spread.holders`, in the order of their coordinates.
+def holders_of(parameter_axes: ParameterAxes, topology: Topology, *, is_sharded: bool) -> Iterator[Holder]:
+    """Yield the ranks of `ParameterAxes.holders`, in the order of their coordinates.
 
     Args:
         is_sharded: whether ZeRO shards the parameters.
     """
-    axes, replicas = spread.axes(topology), spread.replicas(topology)
-    names = axes.factoring.ordered({*spread.cut_over, *axes.factoring.with_role("replicas")})
+    axes, replicas = parameter_axes.axes(topology), parameter_axes.replicas(topology)
+    names = axes.factoring.ordered({*parameter_axes.cut_over, *axes.factoring.with_role("replicas")})
     degree = replicas.shard.size if is_sharded else 1
     for values in itertools.product(*(range(axes.axes[name].size) for name in names)):
         coordinates, replica = dict(zip(names, values, strict=True)), 0
         for name in axes.factoring.with_role("replicas"):
             replica = replica * axes.axes[name].size + coordinates[name]
         copy, shard = divmod(replica, degree)
-        yield Holder(tuple(coordinates[name] for name in spread.cut_over), shard, copy)
+        yield Holder(tuple(coordinates[name] for name in parameter_axes.cut_over), shard, copy)
 
 
 def _held(state: BucketState, entry: BucketEntry, holder: Holder) -> tuple[int, int]:
@@ -218,11 +218,11 @@ def _segment(
     state: BucketState,
     entry: BucketEntry,
     matrix: Matrix,
-    spread: Spread,
+    parameter_axes: ParameterAxes,
     holder: Holder,
     topology: Topology,
 ) -> _Segment:
-    coordinates = dict(zip(spread.cut_over, holder.coordinates, strict=True))
+    coordinates = dict(zip(parameter_axes.cut_over, holder.coordinates, strict=True))
     part = MatrixPart(matrix, entry.spec.box(topology, coordinates))
     start, end = _held(state, entry, holder)
     return _Segment(part, part.num_before(start), part.num_before(end))

@@ -194,14 +194,14 @@ class Muon:
 
 def _rounds(states: Sequence[BucketState], topology: Topology) -> Iterator[list[int]]:
     """Yield the states that are exchanged together, by number: a few matrices for each rank."""
-    for spread in dict.fromkeys(state.kind.spread for state in states):
+    for parameter_axes in dict.fromkeys(state.kind.parameter_axes for state in states):
         round_, count = list[int](), 0
         for number, state in enumerate(states):
-            if state.kind.spread != spread:
+            if state.kind.parameter_axes != parameter_axes:
                 continue
             round_.append(number)
             count += sum(len(matrices_of(entry.spec)) for entry in state.entries)
-            if count >= MATRICES_PER_RANK * spread.holders(topology).size:
+            if count >= MATRICES_PER_RANK * parameter_axes.holders(topology).size:
                 yield round_
                 round_, count = [], 0
         if round_:

@@ -141,7 +141,7 @@ class Optimizer:
         kind_of = partial(kind_for, config=config)
 
         def replicas_of(parameter: nn.Parameter) -> Axis:
-            return spec_of(parameter).spread.replicas(self.topology)
+            return spec_of(parameter).parameter_axes.replicas(self.topology)
 
         def new_bucket(pairs: Sequence[tuple[str, nn.Parameter]]) -> Bucket:
             replicas, main = replicas_of(pairs[0][1]), main_dtype(self.dtype) if self.shards_weights else None
@@ -305,14 +305,14 @@ class Optimizer:
     def _is_complete(self, state: BucketState) -> bool:
         """Return whether a state's gradient is complete once it is summed over the replicas."""
         is_summed_later = self._buffer_of[state.bucket] in self._summed_last
-        return not is_summed_later and state.kind.spread.partial_axis(self.topology) is None
+        return not is_summed_later and state.kind.parameter_axes.partial_axis(self.topology) is None
 
     @torch.no_grad()
     def _sum_partial(self) -> None:
         """All-reduce the gradients that are still partial, in one message for each set of axes."""
         partial_over: dict[str, tuple[Axis, list[Tensor]]] = {}
         for state in self.updated:
-            if axis := state.kind.spread.partial_axis(self.topology):
+            if axis := state.kind.parameter_axes.partial_axis(self.topology):
                 partial_over.setdefault(axis.name, (axis, []))[1].append(self._gradient_of(state))
         for axis, gradients in partial_over.values():
             total = all_reduce(torch.cat(gradients), axis)
@@ -457,7 +457,7 @@ class Optimizer:
     def _counted(self, state: BucketState) -> slice:
         """Return which of a state's elements this rank counts in norms, and no other rank of the world."""
         is_copy = self._is_copied(state.bucket) and not self.topology.pp.is_first  # the first stage counts it
-        if is_copy or not state.kind.spread.acts(self.topology):
+        if is_copy or not state.kind.parameter_axes.acts(self.topology):
             return slice(0, 0)
         counted, owned = state.bucket.counted, state.owned
         start = min(max(counted.start, owned.start), owned.stop)

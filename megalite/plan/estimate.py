@@ -14,6 +14,7 @@ from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
     RankMemory,
+    activation_parts,
     choose_gathering,
     host_activations,
     rank_memories,
@@ -140,6 +141,10 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
         "memory_gb_by_stage": [memory.total / _GB for memory in plan.memories],
         "memory_gb_by_stage_and_kind": [
             {kind: size / _GB for kind, size in memory._asdict().items()} for memory in plan.memories
+        ],
+        "activation_gb_by_stage_and_part": [
+            {part: size / _GB for part, size in activation_parts(plan.run, rank, memory.activations).items()}
+            for rank, memory in enumerate(plan.memories)
         ],
         "host_memory_gb_by_stage": [size / _GB for size in host_activations(plan.run)],
         "memory_gb_available": plan.run.cluster.gpu.memory_bytes / _GB,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,13 @@ from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.programs import OWN
 from megalite.plan.quantities import counted, duration, large, plain
-from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, node_host_bytes
+from megalite.plan.rank_memory import (
+    TIGHT_SHARE,
+    RankMemory,
+    activation_parts,
+    logit_parts,
+    node_host_bytes,
+)
 from megalite.plan.scaling.scaling_plan import plan_scaling
 from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
 
@@ -189,6 +196,11 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
         yield f"{name:7}" + "".join(
             f"{value / _GB:{width}.2f}" for value, width in zip(values, widths, strict=True)
         )
+    parts = activation_parts(plan.run, largest, memories[largest].activations)
+    yield from _part_lines("activations", rows[largest], parts)
+    for rank, name in sorted(rows.items()):
+        if memories[rank].logits:
+            yield from _part_lines("logits", name, logit_parts(plan.run))
     available = plan.run.cluster.gpu.memory_bytes
     left = (available - plan.memory_bytes) / _GB
     result = f"fits, {left:.1f} GB are left" if plan.fits else f"does not fit: {-left:.1f} GB too much"
@@ -211,6 +223,14 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
         )
     if plan.is_tight:
         yield f"warning: {_tight(plan)}"
+
+
+def _part_lines(kind: str, rank: str, parts: Mapping[str, float]) -> list[str]:
+    """Return lines with the parts of a kind of memory, the largest first; those below 5 MB are left out."""
+    sizes = sorted(parts.items(), key=lambda item: -item[1])
+    texts = [f"{part} {size / _GB:.2f}" for part, size in sizes if size >= 0.005 * _GB]
+    line = f"{kind:14} {rank}: {', '.join(texts) or 'under 0.01'}"
+    return textwrap.wrap(line, 80, subsequent_indent=" " * 15, break_long_words=False)
 
 
 def may_offload(request: Request) -> bool:

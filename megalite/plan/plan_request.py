@@ -140,12 +140,13 @@ def read_request(arguments: Sequence[str]) -> Request:
     table, (flags, _) = fields_by_flag(), split_tokens(rest)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
     has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
-    config, assumed, assumed_tokens = _complete(config, own, set_fields, has_model)
+    provider = _provider_of(own.program)
+    may_assume = not has_model and _is_gpt(provider)
+    config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
     config = with_context_parallel(config, own.context_parallel_size)
     if own.context_parallel_size > 1:
         size = own.context_parallel_size
         notices.append(f"--context-parallel-size {size} is planned; megalite has no context parallelism")
-    provider = _provider_of(own.program)
     cluster = _cluster(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
@@ -247,21 +248,31 @@ def _provider_of(program: str) -> Callable[..., Any] | None:
     """Return the model of a program's file; None for a program with a name."""
     if not program.endswith(SUFFIX):
         return None
-    from megalite.model.provider import check_model_provider  # imports torch
+    from megalite.model.stage import check_model_provider  # imports torch
 
     provider = model_of(Path(program))
     check_model_provider(provider)
     return provider
 
 
+def _is_gpt(provider: Callable[..., Any] | None) -> bool:
+    """Return whether a program trains GPT or a subclass of it, which have attention."""
+    if provider is None:
+        return True
+    from megalite.model.transformer_stage import GPT  # imports torch
+
+    return isinstance(provider, type) and issubclass(provider, GPT)
+
+
 def _complete(
-    config: Config, own: argparse.Namespace, set_fields: Collection[str], has_model: bool
+    config: Config, own: argparse.Namespace, set_fields: Collection[str], may_assume: bool
 ) -> tuple[Config, tuple[str, ...], tuple[str, ...]]:
     """Complete a config with assumptions for fields that a plan needs and flags do not set.
 
     Args:
         set_fields: fields that flags set.
-        has_model: whether a preset or a file sets the fields that flags do not set.
+        may_assume: whether attention dropout may be assumed to be 0: neither a preset nor a file sets the
+            fields that flags do not set, and the model has attention.
 
     Returns:
         The config, the assumptions, and the flags that a command to start the run needs for them.
@@ -277,7 +288,7 @@ def _complete(
     if own.padded_vocab_size is not None:
         tokens += ["--pad-vocab-size-to", str(own.padded_vocab_size)]
     is_own = own.program == OWN or own.program.endswith(SUFFIX)
-    if is_own and "attention_dropout" not in set_fields and not has_model:
+    if is_own and "attention_dropout" not in set_fields and may_assume:
         why = _why_no_dropout(config)
         if why is not None:
             model = replace(model, attention_dropout=0.0)

@@ -10,7 +10,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, stage_bytes
+from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, part_bytes, stage_bytes
 from megalite.plan.units import RankUnits
 
 FRAGMENTS = 0.06
@@ -57,6 +57,25 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
     return [
         _rank_memory(run, lasting[units], size) for units, size in zip(run.ranks, activations, strict=True)
     ]
+
+
+def activation_parts(run: PlannedRun, rank: int, activations: float) -> dict[str, float]:
+    """Divide the activations of a pipeline rank among the parts of a layer, as its layers save them.
+
+    Offloaded layers are assumed to have the same parts as those that stay on the device.
+    """
+    saved = dict[str, float]()
+    for stage in run.stages.stages_of(rank):
+        for part, size in part_bytes(run, run.stage_kinds[stage]).items():
+            saved[part] = saved.get(part, 0.0) + size
+    total = sum(saved.values())
+    return {part: activations * size / total for part, size in saved.items()}
+
+
+def logit_parts(run: PlannedRun) -> dict[str, float]:
+    """Divide the bytes of the head at the loss' peak among its parts, and what else exists then."""
+    head = run.units.head
+    return {**{each.part: each.num_bytes for each in head.saved}, "workspace": head.workspace_bytes}
 
 
 def choose_gathering(run: PlannedRun) -> PlannedRun:
@@ -122,30 +141,19 @@ def _activations(run: PlannedRun) -> list[float]:
     ]
 
 
-class _LastingMemory(NamedTuple):
-    """The bytes of a rank that do not depend on the microbatches in flight; see `RankMemory`."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    logits: float
-    workspace: float
-
-
-def _lasting_memory(run: PlannedRun, units: RankUnits) -> _LastingMemory:
+def _lasting_memory(run: PlannedRun, units: RankUnits) -> RankMemory:
+    """Return what does not depend on the microbatches in flight: neither activations nor the residual."""
     weights, gradients, optimizer = _state(run, units)
     if (offloaded := offloaded_state(run, units.size)) is not None:
         optimizer -= offloaded.state
-    logits = _logits(run) if units.is_last else 0.0
+    logits = sum(logit_parts(run).values()) if units.is_last else 0.0
     workspace = max(0.0, _workspace(run, units) - logits)  # they never exist at the same time
-    return _LastingMemory(weights, gradients, optimizer, logits, workspace + _buffers(run, units))
+    return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + _buffers(run, units), 0.0)
 
 
-def _rank_memory(run: PlannedRun, lasting: _LastingMemory, activations: float) -> RankMemory:
-    weights, gradients, optimizer, logits, workspace = lasting
-    held = weights + gradients + optimizer + activations + logits + workspace
-    residual = run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held
-    return RankMemory(weights, gradients, optimizer, activations, logits, workspace, residual)
+def _rank_memory(run: PlannedRun, lasting: RankMemory, activations: float) -> RankMemory:
+    held = lasting._replace(activations=activations)
+    return held._replace(residual=run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held.total)
 
 
 def _buffers(run: PlannedRun, units: RankUnits) -> float:
@@ -162,7 +170,9 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
     main += run.program.shared_copy_bytes
-    full = _tied_parameters(run, units) if zero == 2 else 0.0
+    # ZeRO stage 2 keeps the gradient of a tied embedding full until both stages' parts are added.
+    is_shared = zero == 2 and run.pp > 1 and (units.is_first or units.is_last)
+    full = run.units.tied_size if is_shared else 0
     # Muon has one moment.
     second_moments = max(element, 4) * sum(weight.size for weight in run.matrices_of(units))
     weights = element * count / (shares if zero == 3 else 1)
@@ -190,20 +200,6 @@ def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
 def _kept_edge(run: PlannedRun, units: RankUnits) -> float:
     """Return the parameters outside layers, which a pipeline with ZeRO 3 keeps full during an iteration."""
     return units.edge_size if run.pp > 1 else 0.0
-
-
-def _tied_parameters(run: PlannedRun, units: RankUnits) -> float:
-    """Return the parameters of a tied embedding that a rank's stage shares with another stage.
-
-    ZeRO stage 2 keeps their gradient full until both stages' parts are added.
-    """
-    return run.units.tied_size if run.pp > 1 and (units.is_first or units.is_last) else 0.0
-
-
-def _logits(run: PlannedRun) -> float:
-    """Return the bytes of the head at the loss' peak; the gradient replaces the logits in place."""
-    head = run.units.head
-    return head.saved_bytes + head.workspace_bytes
 
 
 def _workspace(run: PlannedRun, units: RankUnits) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from megalite.plan.planned_run import PlannedRun
+from megalite.recording.unit_record import INPUT
 
 Kinds = Sequence[int]
 """The kinds of a stage's layers, in order."""
@@ -20,6 +22,20 @@ def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
         else sum(layers[kinds[i]].saved_bytes for i in group)
         for group, is_again in recompute.groups(len(kinds))
     ]
+
+
+def part_bytes(run: PlannedRun, kinds: Kinds) -> dict[str, float]:
+    """Return the bytes that a stage's layers save per microbatch, by the part of a layer that makes them.
+
+    Of a group that is recomputed in full, this is its input.
+    """
+    found = dict[str, float]()
+    groups = zip(run.config.recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)
+    for (group, is_again), size in groups:
+        saved = [run.units.layers[kinds[i]].saved for i in group]
+        for part, num_bytes in [(INPUT, size)] if is_again else chain(*saved):
+            found[part] = found.get(part, 0.0) + num_bytes
+    return found
 
 
 def stage_bytes(run: PlannedRun, kinds: Kinds) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -191,18 +192,18 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         return layer
     model, modules = key.any_unit.model, key.any_unit.recomputed_modules
     (call, *_) = layer.forward.attention or (None,)
-    saved, moved = layer.saved_bytes, 0.0
+    saved, moved = Counter[str](), 0.0
     element = layer.forward.gemms[0].element_bytes
     if call is not None:
         rotated = (call.heads * call.queries + call.kv_heads * call.queries) * call.size
         saves_rotated = model.position_embedding_type == "rope" and "core_attn" not in modules
         if program.fused_elementwise and saves_rotated:
-            saved -= element * rotated
+            saved["core_attn"] -= element * rotated
         if program.keeps_scores and "core_attn" not in modules:
             scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
-            saved += element * (scores + call.heads * call.queries * call.size)
+            saved["core_attn"] += element * (scores + call.heads * call.queries * call.size)
     if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
-        saved += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
+        saved["mlp_act"] += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
     if program.copies_heads and call is not None:
         moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size
     if not program.fused_elementwise:
@@ -211,13 +212,13 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         replace(phase, kernel_bytes=phase.kernel_bytes + copies * moved)
         for phase, copies in ((layer.forward, 1.0), (layer.backward, COPIES_IN_BACKWARD))
     )
-    return replace(layer, forward=forward, backward=backward, saved_bytes=saved)
+    return replace(layer, forward=forward, backward=backward).saving(saved)
 
 
 def head_as_executed(head: UnitRecord, program: Program) -> UnitRecord:
     """Return the record of a head, with the loss of a program that converts the logits to fp32.
 
-    `saved_bytes` has the copies at the loss' peak.
+    `saved` has the copies at the loss' peak.
     """
     if program.logit_copy_bytes == 0:
         return head
@@ -228,8 +229,8 @@ def head_as_executed(head: UnitRecord, program: Program) -> UnitRecord:
         replace(phase, kernel_bytes=phase.kernel_bytes + logits * (size - own * gemm.element_bytes))
         for phase, size, own in phases
     )
-    saved = head.saved_bytes + logits * program.logit_copy_bytes
-    return replace(head, forward=forward, backward=backward, saved_bytes=saved)
+    copies = {"loss": logits * program.logit_copy_bytes}
+    return replace(head, forward=forward, backward=backward).saving(copies)
 
 
 def _with_all_keys(layer: UnitRecord, cp: int) -> UnitRecord:

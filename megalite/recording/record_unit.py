@@ -22,8 +22,9 @@ from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.recording.live_bytes import LiveBytes
 from megalite.recording.meta_tensors import meta_tensors
 from megalite.recording.operator_log import OperatorLog
+from megalite.recording.parts import watch_parts
 from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
-from megalite.recording.unit_record import UnitRecord, WeightRecord
+from megalite.recording.unit_record import INPUT, SavedPart, UnitRecord, WeightRecord
 from megalite.tensor_parallel.matrices import matrices_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
@@ -39,7 +40,7 @@ def record_unit(key: UnitKey) -> UnitRecord:
     topology = Topology.on_paper({"tp": key.tp})
     store = WeightGradientStore() if key.splits_backward else None
     with meta_tensors(), _planned(key), LiveBytes() as live:
-        stage = _build(key, topology, store)
+        stage = _build(key, topology, store, live)
         _add_gradients_in_place(stage)
         microbatch = microbatch_of(key)
         if stage.layers:
@@ -88,7 +89,7 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
     )
 
 
-def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None) -> Stage:
+def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, live: LiveBytes) -> Stage:
     layers = [key.unit] if isinstance(key.unit, int) else []
     stage = _provider(key)(
         key.model,
@@ -97,6 +98,7 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None) 
         is_first=key.unit == EMBEDDING,
         is_last=key.unit == HEAD,
     )
+    watch_parts(stage, live)
     apply_recompute(
         stage,
         RecomputeConfig(
@@ -184,16 +186,23 @@ class _Run:
 
     def record(self, function: Callable[[Any], Any], parameters: Iterable[nn.Parameter]) -> UnitRecord:
         weights, live = tuple(self._weights(parameters)), self._live
-        lasting = live.peak = live.now
+        lasting, before, dtype = live.now, live.by_part.copy(), self._stage.context.dtype
+        live.start_peak()
         with OperatorLog(self._topology, self._window) as log:
-            x = torch.empty(*self._shape, dtype=self._stage.context.dtype, device="meta", requires_grad=True)
+            with live.part(INPUT):
+                x = torch.empty(*self._shape, dtype=dtype, device="meta", requires_grad=True)
             outputs = list(_results(function(x)))
             input_bytes = x.nbytes
             del x
             forward = log.take()
-            # The next unit, or the stage after it, counts the output.
-            saved = live.now - lasting - sum(each.nbytes for each in outputs if each.dim())
-            workspace, live.peak = live.peak - lasting - saved, live.now
+            parts = live.by_part.copy()
+            parts.subtract(before)
+            for each in outputs:
+                if each.dim():  # the next unit, or the stage after it, counts the output
+                    parts[live.part_of(each)] -= each.nbytes
+            saved = sum(parts.values())
+            workspace = live.peak - lasting - saved
+            live.start_peak()
             grads = [torch.empty_like(each) for each in outputs]
             log.take()
             if self._store is None:
@@ -206,7 +215,8 @@ class _Run:
                 run_stored(stored)
                 weight = log.take()
             workspace = max(workspace, live.peak - lasting - saved)
-        return UnitRecord(weights, forward, backward, weight, input_bytes, saved, workspace)
+        by_part = tuple(SavedPart(*each) for each in parts.items() if each[1])
+        return UnitRecord(weights, forward, backward, weight, input_bytes, by_part, workspace)
 
     def _weights(self, parameters: Iterable[nn.Parameter]) -> Iterator[WeightRecord]:
         names = {parameter: name for name, parameter in self._stage.named_parameters()}

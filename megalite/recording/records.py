@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.recording.unit_key import UnitKey
-from megalite.recording.unit_record import PhaseRecord, UnitRecord, as_json, from_json
+from megalite.recording.unit_record import PhaseRecord, SavedPart, UnitRecord, as_json, from_json
 
 _PACKAGES = ("config", "distributed", "kernels", "model", "recording", "tensor_parallel")
 """Packages that determine what a record contains."""
@@ -85,7 +85,12 @@ def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
             ),
         )
 
+    def parts(record: UnitRecord) -> list[str]:
+        return [each.part for each in record.saved]
+
     if [each.num_operators for each in one.phases()] != [each.num_operators for each in two.phases()]:
+        return None
+    if parts(one) != parts(two):
         return None
     forward, backward, weight = map(phase, one.phases(), two.phases())
     return UnitRecord(
@@ -94,7 +99,9 @@ def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
         backward,
         weight,
         at(one.input_bytes, two.input_bytes),
-        at(one.saved_bytes, two.saved_bytes),
+        tuple(
+            SavedPart(a.part, at(a.num_bytes, b.num_bytes)) for a, b in zip(one.saved, two.saved, strict=True)
+        ),
         at(one.workspace_bytes, two.workspace_bytes),
     )
 

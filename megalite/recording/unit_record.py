@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "weight"]
@@ -145,13 +145,28 @@ class WeightRecord(NamedTuple):
     matrices: tuple[tuple[int, int], ...] = ()
 
 
+INPUT = "input"
+"""Part of a unit: the hidden states that it reads."""
+
+
+class SavedPart(NamedTuple):
+    """The bytes that a part of a unit leaves in memory for backward.
+
+    Attributes:
+        part: one of --recompute-modules, another module of the unit, or INPUT.
+    """
+
+    part: str
+    num_bytes: float
+
+
 @dataclass(frozen=True)
 class UnitRecord:
     """Holds the work of a unit for one microbatch.
 
     Attributes:
         input_bytes: size of the hidden states that the unit reads.
-        saved_bytes: bytes that forward leaves in memory for backward, with the input if it is saved.
+        saved: bytes that forward leaves in memory for backward, by the part that makes them.
         workspace_bytes: most bytes that exist besides `saved_bytes`, in forward or backward.
     """
 
@@ -160,12 +175,24 @@ class UnitRecord:
     backward: PhaseRecord
     weight: PhaseRecord
     input_bytes: int
-    saved_bytes: float
+    saved: tuple[SavedPart, ...]
     workspace_bytes: float
 
     def phases(self) -> Iterator[PhaseRecord]:
         """Yield the phases, in the order of `PHASES`."""
         yield from (self.forward, self.backward, self.weight)
+
+    @property
+    def saved_bytes(self) -> float:
+        """Return the bytes that forward leaves in memory for backward."""
+        return sum(each.num_bytes for each in self.saved)
+
+    def saving(self, more: Mapping[str, float]) -> UnitRecord:
+        """Return a record that saves more bytes, by part, or less."""
+        found = {each.part: each.num_bytes for each in self.saved}
+        for part, num_bytes in more.items():
+            found[part] = found.get(part, 0) + num_bytes
+        return replace(self, saved=tuple(SavedPart(*each) for each in found.items()))
 
     @property
     def num_parameters(self) -> int:
@@ -189,7 +216,8 @@ def from_json(found: dict[str, Any]) -> UnitRecord:
         for name, shape, size, is_cut, is_tied, matrices in found.pop("weights")
     )
     forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
-    return UnitRecord(weights, forward, backward, weight, **found)
+    saved = tuple(SavedPart(*each) for each in found.pop("saved"))
+    return UnitRecord(weights, forward, backward, weight, saved=saved, **found)
 
 
 def _phase(found: dict[str, Any]) -> PhaseRecord:

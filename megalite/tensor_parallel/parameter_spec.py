@@ -15,7 +15,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.overlap import SEPARATE, Overlap
-from megalite.tensor_parallel.placement import Box, Cut, Spread
+from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 
@@ -72,10 +72,10 @@ class ParameterSpec:
         return self.maps_features and self.decay and not self.is_vocabulary and len(self.full_shape) > 1
 
     @property
-    def spread(self) -> Spread:
+    def parameter_axes(self) -> ParameterAxes:
         """Return which ranks hold it."""
         cut_over = {cut.axis for cut in self.cuts}
-        return Spread(tuple(sorted(cut_over)), tuple(sorted(set(self.partial_over or ()))))
+        return ParameterAxes(tuple(sorted(cut_over)), tuple(sorted(set(self.partial_over or ()))))
 
     def box(self, topology: Topology, coordinates: Mapping[str, int] | None = None) -> Box:
         """Return the box of the full tensor that this rank holds.
@@ -86,7 +86,7 @@ class ParameterSpec:
         Raises:
             UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
         """
-        axes = self.spread.axes(topology).axes
+        axes = self.parameter_axes.axes(topology).axes
         starts, shape = [0] * len(self.full_shape), list(self.full_shape)
         for cut in self.cuts:
             axis = axes[cut.axis]
@@ -212,9 +212,9 @@ def new_parameter(
     Raises:
         UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
     """
-    factoring = spec.spread.axes(context.topology).factoring
+    factoring = spec.parameter_axes.axes(context.topology).factoring
     if spec.partial_over is None:
-        complete = {*spec.spread.cut_over, *factoring.with_role("replicas")}
+        complete = {*spec.parameter_axes.cut_over, *factoring.with_role("replicas")}
         summed = (*context.sequence_axes, *(("tp",) if used_by_cut_heads else ()))
         partial = [name for name in dict.fromkeys(summed) if name in set(factoring.names) - complete]
         spec = replace(spec, partial_over=tuple(partial))
@@ -299,7 +299,7 @@ def num_used(spec: ParameterSpec, topology: Topology) -> int:
 
 def gather_full(local: Tensor, spec: ParameterSpec, topology: Topology) -> Tensor:
     """All-gather the boxes of a parameter, or of its gradient, into the full tensor; only for checks."""
-    axes = spec.spread.axes(topology).axes
+    axes = spec.parameter_axes.axes(topology).axes
     full = local.detach().contiguous().clone()
     for cut in reversed(spec.cuts):  # innermost first
         axis = axes[cut.axis]

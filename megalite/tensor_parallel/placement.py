@@ -63,7 +63,7 @@ class Box(NamedTuple):
         return min(max(row - self.starts[0], 0), self.shape[0]) * math.prod(self.shape[1:])
 
 
-class Spread(NamedTuple):
+class ParameterAxes(NamedTuple):
     """Describes which ranks hold a parameter, apart from the dims of its cuts.
 
     Attributes:

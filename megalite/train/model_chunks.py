@@ -16,9 +16,8 @@ from megalite.errors import UserError
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.model.provider import is_own
 from megalite.model.recompute import apply_recompute
-from megalite.model.stage import DTYPES, Stage, StageProvider
+from megalite.model.stage import DTYPES, Stage, StageProvider, is_own_model
 from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
 from megalite.tensor_parallel.overlap import choose_overlap
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, buffer_spec
@@ -63,7 +62,7 @@ def build_chunks(
     context = _layer_context(config, topology, store, fuses_weight_gradients, fp8_weights)
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
-    is_own_model = is_own(build_stage)
+    is_own = is_own_model(build_stage)
     if build_stage is None:
         build_stage = STAGES[config.model.architecture]
     chunks: list[Stage] = []
@@ -77,7 +76,7 @@ def build_chunks(
             is_last=stage == stages.num_stages - 1,
             **shared,
         )
-        if is_own_model:
+        if is_own:
             check_stage(chunk, build_stage)
             saved_buffers([chunk], topology)
             chunk.register_forward_hook(OutputCheck(hidden_shape(config), chunk))
@@ -134,8 +133,8 @@ def named_parameters(chunks: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
 def saved_buffers(chunks: Sequence[Stage], topology: Topology) -> dict[str, ParameterShard]:
     """Return the buffers of a rank's chunks that checkpoints hold, by their global names, as views.
 
-    These are all buffers that are not registered with ``persistent=False``. Every rank of `Spread.replicas`
-    must have the same values.
+    These are all buffers that are not registered with ``persistent=False``. Every rank of
+    `ParameterAxes.replicas` must have the same values.
 
     Raises:
         UserError: a buffer has another shape than when it was built, or cannot be stored.

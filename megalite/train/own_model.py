@@ -13,8 +13,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few, kind_of
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
-from megalite.model.provider import name_of
-from megalite.model.stage import Stage, StageProvider
+from megalite.model.stage import Stage, StageProvider, provider_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.tensor_parallel.placement import Box
 
@@ -26,7 +25,9 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
         UserError: it is not a stage, or has frozen parameters, or names the terms of its loss wrongly.
     """
     if not isinstance(stage, Stage):
-        raise UserError(f"{name_of(provider)} returns {kind_of(stage)}: return the Stage that it builds")
+        raise UserError(
+            f"{provider_name(provider)} returns {kind_of(stage)}: return the Stage that it builds"
+        )
     if frozen := [name for name, weight in stage.named_parameters() if not weight.requires_grad]:
         raise UserError(
             f"{few(frozen)} of {type(stage).__name__}: requires_grad is False, and every parameter is "

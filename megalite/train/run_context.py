@@ -21,8 +21,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, check_call, kind_of
-from megalite.model.provider import check_model_provider
-from megalite.model.stage import StageProvider
+from megalite.model.stage import StageProvider, check_model_provider
 from megalite.train.telemetry.timers import Timers
 
 DatasetProvider = Callable[["RunContext"], DatasetSplits]

@@ -23,8 +23,7 @@ from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
-from megalite.model.provider import is_own
-from megalite.model.stage import DTYPES, Stage
+from megalite.model.stage import DTYPES, Stage, is_own_model
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.schedules import SCHEDULES
@@ -139,7 +138,7 @@ class Trainer:
             self.saver.before_update,
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
-        self._is_unchecked = is_own(run.providers.model) and topology.device.type != "meta"
+        self._is_unchecked = is_own_model(run.providers.model) and topology.device.type != "meta"
         for observers in self.observer_lists() if self.timers.level > 0 else ():
             observers.append(self.timers)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from megalite.config import ParallelConfig
 from megalite.errors import first_line
 from megalite.log import log
-from megalite.model.provider import is_own, name_of
-from megalite.model.stage import StageProvider
+from megalite.model.stage import StageProvider, is_own_model, provider_name
 from megalite.train.run_context import RunContext
 
 FILE_ENDING = ".verified.json"
@@ -26,7 +25,7 @@ def warn_if_unverified(run: RunContext) -> None:
     There a layer that lacks a collective has a wrong gradient, and no error shows it.
     """
     model, parallel = run.providers.model, run.config.parallel
-    if model is None or not is_own(model) or run.topology.tp.size == 1 or run.topology.rank > 0:
+    if model is None or not is_own_model(model) or run.topology.tp.size == 1 or run.topology.rank > 0:
         return
     if _kind_of(parallel) in _verified(model):
         return
@@ -34,7 +33,7 @@ def warn_if_unverified(run: RunContext) -> None:
     log.warning(
         "%s trains with --tp %d and was not verified in this layout: a missing collective gives wrong "
         "gradients without an error. Run once: python %s … --params-dtype fp64 --verify-layouts %s",
-        name_of(model),
+        provider_name(model),
         parallel.tp,
         sys.argv[0],
         layout,
@@ -44,7 +43,12 @@ def warn_if_unverified(run: RunContext) -> None:
 def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelConfig]) -> None:
     """Record that a model of your own trains the same run in these layouts as on one rank."""
     kinds = {_kind_of(layout) for layout in layouts if layout.tp > 1}
-    if provider is None or not is_own(provider) or not kinds or (source := _source_of(provider)) is None:
+    if (
+        provider is None
+        or not is_own_model(provider)
+        or not kinds
+        or (source := _source_of(provider)) is None
+    ):
         return
     record = {"sha256": _digest(source), "verified": sorted(kinds | _verified(provider))}
     path = source.with_suffix(FILE_ENDING)

@@ -46,11 +46,22 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "qk_layernorm": True},
     },
+    "llama-tiny, gemma": {
+        **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
+        **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
+        **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0, "window_size": (10, 0)},
+        **{"window_attn_skip_freq": (2,), "window_rotary_base": 100.0},
+    },
+    "gpt-tiny, nemotron": {
+        **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
+        **{"attn_logit_softcapping": 2.0},
+    },
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = [

@@ -38,7 +38,7 @@ from megalite.tensor_parallel import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from megalite.tensor_parallel.placement import Spread
+from megalite.tensor_parallel.placement import ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step
 from tests.power import own_stage
 from tests.power.injected_error import (
@@ -518,7 +518,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "gradient norm": [
         ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",
          instead(lambda self, bucket: False)),
-        ("every tp rank counts what is replicated", "tp2", Spread, "acts", instead(lambda *_: True)),
+        ("every tp rank counts what is replicated", "tp2", ParameterAxes, "acts", instead(lambda *_: True)),
         ("every replica counts its whole bucket", "dp2", optimizer.Optimizer, "_counted",
          instead(lambda self, state: slice(0, len(state.main)))),
         ("squares are summed over the replicas only", "pp2", global_norm, "all_reduce",
@@ -526,7 +526,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("squares are means over all ranks", "dp2", global_norm, "all_reduce", before(mean_first)),
         ("clipping divides the norm by the replicas", "dp2", adamw.AdamW, "_divisor",
          lambda original, topology: lambda self, norm: original(self, norm / topology.replicas.size)),
-        ("cut parameters count on the first tp rank only", "tp2", Spread, "acts",
+        ("cut parameters count on the first tp rank only", "tp2", ParameterAxes, "acts",
          instead(lambda self, topology: topology.tp.rank == 0)),
         ("each rank clips by the norm of its own gradients", "pp2", global_norm, "all_reduce",
          instead(_first)),

@@ -185,7 +185,8 @@ def _microbatch(config: Config) -> Microbatch:
 
 def _give_constants(core: Any, give: Any) -> None:
     """Type the constants of the attention core: rotary frequencies, and the slopes of this rank's heads."""
-    give(getattr(core.rotate, "frequencies", None), tp=R, dp=R)
+    for rotation in core.rotations.values():
+        give(getattr(rotation, "frequencies", None), tp=R, dp=R)
     give(getattr(core, "slopes", None), tp=V, dp=R)
 
 

@@ -10,11 +10,14 @@ from torch import Tensor
 from megalite.checkpoint.convert.families.bert import BERT
 from megalite.checkpoint.convert.families.bloom import BLOOM
 from megalite.checkpoint.convert.families.family import Entry, Family
+from megalite.checkpoint.convert.families.gemma2 import GEMMA2
+from megalite.checkpoint.convert.families.gemma3 import GEMMA3
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
 from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.mistral import MISTRAL
 from megalite.checkpoint.convert.families.olmo2 import OLMO2
+from megalite.checkpoint.convert.families.olmo3 import OLMO3
 from megalite.checkpoint.convert.families.qwen2 import QWEN2
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
 from megalite.checkpoint.convert.families.smollm3 import SMOLLM3
@@ -23,7 +26,9 @@ from megalite.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for family in (GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, GPT_NEOX, BERT)
+    for family in (
+        *(GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3, GPT_NEOX, BERT),
+    )
 }
 """All architectures by `model_type`. Of several that can be a model, the first one is written."""
 

@@ -27,9 +27,7 @@ Arguments = Mapping[str, Any]
 
 _REFUSED = {
     "apply_residual_connection_post_layernorm": False,
-    "apply_layernorm_1p": False,
     "multi_latent_attention": False,
-    "squared_relu": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "attention_output_gate": False,
@@ -78,6 +76,7 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
         "position_embedding_type": _positions(arguments),
         "norm_epsilon": arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon"),
         "activation": _activation(arguments),
+        "zero_centered_norms": arguments.get("apply_layernorm_1p"),
         "rope_scaling": "llama3" if arguments.get("use_rope_scaling") else None,
     }
     if arguments.get("window_size") is None:
@@ -132,6 +131,8 @@ def _positions(arguments: Arguments) -> str:
 def _activation(arguments: Arguments) -> str:
     if arguments.get("swiglu"):
         return "swiglu"
+    if arguments.get("squared_relu"):
+        return "squared_relu"
     # Megatron's default, the fused GELU, is the tanh form; its unfused GELU is the erf form.
     tanh = arguments.get("bias_gelu_fusion", True) or arguments.get("openai_gelu")
     return "gelu" if tanh else "gelu_exact"

@@ -178,7 +178,7 @@ UNSUPPORTED = (
         "this model option",
         "remove it, or choose another --preset",
         """
-        squared-relu quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
+        quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
         attention-output-gate embedding-init-method-std use-mup mup

@@ -75,12 +75,6 @@ ACCEPTED = (
     ),
     AcceptedFlags(
         "model",
-        "weights of norms are not decayed, so training does not depend on it; checkpoints hold the "
-        "whole weight",
-        "apply-layernorm-1p layernorm-zero-centered-gamma",
-    ),
-    AcceptedFlags(
-        "model",
         "initial weights are the same on any device and in any layout, and a checkpoint's replace them",
         "use-cpu-initialization init-model-with-meta-device no-initialization",
     ),

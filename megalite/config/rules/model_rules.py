@@ -153,7 +153,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    if config.model.norm_position != "pre" and modules:
+    if config.model.norm_position in ("output", "post") and modules:
         yield Problem(
             ("norm_position", "recompute_modules"),
             f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
@@ -197,7 +197,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
             f"--window-size {size[0]},0",
         )
-    elif not 0 < size[0] < model.seq_length:
+    elif not size[0] > 0 or (size[0] >= model.seq_length and not model.windows_differ_in_rotary):
         yield Problem(
             ("window_size", "seq_length"),
             f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
@@ -216,7 +216,10 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout: only our own backends have counter-based masks."""
+    """Check that the attention backend supports dropout and capped scores.
+
+    Only our own backends have counter-based masks.
+    """
     model = config.model
     own = ("auto", "triton", "unfused", "local")
     if model.attention_dropout > 0.0 and model.attention_backend not in own:
@@ -225,6 +228,13 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
             f"--attention-backend {model.attention_backend} with --attention-dropout "
             f"{model.attention_dropout}: only triton and unfused have dropout that is the same in any "
             "layout; pass --attention-backend auto, or --attention-dropout 0",
+        )
+    if model.attn_logit_softcapping is not None and model.attention_backend not in (*own, "flex"):
+        yield Problem(
+            ("attention_backend", "attn_logit_softcapping"),
+            f"--attention-backend {model.attention_backend} cannot cap scores, and "
+            f"{flag_with_value('attn_logit_softcapping', model.attn_logit_softcapping)} is set: pass "
+            "--attention-backend auto, or remove it",
         )
 
 

@@ -59,7 +59,7 @@ def _key(name: str, held: Tensor | ParameterShard, topology: Topology) -> str:
     if not held.is_buffer:
         return key
     # Only the replicas of a buffer must have the same values; other ranks may have seen other activations.
-    axes, replicas = held.spec.spread.axes(topology), held.spec.spread.replicas(topology)
+    axes, replicas = held.spec.parameter_axes.axes(topology), held.spec.parameter_axes.replicas(topology)
     others = {axis: rank for axis, rank in axes.coordinates.items() if axis not in replicas.spans}
     return f"{key} {coordinates_text(others)}"
 

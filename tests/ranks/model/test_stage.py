@@ -39,6 +39,11 @@ LLAMA = {
 }
 QWEN = {"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 6}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+CAPS = {
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 5.0},
+    **{"embedding_multiplier": 4.0, "logit_multiplier": 0.7},
+}
+GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN, **CAPS}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
 CHANGES = {
     "gpt": {},
@@ -60,6 +65,11 @@ CHANGES = {
     "gpt with norms of heads": {"qk_layernorm": True, "position_embedding_type": "rope"},
     "llama with norms of heads": {**LLAMA, **QWEN, "num_query_groups": 2},
     "llama with norms of all heads": {**LLAMA, **OLMO, "num_query_groups": 2},
+    "llama with sandwich norms": {**LLAMA, **GEMMA, "num_query_groups": 2},
+    "llama with windows": {
+        **{**LLAMA, "rope_scaling": "yarn", "original_max_position_embeddings": 4, "window_size": (3, 0)},
+        **{"window_attn_skip_freq": (2,), "window_rotary_base": 70.0, "window_rope_scaling": False},
+    },
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},
@@ -103,7 +113,7 @@ def build(topology, config, layers=None, **options):
 def sum_partial_gradients(stage, topology):
     """Does what the optimizer does where a rank has the gradient of its positions, or of its heads."""
     for parameter in stage.parameters():
-        axis = spec_of(parameter).spread.partial_axis(topology)
+        axis = spec_of(parameter).parameter_axes.partial_axis(topology)
         if axis is not None:
             dist.all_reduce(parameter.grad, group=axis.group)
 

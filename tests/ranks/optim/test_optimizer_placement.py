@@ -68,7 +68,7 @@ class Net(nn.Module):
             a = torch.randint(0, 4, spec.full_shape, generator=generator).double()
             b = torch.randn(spec.full_shape, generator=generator, dtype=torch.float64)
             box, share = spec.box(topology), 1.0
-            for axis in (spec.spread.replicas(topology), spec.spread.partial_axis(topology)):
+            for axis in (spec.parameter_axes.replicas(topology), spec.parameter_axes.partial_axis(topology)):
                 if axis is not None:  # ranks have different shares
                     share *= 2 * (axis.rank + 1) / (axis.size * (axis.size + 1))
             total = total + share * (box.of(a) * (parameter - box.of(b)).square()).sum() / 2

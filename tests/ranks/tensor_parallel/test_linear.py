@@ -68,7 +68,7 @@ def gradients_of(layer, topology, sequence_parallel):
     found = {}
     for name, parameter in layer.named_parameters():
         spec = spec_of(parameter)
-        if spec.spread.partial_over:
+        if spec.parameter_axes.partial_over:
             dist.all_reduce(parameter.grad, group=topology.tp.group)
         found[name] = gather_full(parameter.grad, spec, topology)
     return found

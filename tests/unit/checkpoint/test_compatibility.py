@@ -334,6 +334,9 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
         for name, declared in MODEL_OPTIONS.items()
         if declared.only_with is not None
     ),
+    ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
+    ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
+    ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
     ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),
@@ -369,7 +372,7 @@ def another(field: ConfigField, value: Any) -> Any:
     if field.kind.item is str:
         return ("other",) if field.kind.is_many else "other"
     if field.kind.is_many:
-        return (2, 2, 8)
+        return (2,) if field.name in ("no_rope_freq", "window_attn_skip_freq") else (2, 2, 8)
     return (value or 0) + 1 if field.kind.item is int else (value or 0) / 2 + 0.3
 
 

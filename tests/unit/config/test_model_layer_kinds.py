@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.config import LayerKind, ModelConfig
+from megalite.config.model import resolved_fields
 
 
 def test_layers_are_of_one_kind_by_default() -> None:
@@ -30,6 +34,34 @@ def test_a_checkpoint_of_megatron_has_its_window(skipped: object, expected: obje
     found = model_of({**arguments, "window_size": [8, 0]}, ModelConfig())
     assert (found["window_size"], found.get("window_attn_skip_freq")) == ((8, 0), expected)
     assert not {"window_size", "window_attn_skip_freq"} & model_of(arguments, ModelConfig()).keys()
+
+
+WINDOWS = ModelConfig(
+    num_layers=2, position_embedding_type="rope", window_size=(8, 0), window_attn_skip_freq=(2,)
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({}, False),
+        ({"window_rotary_base": 10000.0}, False),
+        ({"window_rotary_base": 100.0}, True),
+        ({"rope_scaling": "linear"}, False),
+        ({"window_rope_scaling": False}, False),
+        ({"rope_scaling": "linear", "window_rope_scaling": False}, True),
+        ({"position_embedding_type": "alibi", "window_rotary_base": 100.0}, False),
+    ],
+)
+def test_layers_with_a_window_may_rotate_differently(changes: dict[str, Any], differs: bool) -> None:
+    kinds = replace(WINDOWS, **changes).layer_kinds
+    assert kinds == (LayerKind(8, own_rotary=differs), LayerKind())
+
+
+def test_the_model_is_the_same_by_a_pattern_and_by_its_marks() -> None:
+    listed = replace(WINDOWS, window_attn_skip_freq=(1, 0), window_rotary_base=10000.0)
+    assert resolved_fields(listed) == resolved_fields(WINDOWS)
+    assert resolved_fields(replace(WINDOWS, window_attn_skip_freq=(0, 1))) != resolved_fields(WINDOWS)
 
 
 def test_zero_skips_no_layer() -> None:

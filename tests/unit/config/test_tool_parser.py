@@ -96,9 +96,9 @@ def test_lengths_of_time_have_units(text: str, hours: float) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("3", "'3' has no unit: pass hours, days or years, such as 26000h, 1000d or 3y"),
-        ("3w", "'3w' has no unit"),
-        ("", "'' has no unit"),
+        ("3", "'3' does not end in a unit: pass hours, days or years, such as 26000h, 1000d or 3y"),
+        ("3w", "'3w' does not end in a unit"),
+        ("", "'' does not end in a unit"),
         ("d", "'' is not a number above 0"),
         ("0d", "'0' is not a number above 0"),
         ("nand", "'nan' is not a number above 0"),

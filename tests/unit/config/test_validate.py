@@ -626,6 +626,10 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
             "--norm-position output --recompute-granularity selective --recompute-modules layernorm",
             "layernorm with --norm-position output",
         ),
+        (
+            "--attn-logit-softcapping 30 --attention-dropout 0 --attention-backend flash",
+            "flash cannot cap scores, and --attn-logit-softcapping 30.0 is set: pass",
+        ),
     ],
 )
 def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:
@@ -645,6 +649,10 @@ def test_options_of_conversations_have_no_effect_without_them() -> None:
 
 
 def test_options_without_effect_name_the_other_option() -> None:
+    without_window = ModelConfig(position_embedding_type="rope", window_rotary_base=100.0)
+    assert unused_options(Config(model=without_window)) == [
+        "--window-rotary-base 100.0 has no effect: no layer has a window (--window-size)"
+    ]
     lines = unused_options(Config(model=ModelConfig(add_qkv_bias=True, rope_scaling_factor=2.0)))
     assert "--add-qkv-bias has no effect: --add-bias-linear is True, not False" in lines
     assert (

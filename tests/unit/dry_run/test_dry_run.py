@@ -72,6 +72,8 @@ def test_a_rank_of_a_large_world(tmp_path: Path) -> None:
     assert buffers["total"] == sum(size for name, size in buffers.items() if name != "total")
     assert buffers["gradients"] == 2 * buffers["weights"]
     assert 128 * buffers["moments"] == 4 * buffers["weights"]
+    assert sum(found["peak_bytes_by_part"].values()) == found["peak_bytes"]
+    assert {"layernorm", "core_attn", "mlp_act"} <= found["peak_bytes_by_part"].keys()
 
 
 def test_a_7b_models_state_in_a_file_leaves_little_in_host_memory(tmp_path: Path) -> None:

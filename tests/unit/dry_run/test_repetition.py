@@ -81,11 +81,13 @@ def test_few_microbatches_are_all_run() -> None:
 def test_a_part_that_does_something_else_the_second_time_is_not_repeated() -> None:
     def mark(i: int, number: int) -> counting._Mark:
         copied = counting.CopiedBytes(number, 2 * number)
-        return counting._Mark(10 * i, 10 * i + 7, counting.Counter({"send": number}), copied)
+        parts = counting.Counter({"mlp": 10 * i + 7})
+        return counting._Mark(10 * i, 10 * i + 7, parts, counting.Counter({"send": number}), copied)
 
     marks = [mark(i, i) for i in range(4)]
     assert counting._extended(marks, 5) == counting._Mark(
-        30 + 5 * 10, 37 + 5 * 10, counting.Counter({"send": 3 + 5}), counting.CopiedBytes(3 + 5, 2 * (3 + 5))
+        *(30 + 5 * 10, 37 + 5 * 10, counting.Counter({"mlp": 37, "other": 5 * 10})),
+        *(counting.Counter({"send": 3 + 5}), counting.CopiedBytes(3 + 5, 2 * (3 + 5))),
     )
     for changed in (mark(2, 3), replace(marks[2], copied=counting.CopiedBytes(2, 5))):
         assert counting._extended([*marks[:2], changed, marks[3]], 5) is None

@@ -9,6 +9,10 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -17,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -62,12 +68,28 @@ LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
+LAYERS = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": LLAMA3,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+GEMMA = {
+    **{"head_dim": 10, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+    **{"final_logit_softcapping": 3.0},
+}
+NO_CAP = {"attn_logit_softcapping": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
 THEIRS |= {
     "llama3": (LlamaForCausalLM, LlamaConfig(**SIZES, **COMMON, rope_parameters=LLAMA3)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, **COMMON, **WINDOW)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, **COMMON, head_dim=10)),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config(**SIZES, **COMMON)),
+    "olmo3": (Olmo3ForCausalLM, Olmo3Config(**SIZES, **COMMON, **LAYERS)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, **COMMON, **GEMMA, sliding_window=6)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **COMMON, **{**GEMMA, **NO_CAP}, **LAYERS)),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, **COMMON)),
     "gpt_neox": (
         GPTNeoXForCausalLM,

@@ -39,6 +39,7 @@ class Case(NamedTuple):
     both_sides: bool = False
     window: int | None = None
     p: float = 0.0
+    cap: float | None = None
 
 
 CASES = {
@@ -59,6 +60,8 @@ CASES = {
     "window": Case(50, window=7),
     "window of no other key": Case(21, n=4, window=0),
     "window, gqa, everything": Case(45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3),
+    "capped": Case(37, cap=0.8),
+    "capped, everything": Case(45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3, cap=1.5),
     "one query, dropout": Case(1, p=0.5),
     "dropout": Case(37, p=0.3),
     "dropout, rows of four": Case(40, p=0.3),
@@ -68,7 +71,7 @@ CASES = {
 
 
 def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
-    softmax = CausalSoftmax(case.s, 1.0 / math.sqrt(case.d))
+    softmax = CausalSoftmax(case.s, 1.0 / math.sqrt(case.d), cap=case.cap)
     if case.alibi:
         generator = torch.Generator().manual_seed(1)
         slopes = torch.rand(case.n, generator=generator, dtype=torch.float64)

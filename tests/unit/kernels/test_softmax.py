@@ -44,6 +44,8 @@ def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int, first_k
     s = softmax.seq_length
     queries, places = torch.arange(first, first + rows)[:, None], torch.arange(keys) + first_key
     x = scores.double() * softmax.scale
+    if softmax.cap is not None:
+        x = softmax.cap * torch.tanh(x / softmax.cap)
     if softmax.slopes is not None:
         x = x + softmax.slopes[:, None, None] * (places - queries)
     starts, ends = softmax.visible[:2]

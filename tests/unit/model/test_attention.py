@@ -48,6 +48,9 @@ CASES = {
     "gqa alibi": {"num_query_groups": GROUPS, "position_embedding_type": "alibi"},
     "both sides": {"architecture": "bert"},
     "both sides gqa": {"architecture": "bert", "num_query_groups": GROUPS},
+    "capped": {"num_query_groups": GROUPS, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 30.0},
+    "capped alibi": {"attn_logit_softcapping": 0.7, "position_embedding_type": "alibi"},
+    "scaled": {"query_pre_attn_scalar": 144.0},
     "big heads": {"kv_channels": 448, "position_embedding_type": "alibi"},
 }
 
@@ -100,7 +103,9 @@ def expected(
     s, shared = q.shape[2], config.num_attention_heads // config.num_kv_heads
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     distance = torch.arange(s) - torch.arange(s)[:, None]
-    scores = q @ k.transpose(2, 3) / math.sqrt(config.head_dim)
+    scores = q @ k.transpose(2, 3) / math.sqrt(config.query_pre_attn_scalar or config.head_dim)
+    if (cap := config.attn_logit_softcapping) is not None:
+        scores = cap * torch.tanh(scores / cap)
     if config.position_embedding_type == "alibi":
         slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float64)
         scores = scores + slopes[:, None, None] * distance
@@ -138,8 +143,15 @@ def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.d
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        (backend, case)
+        for backend in ("flash", "fused", "unfused")
+        for case in CASES
+        if backend == "unfused" or "capped" not in case
+    ],
+)
 def test_a_backend_is_the_formula(
     backend: str, case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
 ) -> None:
@@ -358,6 +370,8 @@ def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     assert choose(on_gpu(attention_dropout=0.1))[1].startswith("triton, chosen for meta in fp32; not fused: ")
     assert choose(on_gpu(attention_dropout=0.1, **CASES["big heads"]))[0] == "unfused"
     assert choose(case(torch.float64, "meta", attention_dropout=0.1))[0] == "unfused"
+    assert choose(on_gpu(**CASES["capped"]))[0] == "triton"
+    assert choose(case(torch.float32, **CASES["capped"]))[0] == "unfused"
 
 
 def test_auto_always_ends_with_what_serves_everything(one_rank: Topology) -> None:
@@ -381,6 +395,7 @@ def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
         ("flex", {}, "FlexAttention has no backward on a CPU; use auto, or flash, fused, unfused"),
         ("triton", {"attention_dropout": 0.1}, "it runs only on CUDA GPUs; use auto, or unfused"),
         ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
+        ("fused", {"attn_logit_softcapping": 2.0}, "cap scores .*; use auto, or unfused"),
         ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
     ],
 )

@@ -67,6 +67,19 @@ CASES = {
         ),
         RecomputeConfig(),
     ),
+    "gemma": (
+        replace(
+            MODEL,
+            position_embedding_type="rope",
+            activation="geglu",
+            normalization="RMSNorm",
+            norm_position="sandwich",
+            zero_centered_norms=True,
+            add_bias_linear=False,
+            attn_logit_softcapping=1.5,
+        ),
+        RecomputeConfig(),
+    ),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "parts": (
         replace(MODEL, position_embedding_type="alibi"),

@@ -13,13 +13,23 @@ from tests.stages import build_stage
 
 LENGTH, CAPACITY = 18, 24
 WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
-TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny", "bloom-tiny, window", "llama-tiny, window")
+CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logit_softcapping": 2.0}
+OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0}}
+TINY = (
+    "gpt-tiny",
+    "bloom-tiny",
+    "llama-tiny",
+    "bloom-tiny, window",
+    "llama-tiny, window",
+    "llama-tiny, caps",
+    "bloom-tiny, caps",
+)
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def config_of(preset: str, **changes) -> ModelConfig:
-    preset, _, window = preset.partition(", ")
-    changes = {**(WINDOW if window else {}), **changes}
+    preset, _, name = preset.partition(", ")
+    changes = {**OTHERS.get(name, {}), **changes}
     return dataclasses.replace(
         PRESETS[preset], vocab_size=301, params_dtype="fp64", init_method_std=0.3, **changes
     )

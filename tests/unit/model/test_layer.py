@@ -34,6 +34,7 @@ SELECTIVE = partial(RecomputeConfig, recompute_granularity="selective")
 CASES = {
     "gpt": (MODEL, RecomputeConfig()),
     "llama": (LLAMA, RecomputeConfig()),
+    "sandwich": (replace(MODEL, norm_position="sandwich", zero_centered_norms=True), RecomputeConfig()),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "layernorm": (MODEL, SELECTIVE(recompute_modules=("layernorm",))),
     "mlp": (MODEL, SELECTIVE(recompute_modules=("mlp",))),

@@ -143,11 +143,11 @@ def test_published_runs() -> None:
     [
         (
             "--node-mtbf 26000",
-            "--node-mtbf: '26000' has no unit: pass hours, days or years, such as 26000h, 1",
+            "--node-mtbf: '26000' does not end in a unit: pass hours, days or years, such as 26000h, 1",
         ),
         ("--node-mtbf d", "--node-mtbf: '' is not a number above 0"),
         ("--node-mtbf -3d", "argument --node-mtbf"),
-        ("--node-mtbf 3d --node-repair 1w", "--node-repair: '1w' has no unit"),
+        ("--node-mtbf 3d --node-repair 1w", "--node-repair: '1w' does not end in a unit"),
         ("--node-mtbf 3d --spare-nodes -1", "--spare-nodes"),
         (
             "--node-mtbf 1h",

@@ -130,3 +130,10 @@ def test_no_layout_fits_names_the_nearest_and_what_each_lacks() -> None:
     ) as caught:
         list(answer([*FLAGS.split(), *flags.split()]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("program", "assumes"), [("own_model.py", False), ("own_loss.py", True)])
+def test_attention_dropout_is_assumed_only_of_gpt(program: str, assumes: bool) -> None:
+    found = plan(ROOT / "examples" / program)
+    assert bool(found["assumed"]) is assumes
+    assert ("--attention-dropout 0" in found["command"]) is assumes

@@ -45,6 +45,9 @@ MODELS = {
         PRESETS["qwen3-0.6b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
     ),
     "olmo": replace(PRESETS["olmo2-7b"], num_layers=4, hidden_size=64, num_attention_heads=8),
+    "gemma": replace(
+        PRESETS["gemma3-1b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -79,6 +82,9 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
         ("olmo2-7b", 7_298_617_344),
+        ("olmo3-7b", 7_298_011_136),
+        ("gemma2-2b", 2_614_341_888),
+        ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
         ("pythia-6.9b", 6_857_302_016),
     ],

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from megalite.cli.plan import main
 from megalite.config.command_line import parse
+from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
 from megalite.plan.layout_fields import with_even_stages
@@ -59,6 +61,19 @@ def test_the_object_of_one_layout() -> None:
     by_kind = found["memory_gb_by_stage_and_kind"]
     assert [sum(kinds.values()) for kinds in by_kind] == pytest.approx(found["memory_gb_by_stage"])
     assert sum(found["seconds_by_kind"].values()) == pytest.approx(found["iteration_time_s"])
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--recompute-activations", "--checkpoint-activations", "--cpu-offload-activations 2"]
+)
+def test_activations_are_divided_among_parts(flags: str) -> None:
+    found = plan(f"{SMALL} --tp 2 --pp 2 {flags}")
+    of_stages = found["activation_gb_by_stage_and_part"]
+    assert len(of_stages) == 2
+    for parts, kinds in zip(of_stages, found["memory_gb_by_stage_and_kind"], strict=True):
+        assert sum(parts.values()) == pytest.approx(kinds["activations"])
+        expected = {"input"} if "checkpoint" in flags else {"input", "attention", *get_args(Module)}
+        assert parts.keys() == expected
 
 
 def test_the_median_stage_has_no_head() -> None:
@@ -267,6 +282,8 @@ def test_the_text_says_the_same() -> None:
         "billion parameters",
         "\nfirst ",
         "\nlast ",
+        "\nactivations    first: layernorm",
+        "\nlogits         last: loss",
         "fits",
         "MFU",
         "causal",

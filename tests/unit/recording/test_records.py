@@ -73,10 +73,19 @@ def test_a_layer_of_llama(tp: int, splits_backward: bool) -> None:
         (B * 4 // tp, B * 2 // tp, S, D)
     ]
     assert sum(weight.size for weight in layer.weights) == sum(n * k for _, n, k in forward) + 2 * H
-    # Inputs of both norms and both outputs; q, k, v, rotated q and k, attention; up's output, down's input.
-    elements = tokens * (4 * H / tp + (8 + 6 + 4) * D / tp + 3 * 96 / tp)
+    elements = {
+        "input": H,
+        "layernorm": 3 * H,  # both outputs, and the sum of the residual connection
+        "attention": 8 * D,  # queries, keys and values
+        "core_attn": (6 + 4) * D,  # rotated queries and keys, and the output
+        "mlp": 2 * 96,
+        "mlp_act": 96,
+    }
     statistics = 4 * tokens * 4 / tp
-    assert layer.saved_bytes == pytest.approx(2 * elements + statistics, abs=200)
+    assert dict(layer.saved).keys() == elements.keys()
+    for part, num_bytes in layer.saved:
+        assert num_bytes == pytest.approx(2 * tokens * elements[part] / tp, abs=statistics + 200), part
+    assert layer.saved_bytes == pytest.approx(2 * tokens * sum(elements.values()) / tp + statistics, abs=200)
 
 
 def test_collectives_of_a_layer_know_their_gemms() -> None:

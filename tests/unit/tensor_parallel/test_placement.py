@@ -12,7 +12,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter, num_used
-from megalite.tensor_parallel.placement import Cut, Spread
+from megalite.tensor_parallel.placement import Cut, ParameterAxes
 from tests.trial_axis import EXPERTS, TWO_CUTTING_AXES
 
 MESH = MeshOptions({"tp": 2, "tq": 3, "dp": 2, "ep": 4}, (TWO_CUTTING_AXES, EXPERTS))
@@ -43,7 +43,7 @@ def test_the_boxes_fill_the_tensor_and_each_element_is_counted_once(cuts: tuple[
             box = spec.box(topology)
             assert box.of(held).shape == box.shape
             box.of(held).add_(1)
-            if spec.spread.acts(topology) and spec.spread.replicas(topology).is_first:
+            if spec.parameter_axes.acts(topology) and spec.parameter_axes.replicas(topology).is_first:
                 box.of(counted).add_(1)
                 mine = torch.arange(math.prod(box.shape)).view(box.shape)
                 box.of(used).copy_(mine < num_used(spec, topology))
@@ -79,22 +79,24 @@ def test_a_gradient_is_partial_over_the_axis_of_the_sequence_unless_it_cuts_the_
             (Cut("tq", 0),): ("tp",),
             (Cut("ep", 0),): (),  # its replicas have other positions
         }.items():
-            spread = new_parameter(ParameterSpec((12,), cuts), cut_along_sequence).spec.spread
-            assert spread.partial_over == partial_over
-            axis = spread.partial_axis(topology)
+            parameter_axes = new_parameter(ParameterSpec((12,), cuts), cut_along_sequence).spec.parameter_axes
+            assert parameter_axes.partial_over == partial_over
+            axis = parameter_axes.partial_axis(topology)
             assert axis is (topology.tp if partial_over else None)
             whole = new_parameter(ParameterSpec((12,), cuts), LayerContext(topology, torch.float32))
-            assert whole.spec.spread == (spread.cut_over, ())
-        both = new_parameter(ParameterSpec((12,), partial_over=("tq", "tp")), cut_along_sequence).spec.spread
+            assert whole.spec.parameter_axes == (parameter_axes.cut_over, ())
+        both = new_parameter(
+            ParameterSpec((12,), partial_over=("tq", "tp")), cut_along_sequence
+        ).spec.parameter_axes
         assert both.partial_axis(topology) is topology.over("tp", "tq")
     with Topology.fake(MeshOptions({"dp": 2}), 2, 0) as topology:
-        assert Spread((), ("tp",)).partial_axis(topology) is None  # one rank
+        assert ParameterAxes((), ("tp",)).partial_axis(topology) is None  # one rank
 
 
 def test_each_factoring_has_its_own_replicas() -> None:
     with Topology.fake(MESH, WORLD_SIZE, 7) as topology:
-        assert Spread(("tp", "tq")).replicas(topology) is topology.dp
-        assert Spread(("ep",)).replicas(topology) is topology.factorings["experts"].axes["edp"]
+        assert ParameterAxes(("tp", "tq")).replicas(topology) is topology.dp
+        assert ParameterAxes(("ep",)).replicas(topology) is topology.factorings["experts"].axes["edp"]
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,13 @@ HF_ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu": "gelu_exact",
     "relu": "relu",
+    "relu2": "squared_relu",
 }
 """Our activation for each of transformers' names for ungated activations. ``silu`` is missing: in Llama it is
 the gate of SwiGLU, and megalite has no ungated MLP with SiLU."""
+HF_GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+"""Our gated activation for each of transformers' names for the gate's function."""
+THEIR_GATES = {ours: theirs for theirs, ours in reversed(HF_GATES.items())}
 THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
 
 
@@ -73,12 +77,12 @@ class HFSettings:
             raise UserError(f"{self.name} has {name} {value!r}, which is not true or false")
         return value
 
-    def activation(self, name: str, default: str) -> str:
-        """Return our name of an ungated activation."""
+    def activation(self, name: str, default: str, known: Mapping[str, str] = HF_ACTIVATIONS) -> str:
+        """Return our name of an activation, by default of an ungated one."""
         value = self.get(name, default)
-        if value not in HF_ACTIVATIONS:
-            raise UserError(f"activation {value!r} cannot be converted: {', '.join(HF_ACTIVATIONS)} can")
-        return HF_ACTIVATIONS[value]
+        if value not in known:
+            raise UserError(f"{name} {value!r} cannot be converted: {', '.join(known)} can")
+        return known[value]
 
     def require(self, kind: str, **needed: Any) -> None:
         """Refuse settings that are present with another value than the only one that megalite has."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.checkpoint.convert.families.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, Module
-from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.hf_settings import HF_GATES, THEIR_GATES, HFSettings
 from megalite.checkpoint.convert.families.rotary import read_rotary, write_rotary
 from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
@@ -18,16 +17,18 @@ def _read(hf: HFSettings) -> dict[str, Any]:
 
 
 def read_llama_like(
-    hf: HFSettings, positions: int = 2048, base: float = 10000.0, epsilon: float = 1e-6
+    hf: HFSettings,
+    positions: int = 2048,
+    base: float = 10000.0,
+    epsilon: float = 1e-6,
+    rotary: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return our fields for the settings that all descendants of Llama share.
 
     Args:
         positions, base, epsilon: defaults of `max_position_embeddings`, `rope_theta` and `rms_norm_eps`.
+        rotary: our fields of rotary positions, if the family has other settings for them than Llama.
     """
-    activation = hf.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UserError(f"hidden_act {activation!r} cannot be converted: silu can")
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -37,10 +38,10 @@ def read_llama_like(
         "kv_channels": none_if_default(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),
         "seq_length": hf.get("max_position_embeddings", positions),
         "vocab_size": hf["vocab_size"],
-        **read_rotary(hf, base),
+        **(read_rotary(hf, base) if rotary is None else rotary),
         "normalization": "RMSNorm",
         "norm_epsilon": hf.get("rms_norm_eps", epsilon),
-        "activation": "swiglu",
+        "activation": hf.activation("hidden_act", "silu", HF_GATES),
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": not hf.switch("tie_word_embeddings", False),
         "hidden_dropout": 0.0,
@@ -67,7 +68,7 @@ def write_llama_like(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_kv_heads,
         "max_position_embeddings": config.seq_length,
-        "hidden_act": "silu",
+        "hidden_act": THEIR_GATES.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_epsilon,
         **write_rotary(config),
         "attention_dropout": config.attention_dropout,

@@ -12,9 +12,19 @@ from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("olmo2", attention_bias=False)
+    return read_olmo_like(hf, "olmo2")
+
+
+def read_olmo_like(hf: HFSettings, kind: str, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return our fields for the settings that OLMo 2 and 3 share.
+
+    Args:
+        kind: name of the family, for messages.
+        rotary: see `read_llama_like`.
+    """
+    hf.require(kind, attention_bias=False)
     return {
-        **read_llama_like(hf, epsilon=1e-5),
+        **read_llama_like(hf, epsilon=1e-5, rotary=rotary),
         "norm_position": "output",
         "qk_layernorm": True,
         "qk_layernorm_width": "all_heads",

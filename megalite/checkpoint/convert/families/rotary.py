@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.windows import FULL, WINDOW
+from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import ModelConfig
 from megalite.errors import UserError
 
@@ -14,6 +17,7 @@ _KINDS = {
     "llama3": "llama3",
     "yarn": "yarn",
 }
+_THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
 _NAMES: dict[str, dict[str, str]] = {
     "none": {},
     "linear": {"factor": "rope_scaling_factor"},
@@ -51,13 +55,50 @@ def read_rotary(
             rotates all of them.
     """
     current, old, theta = hf.get("rope_parameters"), hf.get("rope_scaling"), hf.get(old_base)
-    rope = HFSettings(current or old or {}, "transformers' rope_parameters")
+    return _fields_of(current or old or {}, theta or base, share)
+
+
+def read_rotary_by_layer(
+    hf: HFSettings, base: float, window_base: float | None = None, old_window_base: str = ""
+) -> dict[str, Any]:
+    """Return our fields for a family with other rotary positions in layers with a window.
+
+    Args:
+        base: base of the angles in layers without a window, if the config does not have it.
+        window_base: the same with a window; by default the other layers' base.
+        old_window_base: name of the base in layers with a window in older versions, if it had one.
+    """
+    kinds = HFSettings(hf.get("rope_parameters") or {}, "transformers' rope_parameters")
+    old, theta = hf.get("rope_scaling"), hf.get("rope_theta")
+    full = _fields_of(kinds.get(FULL) or old or {}, theta or base, None)
+    old_base = hf.get(old_window_base) if old_window_base else None
+    windows = _fields_of(kinds.get(WINDOW) or {}, old_base or window_base or full["rotary_base"], None)
+    kinds.refuse_unread("rotary positions by kind of layer")
+    own_base = windows.pop("rotary_base")
+    is_scaled = windows["rope_scaling"] != "none"
+    if is_scaled and any(full.get(name) != value for name, value in windows.items()):
+        raise UserError(f"rope_parameters of {WINDOW} cannot be converted: only {FULL}'s or 'default' can")
+    return {
+        **full,
+        "window_rotary_base": none_if_default(own_base, full["rotary_base"]),
+        "window_rope_scaling": is_scaled or full["rope_scaling"] == "none",
+    }
+
+
+def _fields_of(settings: Mapping[str, Any], theta: float, share: float | None) -> dict[str, Any]:
+    """Return our fields for one object of settings.
+
+    Args:
+        theta: base of the angles if the object does not have it.
+        share: see `read_rotary`.
+    """
+    rope = HFSettings(settings, "transformers' rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         raise UserError(f"rope_type {kind!r} cannot be converted: {', '.join(_KINDS)} can")
     fields: dict[str, Any] = {
         "position_embedding_type": "rope",
-        "rotary_base": float(rope.get("rope_theta") or theta or base),
+        "rotary_base": float(rope.get("rope_theta") or theta),
         "rope_scaling": _KINDS[kind],
     }
     if share is None:
@@ -78,7 +119,25 @@ def write_rotary(config: ModelConfig, old_base: str = "rope_theta") -> dict[str,
     """Return transformers' settings, under names that older versions read too."""
     written: dict[str, Any] = {old_base: config.rotary_base}
     if config.rope_scaling != "none":
-        values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[config.rope_scaling].items()}
-        known = {name: value for name, value in values.items() if value is not None}
-        written["rope_scaling"] = {"rope_type": config.rope_scaling, **known}
+        written["rope_scaling"] = _scaling_of(config)
     return written
+
+
+def write_rotary_by_layer(config: ModelConfig, old_window_base: str = "") -> dict[str, Any]:
+    """Return transformers' settings; see `read_rotary_by_layer`."""
+    base = config.window_rotary_base or config.rotary_base
+    scaling = _scaling_of(config) if config.window_rope_scaling else {"rope_type": "default"}
+    return {
+        **write_rotary(config),
+        **({old_window_base: base} if old_window_base else {}),
+        "rope_parameters": {
+            FULL: {**_scaling_of(config), "rope_theta": config.rotary_base},
+            WINDOW: {**scaling, "rope_theta": base},
+        },
+    }
+
+
+def _scaling_of(config: ModelConfig) -> dict[str, Any]:
+    values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[config.rope_scaling].items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": _THEIR_KINDS[config.rope_scaling], **known}

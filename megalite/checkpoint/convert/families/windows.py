@@ -1,4 +1,4 @@
-"""Read and write which layers have a sliding window, as Qwen and SmolLM describe it."""
+"""Read and write which layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -8,26 +8,50 @@ from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.config import ModelConfig
 from megalite.errors import UserError
 
-_WINDOW, _FULL = "sliding_attention", "full_attention"
+WINDOW, FULL = "sliding_attention", "full_attention"
+"""Their names of layers with and without a window."""
 
 
 def read_windows(hf: HFSettings, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return our fields for the windows.
+    """Return our fields for the windows, as Qwen and SmolLM describe them.
 
     Args:
         fields: our other fields; the number of layers and the sequence length are read.
     """
     num_layers, size = fields["num_layers"], hf.get("sliding_window")
-    types, first = hf.get("layer_types"), hf.get("max_window_layers", 0)
+    first = hf.get("max_window_layers", 0)
+    marks = _marks_of(hf, [number >= first for number in range(num_layers)])
     if not hf.switch("use_sliding_window", False) or size is None or size >= fields["seq_length"]:
         return {}
-    marks = [number >= first for number in range(num_layers)]
-    if types is not None:
-        if len(types) != num_layers or not {*types} <= {_WINDOW, _FULL}:
-            raise UserError(
-                f"layer_types {types} cannot be converted: {_WINDOW} and {_FULL} of each layer can"
-            )
-        marks = [kind == _WINDOW for kind in types]
+    return _fields_of(size, marks)
+
+
+def read_layer_types(hf: HFSettings, fields: dict[str, Any], full_every: int) -> dict[str, Any]:
+    """Return our fields for the windows, as Gemma and OLMo 3 describe them.
+
+    Args:
+        fields: our other fields. Layers with a window may have other rotary positions: they then keep a
+            window that is as long as the samples.
+        full_every: every Nth layer has no window, if the config does not list the layers.
+    """
+    size = hf.get("sliding_window", 4096)
+    marks = _marks_of(hf, [(number + 1) % full_every != 0 for number in range(fields["num_layers"])])
+    if size is None or (size >= fields["seq_length"] and not ModelConfig(**fields).windows_differ_in_rotary):
+        return {}
+    return _fields_of(size, marks)
+
+
+def _marks_of(hf: HFSettings, usual: list[bool]) -> list[bool]:
+    """Return whether each layer has a window, by default as usual in the family."""
+    types = hf.get("layer_types")
+    if types is None:
+        return usual
+    if len(types) != len(usual) or not {*types} <= {WINDOW, FULL}:
+        raise UserError(f"layer_types {types} cannot be converted: {WINDOW} and {FULL} of each layer can")
+    return [kind == WINDOW for kind in types]
+
+
+def _fields_of(size: int, marks: list[bool]) -> dict[str, Any]:
     if not any(marks):
         return {}
     window = {"window_size": (size - 1, 0)}  # theirs counts the token itself
@@ -35,11 +59,18 @@ def read_windows(hf: HFSettings, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """Return transformers' settings for the windows."""
+    """Return the settings of Qwen and SmolLM for the windows."""
     marks = [kind.window is not None for kind in config.layer_kinds]
     return {
+        **write_layer_types(config),
         "use_sliding_window": any(marks),
-        "sliding_window": None if config.window_size is None else config.window_size[0] + 1,
         "max_window_layers": marks.index(True) if any(marks) else config.num_layers,
-        "layer_types": [_WINDOW if mark else _FULL for mark in marks],
+    }
+
+
+def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings of Gemma and OLMo 3 for the windows."""
+    return {
+        "sliding_window": None if config.window_size is None else config.window_size[0] + 1,
+        "layer_types": [FULL if kind.window is None else WINDOW for kind in config.layer_kinds],
     }

@@ -82,7 +82,9 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "olmo2", "smollm3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma2", "gemma3", "gpt_neox"]
+)
 def test_a_family_comes_back(kind, tmp_path):
     """The conversions also compare what both models compute."""
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[-1]), seed=0)
@@ -398,7 +400,7 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
     assert config["eos_token_id"] == 256
 
 
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu", "relu2"])
 def test_an_activation_computes_what_transformers_computes(name):
     from transformers.activations import ACT2FN
 

@@ -110,6 +110,12 @@ def test_drifted_norms_are_averaged(tmp_path, caplog):
     assert "layers.2.attention_norm.weight differs by up to 5.0e-01 between" in caplog.text
 
 
+def test_switches_of_a_model():
+    arguments = {"num_attention_heads": 2, "hidden_size": 8, "squared_relu": True, "apply_layernorm_1p": True}
+    fields = model_of(arguments, ModelConfig())
+    assert (fields["activation"], fields["zero_centered_norms"]) == ("squared_relu", True)
+
+
 def test_a_bert_is_refused(tmp_path):
     with torch.no_grad():
         megatron.save_old(tmp_path / "megatron", weights_of(build("gpt2")), 4, 1, 1)
@@ -215,7 +221,7 @@ DAMAGE = {
     "iteration.txt cannot be read: it has more than": lambda folder: write_tracker(folder, "1" * 5000),
     "distributed format.*--ckpt-format torch": make_distributed,
     "no model with num_experts 8": lambda folder: change_arguments(folder, num_experts=8),
-    "apply_layernorm_1p True": lambda folder: change_arguments(folder, apply_layernorm_1p=True),
+    "qk_l2_norm True": lambda folder: change_arguments(folder, qk_l2_norm=True),
     "has parameters that the config's model does not have: embedding.position": lambda folder: (
         change_arguments(folder, position_embedding_type="rope")
     ),

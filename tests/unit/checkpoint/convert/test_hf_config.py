@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import BloomConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
@@ -17,6 +17,7 @@ from megalite.checkpoint.convert.hf_tensors import (
     to_hf,
 )
 from megalite.config import ModelConfig
+from megalite.config.model import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from tests.stages import build_stage
@@ -24,6 +25,7 @@ from tests.stages import build_stage
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 50}
 FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
+GEMMA3 = Gemma3TextConfig().to_dict()
 
 
 @pytest.fixture(params=FAMILIES)
@@ -98,14 +100,13 @@ def test_shapes_that_cannot_be_the_configs_are_named():
         from_hf(weights, config)
 
 
-def test_a_window_is_mistrals_and_layers_are_alike():
+def test_a_window_of_all_layers_is_mistrals_and_of_some_smollms():
     window = dataclasses.replace(PRESETS["llama2-7b"], window_size=(1023, 0))
     assert hf_config_of(window)["sliding_window"] == 1024
     assert config_of(hf_config_of(window)) == dataclasses.replace(window, pad_vocab_size_to=None)
     assert config_of({**hf_config_of(window), "sliding_window": None}).window_size is None
     pattern = dataclasses.replace(window, window_attn_skip_freq=(2,))
-    with pytest.raises(UserError, match=r"mistral .* window_attn_skip_freq \(2,\) \(needs None\)$"):
-        family_of(pattern)
+    assert family_of(pattern).model_type == "smollm3"  # with rotary positions in all layers
     with pytest.raises(UserError, match=r"gpt2 cannot be this model: window_size \(7, 0\) \(needs None\)$"):
         family_of(dataclasses.replace(PRESETS["gpt2-124m"], window_size=(7, 0)))
 
@@ -126,6 +127,51 @@ def test_published_configs_are_the_presets():
     }
     unpadded = dataclasses.replace(PRESETS["bloom-560m"], vocab_size=250880, pad_vocab_size_to=None)
     assert config_of(bloom) == unpadded
+
+
+SHARED = {
+    **{"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02, "rms_norm_eps": 1e-6},
+    **{"num_hidden_layers": 26, "head_dim": 256, "query_pre_attn_scalar": 256},
+}
+HUB = {
+    "gemma2-2b": {
+        **{**SHARED, "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **{"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "hidden_size": 2304},
+        **{"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 9216, "num_attention_heads": 8},
+        **{"max_position_embeddings": 8192, "num_key_value_heads": 4, "rope_theta": 10000.0},
+        **{"sliding_window": 4096, "vocab_size": 256000},
+    },
+    "gemma3-1b": {
+        **{**SHARED, "model_type": "gemma3_text", "attn_logit_softcapping": None, "hidden_size": 1152},
+        **{"cache_implementation": "hybrid", "final_logit_softcapping": None, "intermediate_size": 6912},
+        **{"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768},
+        **{"num_attention_heads": 4, "num_key_value_heads": 1, "rope_local_base_freq": 10000},
+        **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6},
+        **{"vocab_size": 262144},
+    },
+    "olmo3-7b": {
+        **{"model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096},
+        **{"intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 32},
+        **{"num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 500000},
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 8.0, "rope_type": "yarn"},
+            "original_max_position_embeddings": 8192,
+        },
+        **{"sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278},
+    },
+}
+"""As the hub has them, in the form of versions before 5."""
+
+
+@pytest.mark.parametrize("preset", HUB)
+def test_models_with_layers_of_two_kinds_are_the_presets(preset):
+    model = config_of(HUB[preset])
+    assert resolved_fields(model) == resolved_fields(PRESETS[preset])
+    family = HUB[preset]["model_type"]
+    assert family_of(PRESETS[preset]).model_type == family
+    with pytest.raises(UserError, match=f"{family} with residual_multiplier 0.2 cannot be converted: mega"):
+        config_of({**HUB[preset], "residual_multiplier": 0.2})
 
 
 @pytest.mark.parametrize(
@@ -149,8 +195,16 @@ def test_a_converted_config_is_of_its_family(config):
             "llama with residual_multiplier 0.2 cannot be converted: mega",
         ),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "with use_bidirectional_attention"),
+        ({**GEMMA3, "layer_types": ["chunked_attention"] * 26}, r"layer_types \['chunked_attention'"),
+        (
+            {**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters of sliding_attention cannot be converted",
+        ),
+        ({**GEMMA3, "rope_parameters": {"rope_theta": 5.0}}, "by kind of layer with rope_theta 5.0"),
         ({**LLAMA, "attention_bias": True}, "attention_bias True and mlp_bias False"),
-        (GPT2Config(activation_function="silu").to_dict(), "activation 'silu'"),
+        (GPT2Config(activation_function="silu").to_dict(), "activation_function 'silu'"),
         (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),
         (BloomConfig(apply_residual_connection_post_layernorm=True).to_dict(), "post_layernorm True"),

@@ -12,15 +12,15 @@ import pytest
 
 from benchmarks import planner_flags
 from benchmarks.planner import CASES, HELD_OUT_CASES, Comparison, compare, errors, lines, wrong_verdicts
-from megalite.hardware.gpus import Gpu
-from megalite.plan.estimate import RunPlan
-from megalite.plan.published_runs import (
+from benchmarks.published_runs import (
     CHANGES,
     OTHER_NETWORKS,
     PROGRAM_NAMES,
     program_of,
     split_by_cost,
 )
+from megalite.hardware.gpus import Gpu
+from megalite.plan.estimate import RunPlan
 
 
 @pytest.fixture(scope="module")

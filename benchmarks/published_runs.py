@@ -57,7 +57,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 """What a source's program does differently from the named one, by the prefix of the source's name."""
 ARCH_POSITIONS: Mapping[str, PositionEmbedding] = {"llama": "rope", "relu2": "rope"}
-ARCH_ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "relu"}
+ARCH_ACTIVATIONS: Mapping[str, Activation] = {"llama": "swiglu", "relu2": "squared_relu"}
 SELECTIVE_OP: tuple[Module, ...] = ("layernorm", "mlp_act", "core_attn")
 """The nearest equivalent of saving the outputs of every other operator."""
 
