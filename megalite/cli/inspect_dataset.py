@@ -12,16 +12,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from megalite.config.tool_parser import ToolParser
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import (
     DatasetSummary,
+    answers_and_others,
     compare,
     document_tokens,
     find_problem,
     histogram_lines,
     summarize,
 )
+from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.errors import UserError
 
@@ -32,7 +37,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("prefix", nargs="*", metavar="PREFIX", help="path of the dataset without .bin and .idx")
     add("--compare", nargs=2, metavar=("A", "B"), help="show where two datasets differ")
-    add("--document", type=int, metavar="I", help="print document I, as text if a tokenizer is passed")
+    add(
+        "--document",
+        type=int,
+        metavar="I",
+        help="print document I, as text if a tokenizer is passed; in a conversation, answers are apart",
+    )
     add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
     add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
     add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
@@ -82,9 +92,20 @@ def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
 
 
 def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
-    for tokens in document_tokens(dataset, number):
-        ids = tokens.tolist()
-        print(tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids)))
+    sequences = document_tokens(dataset, number)
+    if not has_loss_mask(dataset.prefix):
+        for tokens in sequences:
+            print(_text(tokens, tokenizer))
+        return
+    mask, first = LossMask(dataset), int(dataset.document_index[number])
+    for i, tokens in enumerate(sequences, first):
+        for is_answer, part in answers_and_others(tokens, mask[i]):
+            print(f"{'answer' if is_answer else 'other':6}  {_text(part, tokenizer)!r}")
+
+
+def _text(tokens: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> str:
+    ids = tokens.tolist()
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
 
 def _print_summary(dataset: IndexedDataset, vocab_size: int | None) -> None:

@@ -27,6 +27,7 @@ from megalite.errors import ConfigError, UserError
 from megalite.log import log
 
 _SECONDS_BETWEEN_LINES = 2.0
+DEFAULT_CHAT_KEY = "messages"
 _PADDING = "padding of the vocabulary does not change the tokens"
 _TOKENIZER = "a tokenizer has one implementation here, and adds no special tokens"
 _NOT_NEEDED: dict[str, tuple[str | int | None, str]] = {
@@ -63,7 +64,10 @@ _REFUSED: dict[str, tuple[str | int | None, str]] = {
     "tiktoken_special_tokens": ("+", _TOKENIZER_JSON),
     "null_tokenizer_eod_id": (None, "remove it: the end-of-document token is --vocab-size - 1"),
     "null_tokenizer_pad_id": (None, "remove it: no sample is padded"),
-    "chat_template": (None, "remove it: megalite pretrains"),
+    "chat_template": (
+        None,
+        "remove it: --chat reads the tokenizer's own, from its tokenizer_config.json or chat_template.jinja",
+    ),
 }
 """Flags of Megatron's scripts that are not supported: argparse's `nargs`, and what to do instead."""
 _LANGUAGES = {
@@ -144,9 +148,15 @@ def _add_input(add: _Add) -> None:
         "--json-key",
         nargs="+",
         type=_key,
-        default=["text"],
         metavar="KEY",
-        help="keys to extract, each to its own dataset; a.b is key b of the object a (text)",
+        help="keys to extract, each to its own dataset; a.b is key b of the object a (text, with --chat "
+        "messages)",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="render conversations with the tokenizer's chat template, and write a mask of the answers as "
+        ".loss_mask",
     )
     add("--append-eod", action="store_true", help="end each document with the end-of-document token")
     add(
@@ -239,8 +249,10 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     args, problems = build_parser().find_problems(arguments)
     if args.resume and args.overwrite:
         problems.append("--resume and --overwrite contradict each other: remove one")
-    if len(set(args.json_keys)) < len(args.json_keys):
+    json_keys = args.json_keys or [DEFAULT_CHAT_KEY if args.chat else "text"]
+    if len(set(json_keys)) < len(json_keys):
         problems.append("--json-keys names a key twice")
+    problems += _chat_problems(args) if args.chat else []
     passed = _passed(args)
     problems += [
         f"{flag_with_value(name, passed[name])} is not supported: {fix}"
@@ -255,8 +267,9 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
         output_prefix=args.output_prefix or "",
         tokenizer_type=args.tokenizer_type,
         tokenizer_files=files,
-        json_keys=tuple(args.json_keys),
+        json_keys=tuple(json_keys),
         append_eod=args.append_eod,
+        chat=args.chat,
         sentence_language=(args.lang or "en") if args.split_sentences else None,
         keep_newlines=args.keep_newlines and args.split_sentences,
         workers=args.workers,
@@ -272,6 +285,18 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     for notice in _notices(args):
         log.warning("%s", notice)
     return job, args.log_interval
+
+
+def _chat_problems(args: argparse.Namespace) -> list[str]:
+    """Return the mistakes in the flags beside --chat."""
+    problems = []
+    if len(args.json_keys or ()) > 1:
+        problems.append("--chat reads one list of messages: pass one key in --json-keys")
+    if args.append_eod:
+        problems.append("--chat and --append-eod: remove --append-eod, the chat template ends each turn")
+    if args.split_sentences:
+        problems.append("--chat and --split-sentences contradict each other: remove one")
+    return problems
 
 
 def _passed(args: argparse.Namespace) -> dict[str, Any]:

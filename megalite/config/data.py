@@ -124,6 +124,12 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Mask the loss where the input is an end-of-document token. The loss is the mean over the other
     tokens."""
+    sft: bool = False
+    """Fine-tune on conversations, preprocessed with --chat: only the assistant's tokens have a loss."""
+    sft_packing: bool = True
+    """Pack several whole conversations into each sample, apart from each other; otherwise one."""
+    sft_long_conversations: Literal["truncate", "drop"] = "truncate"
+    """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
     split: str = "969,30,1"
@@ -147,6 +153,16 @@ class DataConfig:
         """Return the names of the enabled options that act at the end of a document."""
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def masks_loss(self) -> bool:
+        """Return whether tokens have no loss, which are counted while a batch runs."""
+        return self.eod_mask_loss or self.sft
+
+    @property
+    def masks_attention(self) -> bool:
+        """Return whether attention stays within the documents of a sample."""
+        return self.reset_attention_mask or (self.sft and self.sft_packing)
 
     def corpus_options(self) -> list[tuple[str, ...]]:
         """Return the ways in which corpora are set, each as a tuple of fields; a run must have one way."""

@@ -307,6 +307,11 @@ def _data_reasons(config: Config) -> Iterator[tuple[str, str]]:
             yield name, "--mock-data does not read a corpus"
     elif any(getattr(data, name) for name in CORPUS_FIELDS if name not in ("data_path", "data_args_path")):
         yield "split", "each split has its own data"
+    if not data.sft:
+        for name in ("sft_packing", "sft_long_conversations"):
+            yield name, "--sft is not set"
+    elif data.mock_data:
+        yield "sft_long_conversations", "--mock-data does not read a corpus"
     yield from fill_in_middle_reasons(data)
 
 

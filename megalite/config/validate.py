@@ -69,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     data_rules.weighted_split_files,
     data_rules.fill_in_middle,
     data_rules.document_ends,
+    data_rules.sft,
     data_rules.split,
     data_rules.tokenizer,
     logging_rules.profiler,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.data.bert_dataset import BertDataset, BertOptions
 from megalite.data.bert_masking import WordPieces
-from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.gpt_dataset import Dataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
@@ -55,6 +55,7 @@ class BertSamples:
     on_every_stage = True  # attention must know the padding
     are_masked = True
     are_of_documents = True
+    are_whole_documents = False
 
     @property
     def seq_length(self) -> int:
@@ -67,6 +68,9 @@ class BertSamples:
                 f"the first documents of {corpus.prefix} have one sequence each, and BERT's samples need "
                 "several sentences: preprocess it with --split-sentences, or pass --bert-no-binary-head"
             )
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        return count_tokens(corpus.sequence_lengths, sequences)
 
     def dataset(
         self,

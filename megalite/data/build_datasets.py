@@ -11,7 +11,8 @@ from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_sa
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.coverage import Coverage, log_coverage
-from megalite.data.gpt_dataset import Dataset, count_tokens, verify_files
+from megalite.data.epochs import OnePass
+from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import Samples
@@ -210,7 +211,7 @@ class _BlendBuild:
         self._check_batch(kept)
         if len(self.blend.sources) == 1 and self.blend.weights is None:
             self._log_coverage([0], [1.0], [self.num_samples])
-            return self._dataset(0, self.num_samples)
+            return self._dataset(0, None if self._is_read_once else self.num_samples)
         if self.blend.weights is None:
             return self._blend_by_size(kept)
         return self._blend_by_weight(kept, [self.blend.weights[i] for i in kept])
@@ -225,6 +226,10 @@ class _BlendBuild:
                 f"fewer than one batch of {self.options.batch_size}: use more text or a smaller batch "
                 "(--global-batch-size)"
             )
+
+    @property
+    def _is_read_once(self) -> bool:
+        return self.split != "train" and self.options.samples.are_whole_documents
 
     def _sequences(self, i: int) -> range:
         source = self.blend.sources[i]
@@ -279,7 +284,7 @@ class _BlendBuild:
         return self._blend_by_weight(kept, weights)
 
     def _log_coverage(self, kept: list[int], shares: Sequence[float], built: Sequence[int | None]) -> None:
-        if self.split != "train":
+        if self.split != "train" or self.options.samples.are_whole_documents:
             return
         log_coverage(
             [
@@ -295,14 +300,15 @@ class _BlendBuild:
         )
 
     def _num_tokens(self, i: int) -> int:
-        lengths = self.opened[self.blend.sources[i].prefix].sequence_lengths
-        return count_tokens(lengths, self._sequences(i))
+        corpus = self.opened[self.blend.sources[i].prefix]
+        return self.options.samples.num_tokens(corpus, self._sequences(i))
 
     def _dataset(self, i: int, num_samples: int | None) -> Dataset:
-        return self.options.samples.dataset(
+        dataset = self.options.samples.dataset(
             self.opened[self.blend.sources[i].prefix],
             self._sequences(i),
-            num_samples,
+            None if self._is_read_once else num_samples,
             self.blend.name or self.split,
             self.options.cache,
         )
+        return OnePass(dataset, num_samples or len(dataset)) if self._is_read_once else dataset

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from megalite.data.blend import normalized
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loss_mask import LossMask
 from megalite.errors import few
 
 _WHOLE_BYTES = 4 << 20
@@ -32,7 +33,8 @@ class CorpusIdentity:
         bin_bytes, sequences, documents: sizes of the corpus.
         dtype: dtype of the tokens.
         index_sha256: hash of lengths, offsets and documents; of a large array, `_WHOLE_BYTES` are hashed.
-        tokens_sha256: hash of the first tokens of a few sequences; None for a corpus in object storage.
+        tokens_sha256: hash of the first tokens of a few sequences, and of their loss mask if it is read; None
+            for a corpus in object storage.
     """
 
     bin_bytes: int
@@ -43,7 +45,7 @@ class CorpusIdentity:
     tokens_sha256: str | None
 
     @staticmethod
-    def of(corpus: IndexedDataset) -> CorpusIdentity:
+    def of(corpus: IndexedDataset, mask: LossMask | None = None) -> CorpusIdentity:
         """Read and hash at most 12 MB of the index and 8,000 tokens, whatever the corpus's size."""
         index = hashlib.sha256()
         for array in (corpus.sequence_lengths, corpus.sequence_offsets, corpus.document_index):
@@ -53,6 +55,8 @@ class CorpusIdentity:
         if tokens is not None and len(corpus):
             for sequence in sorted(set(np.linspace(0, len(corpus) - 1, _NUM_SAMPLED_SEQUENCES, dtype=int))):
                 tokens.update(corpus[int(sequence)][:_NUM_SAMPLED_TOKENS].tobytes())
+                if mask is not None:
+                    tokens.update(mask[int(sequence)][:_NUM_SAMPLED_TOKENS].tobytes())
         return CorpusIdentity(
             corpus.num_tokens * corpus.dtype.itemsize,
             len(corpus),

@@ -19,6 +19,7 @@ from megalite.data.indexed_dataset import (
     IndexedDataset,
     replace_dataset,
 )
+from megalite.data.loss_mask import LOSS_MASK, LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer_digest import (
     copy_tokenizer_digest,
     digest_path,
@@ -91,15 +92,22 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     sources = [IndexedDataset(prefix) for prefix in prefixes]
     _check_types(sources)
     digest_source = _source_of_digest(prefixes)
-    temporary = {suffix: f"{output_prefix}.{suffix}.{os.getpid()}.tmp" for suffix in ("bin", "idx")}
+    masks = _loss_masks(sources)
+    suffixes = ("bin", *([LOSS_MASK] if masks else []), "idx")
+    temporary = {suffix: f"{output_prefix}.{suffix}.{os.getpid()}.tmp" for suffix in suffixes}
     try:
         os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
         with new_file(temporary["bin"]) as stream:
-            _write_tokens(sources, stream)
+            _write_tokens([source.tokens for source in sources], stream)
+        if masks:
+            with new_file(temporary[LOSS_MASK]) as stream:
+                _write_tokens([mask.file.array for mask in masks], stream)
         with new_file(temporary["idx"]) as stream:
             _write_index(sources, stream)
         for dataset in sources:
             dataset.check_files()
+        for mask in masks:
+            mask.file.check()
         with suppress(FileNotFoundError):  # before the digest changes: it belongs to another dataset
             os.remove(paths[1])
         if digest_source is None:
@@ -149,9 +157,24 @@ def _source_of_digest(prefixes: Sequence[str]) -> str | None:
     return prefixes[0] if len(known) == len(prefixes) else None
 
 
-def _write_tokens(sources: Sequence[IndexedDataset], stream: BinaryIO) -> None:
-    for source in sources:
-        for block in _blocks(source.tokens):
+def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
+    """Return the loss masks of the datasets; empty if none of them has one.
+
+    Raises:
+        UserError: only some of them have one.
+    """
+    having = [source for source in sources if has_loss_mask(source.prefix)]
+    if having and len(having) < len(sources):
+        other = next(source for source in sources if source not in having)
+        raise UserError(
+            f"{having[0].prefix} holds conversations and {other.prefix} plain text: merge them apart"
+        )
+    return [LossMask(source) for source in having]
+
+
+def _write_tokens(arrays: Sequence[npt.NDArray[Any]], stream: BinaryIO) -> None:
+    for tokens in arrays:
+        for block in _blocks(tokens):
             stream.write(block.tobytes())
 
 

@@ -98,6 +98,17 @@ def document_tokens(dataset: IndexedDataset, number: int) -> list[npt.NDArray[np
     return [dataset[i].astype(np.int64) for i in range(first, end)]
 
 
+def answers_and_others(
+    tokens: npt.NDArray[np.int64], is_answer: npt.NDArray[np.bool_]
+) -> list[tuple[bool, npt.NDArray[np.int64]]]:
+    """Divide a conversation where answers begin and end; return whether each part is an answer."""
+    ends = np.flatnonzero(np.diff(is_answer)) + 1
+    marks = np.split(is_answer, ends)
+    return [
+        (bool(mark[0]), part) for mark, part in zip(marks, np.split(tokens, ends), strict=True) if len(part)
+    ]
+
+
 def histogram_lines(counts: npt.NDArray[np.int64]) -> Iterator[str]:
     """Yield a line for each range of lengths, with a bar proportional to its number of sequences."""
     used = np.flatnonzero(counts)

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from megalite.data.bert_dataset import BertDataset
 from megalite.data.blend import BlendedDataset
+from megalite.data.conversation_dataset import ConversationDataset
+from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.errors import UserError
@@ -37,7 +39,8 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
     """Return the spans that make up a sample, in order; their tokens joined are the sample's tokens.
 
     With fill-in-the-middle, they are the spans of the sample before its documents are cut. For BERT, they are
-    the complete sentences, in the document's order, before they are cut, swapped and masked.
+    the complete sentences, in the document's order, before they are cut, swapped and masked. For
+    conversations, they are the parts of them that the sample holds.
 
     Raises:
         UserError: the dataset does not come from a corpus.
@@ -52,6 +55,10 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
         return _gpt_spans(dataset, index)
     if isinstance(dataset, BertDataset):
         return _bert_spans(dataset, index)
+    if isinstance(dataset, Epochs):
+        return sample_spans(dataset.dataset, dataset.number(index))
+    if isinstance(dataset, ConversationDataset):
+        return _conversation_spans(dataset, index)
     raise UserError("these samples do not come from a corpus: their tokens are random (--mock-data)")
 
 
@@ -80,4 +87,12 @@ def _bert_spans(dataset: BertDataset, index: int) -> list[SampleSpan]:
         SampleSpan(indexed.prefix, indexed.document_of(sequence), sequence, 0, indexed[sequence])
         for sequence in range(first, last)
         if indexed.sequence_lengths[sequence] > 0
+    ]
+
+
+def _conversation_spans(dataset: ConversationDataset, index: int) -> list[SampleSpan]:
+    indexed, length = dataset.indexed, dataset.options.seq_length + 1
+    return [
+        SampleSpan(indexed.prefix, indexed.document_of(i), i, 0, indexed[i][:length])
+        for i in dataset.conversations(index)
     ]

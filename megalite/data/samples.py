@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megalite.data.document_ends import DocumentEnds, check_ends
-from megalite.data.gpt_dataset import Dataset, GPTDataset, gather
+from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
@@ -31,6 +31,9 @@ class Samples(Protocol):
         are_masked: whether losses are means over a number of predictions that depends on the global batch.
         are_of_documents: whether corpora are split into training and evaluation by complete documents, or
             by sequences.
+        are_whole_documents: whether a sample holds whole documents, and padding. Then an evaluation reads
+            each sample of its split at most once: it begins at the first one, and samples after the last one
+            are empty. A dataset logs by itself how much of its corpus is used.
     """
 
     @property
@@ -45,12 +48,19 @@ class Samples(Protocol):
     @property
     def are_of_documents(self) -> bool: ...
 
+    @property
+    def are_whole_documents(self) -> bool: ...
+
     def check(self, corpus: IndexedDataset) -> None:
         """Refuse a corpus that cannot be read as these samples.
 
         Raises:
             UserError: the message says what the corpus lacks, and how to make it.
         """
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        """Return the tokens of one epoch of some sequences: about `seq_length` for each sample."""
+        ...
 
     def dataset(
         self,
@@ -93,6 +103,7 @@ class GPTSamples:
 
     are_masked = False  # --eod-mask-loss counts tokens while the batch runs
     are_of_documents = False
+    are_whole_documents = False
 
     @property
     def on_every_stage(self) -> bool:
@@ -101,6 +112,9 @@ class GPTSamples:
     def check(self, corpus: IndexedDataset) -> None:
         if self.ends is not None:
             check_ends(corpus, self.ends.eod)
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        return count_tokens(corpus.sequence_lengths, sequences)
 
     def dataset(
         self,
@@ -144,6 +158,7 @@ class FieldSamples:
     seq_length = 0  # samples are not cut from a corpus
     on_every_stage = True
     are_of_documents = False
+    are_whole_documents = False
 
     def __post_init__(self) -> None:
         needed, allowed = {"tokens", "labels"}, {"tokens", "labels", "loss_mask", "position_ids"}
@@ -159,6 +174,9 @@ class FieldSamples:
 
     def check(self, corpus: IndexedDataset) -> None:
         raise UserError(f"{corpus.prefix} has no fields of samples: pass a dataset provider")
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        raise AssertionError("`check` refuses every corpus")
 
     def dataset(
         self,

@@ -70,6 +70,8 @@ def corpora_of(config: Config, dp: int) -> Corpora:
         return Corpora(
             skipped=("the samples of a bert depend on its sentences, which a run counts when it starts",)
         )
+    if config.data.sft:
+        return Corpora(skipped=("the samples of --sft depend on how conversations fit into them",))
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [

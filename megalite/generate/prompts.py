@@ -1,13 +1,15 @@
-"""Read prompts, tokenize them, and limit their new tokens to the model's positions."""
+"""Read prompts, render questions, tokenize them, and limit their new tokens to the model's positions."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from json import JSONDecodeError
 from pathlib import Path
 
 from megalite.config import ModelConfig
+from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import UserError
 from megalite.files import parse_json
@@ -82,6 +84,22 @@ def _encodable(text: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(f"{where} is not UTF-8 at character {error.start + 1}: pass UTF-8 text") from None
     return text
+
+
+def as_questions(texts: Sequence[str], tokenizer: Tokenizer) -> list[str]:
+    """Return each text as a user's message, rendered up to where the assistant answers.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or it refuses the message.
+    """
+    template = chat_template_of(tokenizer, datetime.now())
+    try:
+        return [
+            template.render([{"role": "user", "content": text}], add_generation_prompt=True).text
+            for text in texts
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def prompts_of(

@@ -189,7 +189,7 @@ class PlannedRun:
             positions=config.model.seq_length // self.cp,
             micro_batch_size=config.training.micro_batch_size,
             sequence_parallel=config.parallel.sequence_parallel and self.tp > 1,
-            has_documents=config.data.reset_attention_mask or not config.model.is_causal,
+            has_documents=config.data.masks_attention or not config.model.is_causal,
             splits_backward=self.splits_backward,
             recomputed_modules=tuple(sorted(config.recompute.modules)),
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,

@@ -60,7 +60,7 @@ class Evaluator:
                 load, divisors = self.batches.open(read, self.num_microbatches, self.global_batch_size)
                 losses = self.pipeline.evaluate(self.num_microbatches, load, divisors=divisors)
                 total += global_losses(losses, names, topology)
-        if config.data.eod_mask_loss:
+        if config.data.masks_loss:
             total *= masks.token_ratio(topology)
         means = (topology.to_host(total) / self.num_batches).tolist()
         return dict(zip(names, means, strict=True))
@@ -69,8 +69,10 @@ class Evaluator:
         """Return the first sample of the evaluation after an iteration.
 
         Each evaluation on the validation split starts where the previous one ended. The test split starts at
-        0.
+        0, and so does every split that an evaluation reads at most once.
         """
+        if self.run.samples.are_whole_documents:
+            return 0
         interval = self.run.config.training.eval_interval
         num_before = (iteration - 1) // interval if split == "valid" else 0
         return num_before * self.num_batches * self.global_batch_size

@@ -12,6 +12,8 @@ from megalite.data.bert_dataset import BertOptions
 from megalite.data.bert_masking import WordPieces
 from megalite.data.bert_samples import BertSamples, word_pieces
 from megalite.data.build_datasets import DatasetSplits
+from megalite.data.conversation_dataset import ConversationOptions
+from megalite.data.conversation_samples import ConversationSamples
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.samples import GPTSamples, Samples
@@ -116,14 +118,31 @@ def resolve_run(
     return RunContext(config, topology, timers, samples, tokenizer, sources, lease, providers)
 
 
-def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples:
+def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | ConversationSamples:
     """Return the samples of a GPT run.
 
     Raises:
         UserError: an option needs an end-of-document token, and the tokenizer has none.
     """
+    if config.data.sft:
+        return conversation_samples(config)
     ends = document_ends(config, tokenizer)
     return GPTSamples(config.model.seq_length, config.training.seed, config.model.vocab_size, ends)
+
+
+def conversation_samples(config: Config) -> ConversationSamples:
+    """Return the samples of a run that fine-tunes on conversations."""
+    model, data = config.model, config.data
+    assert model.vocab_size is not None
+    return ConversationSamples(
+        ConversationOptions(
+            model.seq_length,
+            config.training.seed,
+            model.vocab_size,
+            packs=data.sft_packing,
+            drops_long=data.sft_long_conversations == "drop",
+        )
+    )
 
 
 def bert_samples(config: Config, tokenizer: Tokenizer | None) -> BertSamples:

@@ -27,6 +27,7 @@ from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find
 from megalite.data.gpt_dataset import Dataset, GatherDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.samples import FieldSamples, GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, kind_of
@@ -154,7 +155,13 @@ def _open_corpora(run: RunContext) -> tuple[dict[str, IndexedDataset], DataRecor
     with run.topology.agreed():
         if reads_data(run.topology, run.samples):
             opened = open_corpora(run.sources)
-            identities = {prefix: CorpusIdentity.of(corpus) for prefix, corpus in opened.items()}
+            is_masked = run.config.data.sft
+            identities = {
+                prefix: CorpusIdentity.of(corpus, LossMask(corpus) if is_masked else None)
+                for prefix, corpus in opened.items()
+            }
+            for prefix in [] if is_masked else filter(has_loss_mask, opened):
+                log.warning("%s holds conversations: pass --sft to learn only their answers", prefix)
             record = DataRecord(run.sources, identities, run.config.data.blend_by)
     run.topology.check_agreement(None if record is None else record.for_ranks(), "data")
     return opened, record

@@ -212,5 +212,6 @@ def _log_datasets(trainer: Trainer) -> None:
         if name == "train":
             used, unit = f"the run trains on {num_trained:,}", f"{num_iterations:,} iterations"
         else:
-            used, unit = f"each evaluation uses {num_evaluated:,}", f"--eval-iters {eval_iters}"
+            used = f"each evaluation uses {min(num_evaluated, num_samples):,}"
+            unit = f"--eval-iters {eval_iters}"
         log.info("%s dataset: %s of its %s samples (%s)", name, used, f"{num_samples:,}", unit)

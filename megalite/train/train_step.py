@@ -95,7 +95,7 @@ class TrainStep:
         self.check = AnomalyCheck(run.config.training)
         self.batches = GlobalBatches(run)
         self.loss_names = loss_names
-        self.masks_loss = run.config.data.eod_mask_loss
+        self.masks_loss = run.config.data.masks_loss
 
     def __call__(self, progress: TrainingProgress) -> StepResult:
         """Run the iteration that follows `progress`."""
@@ -193,7 +193,7 @@ class GlobalBatches:
         self._topology = run.topology
         self._seq_length = run.config.model.seq_length
         self._are_masked = run.samples.are_masked
-        self._counts_later = run.config.data.eod_mask_loss
+        self._counts_later = run.config.data.masks_loss
 
     def open(
         self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int

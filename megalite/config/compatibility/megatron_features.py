@@ -189,13 +189,13 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "training",
         "another kind of training",
-        "remove it: megalite pretrains; tools/evaluate.py evaluates",
+        "remove it: megalite pretrains and fine-tunes (--sft); tools/evaluate.py evaluates",
         """
-        sft skip-train no-train perform-rl-step refit-method loss-on-targets-only norm-target-loss
+        skip-train no-train perform-rl-step refit-method loss-on-targets-only norm-target-loss
         reweight-loss-based-on-position-frequency noise-density mean-noise-span-length bitfit chat-template
-        data-path2
+        data-path2 sft-tokenizer-prompt-format sft-mock-dataset-config-json
         """,
-        "rl- grpo- langrl- sft-",
+        "rl- grpo- langrl-",
     ),
     UnsupportedFeature(
         "training",

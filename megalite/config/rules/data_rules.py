@@ -75,12 +75,21 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that options for document boundaries have a tokenizer, whose end-of-document token marks them."""
     data = config.data
     options = data.document_options
-    if options and data.resolved_tokenizer_type is None and not data.mock_data:
+    if options and data.resolved_tokenizer_type is None and not data.mock_data and not data.sft:
         yield Problem(
             (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
             f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "
             "whose end-of-document token separates the documents",
         )
+
+
+def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that conversations are not also cut, masked or rearranged as documents of a corpus of text."""
+    data = config.data
+    names = [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])] if data.sft else []
+    for name in names:
+        reason = "rearranges text" if name == "fim_rate" else "is not needed: --sft separates conversations"
+        yield Problem(("sft", name), f"--sft with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:

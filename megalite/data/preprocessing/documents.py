@@ -184,7 +184,18 @@ def parse_record(record: DocumentRecord, json_keys: Sequence[str]) -> list[bytes
     if record.kind == "text":
         return [_checked_utf8(record.data)]
     row = _json_object(record.data) if record.kind == "json" else record.data
-    return [_encode(_text_at(row, key)) for key in json_keys]
+    return [encode_utf8(_text_at(row, key)) for key in json_keys]
+
+
+def parse_object(record: DocumentRecord) -> dict[str, Any]:
+    """Return the JSON object of a record.
+
+    Raises:
+        RecordError: the record is not a JSON object.
+    """
+    if record.kind != "json":
+        raise RecordError(record.data if record.kind == "bad" else "it is not a JSON object")
+    return _json_object(record.data)
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
@@ -217,7 +228,7 @@ def _checked_utf8(data: bytes) -> bytes:
     return data
 
 
-def _encode(text: str) -> bytes:
+def encode_utf8(text: str) -> bytes:
     """Encode the text in UTF-8; lone surrogates, which JSON allows but tokenizers refuse, become U+FFFD."""
     try:
         return text.encode()

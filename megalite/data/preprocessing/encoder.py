@@ -11,7 +11,11 @@ from types import TracebackType
 
 import numpy as np
 
-from megalite.data.indexed_dataset import token_dtype
+from megalite.data.preprocessing.conversations import (
+    ConversationEncoder,
+    EncodedConversation,
+    conversation_encoder,
+)
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
 from megalite.data.preprocessing.pieces import InputPiece, locate
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
@@ -39,7 +43,7 @@ class CannotWrite(UserError):
 
 @dataclass
 class ColumnResult:
-    """Holds the result of one piece for one key."""
+    """Holds the result of one piece for one column."""
 
     extent: Extent
     num_text_bytes: int = 0
@@ -67,7 +71,10 @@ class Encoder:
     def __init__(self, job: PreprocessJob, folder: str) -> None:
         self._job = job
         self._tokenizer = job.build_tokenizer()
-        self._dtype = token_dtype(self._tokenizer.vocab_size)
+        self._dtypes = job.column_dtypes(self._tokenizer)
+        self._conversations = (
+            conversation_encoder(self._tokenizer, job.json_keys[0], job.now) if job.chat else None
+        )
         self._eod = self._tokenizer.eod if job.append_eod else None
         self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
@@ -78,7 +85,7 @@ class Encoder:
         try:
             self._shards = [
                 self._stack.enter_context(ShardWriter(folder, f"{name}-{k}"))
-                for k in range(len(job.json_keys))
+                for k in range(len(self._dtypes))
             ]
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -98,7 +105,7 @@ class Encoder:
             UserError: its files cannot be read, the shards cannot be written, or a record is bad and bad
                 records are not skipped.
         """
-        columns = [ColumnResult(self._append(k, empty_column(self._dtype))) for k in range(len(self._shards))]
+        columns = [ColumnResult(self._append(k, empty_column(dtype))) for k, dtype in enumerate(self._dtypes)]
         result = PieceResult(columns, 0, 0, [], piece.num_input_bytes, piece.checksum)
         for batch, num_bytes in _batches(piece.records(self._job)):
             result.num_bytes += num_bytes
@@ -114,7 +121,9 @@ class Encoder:
     def _encode_batch(
         self, piece: InputPiece, batch: list[DocumentRecord], result: PieceResult
     ) -> list[EncodedDocuments]:
-        """Return the encoded documents by key; bad records are skipped and counted."""
+        """Return the encoded documents by column; bad records are skipped and counted."""
+        if self._conversations is not None:
+            return self._encode_conversations(self._conversations, piece, batch, result)
         good: list[DocumentRecord] = []
         rows: list[list[bytes]] = []
         for record, row in zip(batch, parse_records(batch, self._job.json_keys), strict=True):
@@ -133,6 +142,26 @@ class Encoder:
                     if self._is_encodable(piece, record, row, result)
                 ]
             )
+
+    def _encode_conversations(
+        self,
+        encoder: ConversationEncoder,
+        piece: InputPiece,
+        batch: list[DocumentRecord],
+        result: PieceResult,
+    ) -> list[EncodedDocuments]:
+        """Return the encoded conversations, and their loss masks."""
+        good: list[EncodedConversation] = []
+        for record, encoded in zip(batch, encoder.encode(batch), strict=True):
+            if isinstance(encoded, RecordError):
+                self._skip_or_fail(piece, record, encoded, result)
+            else:
+                good.append(encoded)
+        num_text_bytes = sum(each.num_text_bytes for each in good)
+        return [
+            EncodedDocuments([each.ids for each in good], None, num_text_bytes),
+            EncodedDocuments([each.is_answer for each in good], None, 0),
+        ]
 
     def _is_encodable(
         self, piece: InputPiece, record: DocumentRecord, row: list[bytes], result: PieceResult
@@ -156,8 +185,8 @@ class Encoder:
         return EncodedDocuments(arrays, list(map(len, split)), sum(map(len, sequences)))
 
     def _add(self, column: ColumnResult, k: int, documents: EncodedDocuments) -> None:
-        packed = pack(documents, self._dtype, self._eod)
-        if self._unknown is not None:
+        packed = pack(documents, self._dtypes[k], self._eod)
+        if self._unknown is not None and k < len(self._job.json_keys):
             column.num_unknown += int((packed.tokens == self._unknown).sum())
         column.num_text_bytes += documents.num_text_bytes
         column.histogram = add_counts(column.histogram, _histogram(packed))

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megalite.data.indexed_dataset import replace_dataset, token_dtype
-from megalite.data.preprocessing.documents import find_inputs, is_compressed
+from megalite.data.loss_mask import LOSS_MASK
+from megalite.data.preprocessing.documents import find_inputs, input_kind, is_compressed
 from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult
 from megalite.data.preprocessing.input_plan import InputPlan
 from megalite.data.preprocessing.ledger import Ledger
@@ -26,7 +29,8 @@ from megalite.data.preprocessing.preprocessing_report import (
     read_report,
 )
 from megalite.data.preprocessing.sentences import sentence_splitter
-from megalite.data.preprocessing.shards import join_shards
+from megalite.data.preprocessing.shards import join_shards, join_tokens
+from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
 from megalite.errors import ConfigError, UserError, collected
@@ -125,8 +129,13 @@ def _tokenizer_and_files(job: PreprocessJob) -> tuple[Tokenizer, list[str]]:
     if job.sentence_language:
         with collected(problems):
             sentence_splitter(job.sentence_language, job.keep_newlines)
+    if job.chat and tokenizer is not None:
+        with collected(problems):
+            chat_template_of(tokenizer, job.now)
     with collected(problems):
         files = find_inputs(job.inputs)
+        if job.chat and (other := next((f for f in files if input_kind(f, "file") != "json"), None)):
+            problems.append(f"--chat reads conversations from JSONL, and {other} is not: convert it")
     if tokenizer is None or problems:
         raise ConfigError(problems)
     return tokenizer, files
@@ -144,7 +153,9 @@ def _plan(job: PreprocessJob, ledger: Ledger, files: list[str], made_with: dict[
         for flag, value in made_with.items():
             if before["identity"].get(flag) != value:
                 was = before["identity"].get(flag)
-                detail = "" if flag in ("--input", "--tokenizer-type") else f": {was}, and now {value}"
+                detail = (
+                    "" if flag in ("--input", "--tokenizer-type", "--chat") else f": {was}, and now {value}"
+                )
                 raise UserError(
                     f"the interrupted run in {ledger.folder} had another {flag}{detail}; "
                     "resume with the same one, or start again with --overwrite and without --resume"
@@ -180,6 +191,7 @@ class _Run:
         self._on_progress = on_progress
         self._started = time.monotonic()
         self._totals = [ColumnTotal() for _ in job.json_keys]
+        self._mask = ColumnTotal()
         self.progress = PreprocessingProgress()
 
     def skip(self, results: Iterator[PieceResult], pieces: Iterator[InputPiece]) -> None:
@@ -209,7 +221,8 @@ class _Run:
         progress = self.progress
         for source, what, number, why in result.bad[: max(0, MAX_MESSAGES - progress.num_skipped)]:
             log.warning("skipped %s, %s %d: %s", source, what, locate(piece, number), why)
-        for total, column in zip(self._totals, result.columns, strict=True):
+        totals = [*self._totals, self._mask] if self._job.chat else self._totals
+        for total, column in zip(totals, result.columns, strict=True):
             total.add(column)
         progress.num_documents = max(total.num_documents for total in self._totals)
         progress.num_tokens = sum(total.num_tokens for total in self._totals)
@@ -225,16 +238,17 @@ class _Run:
                 index, count = self._job.partition
                 part = f"part {index}/{count} of the input" if count > 1 else "the input"
                 hint = ": pass fewer parts in --partition" if count > 1 else ""
-                raise UserError(
-                    f"{part} has no document with text under the key {key!r}, so nothing is written{hint}"
-                )
+                what = "no conversation" if self._job.chat else f"no document with text under the key {key!r}"
+                raise UserError(f"{part} has {what}, so nothing is written{hint}")
         try:
             reports = [
                 self._write_dataset(Path(folder, str(k)), tokenizer, made_with, k)
                 for k in range(len(self._totals))
             ]
             for k, report in enumerate(reports):
-                suffixes = {"bin": "bin", "tokenizer.json": "tokenizer.json", "json": "report", "idx": "idx"}
+                mask = {LOSS_MASK: LOSS_MASK} if self._job.chat else {}
+                suffixes = {"bin": "bin", **mask, "tokenizer.json": "tokenizer.json", "json": "report"}
+                suffixes["idx"] = "idx"
                 files = {suffix: f"{Path(folder, str(k))}.{name}" for suffix, name in suffixes.items()}
                 replace_dataset(report.prefix, files)
         except OSError as error:
@@ -245,23 +259,29 @@ class _Run:
     def _write_dataset(
         self, path: Path, tokenizer: Tokenizer, made_with: dict[str, Any], k: int
     ) -> DatasetReport:
-        """Write a dataset's four files beside the shards."""
+        """Write a dataset's files beside the shards."""
         total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
         join_shards(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
         write_tokenizer_digest(str(path), tokenizer)
+        num_answer_tokens, kinds = None, ["bin", "idx"]
+        if self._job.chat:
+            kinds.append(LOSS_MASK)
+            join_tokens(str(path.parent), self._mask.extents, 1, f"{path}.{LOSS_MASK}")
+            num_answer_tokens = int(np.count_nonzero(np.memmap(f"{path}.{LOSS_MASK}", np.uint8, "r")))
         unknown = tokenizer.unk
         report = DatasetReport(
             prefix=self._job.prefix(self._job.json_keys[k]),
             num_documents=total.num_documents,
             num_sequences=total.num_sequences,
             num_tokens=total.num_tokens,
+            num_answer_tokens=num_answer_tokens,
             num_text_bytes=total.num_text_bytes,
             bytes_per_token=total.num_text_bytes / total.num_tokens,
             num_skipped=self.progress.num_skipped,
             unknown_share=None if unknown is None else total.num_unknown / total.num_tokens,
             length_histogram=name_histogram(total.histogram),
             dtype=dtype.name,
-            sha256=digests({kind: f"{path}.{kind}" for kind in ("bin", "idx")}),
+            sha256=digests({kind: f"{path}.{kind}" for kind in kinds}),
             made_with=made_with,
         )
         report.write(f"{path}.report")

@@ -6,9 +6,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
+import numpy as np
+
+from megalite.data.indexed_dataset import token_dtype
 from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, STANDARD_INPUT
+from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer, TokenizerFiles, build_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 
@@ -29,6 +34,11 @@ class PreprocessJob:
     """Keys of the JSON objects to extract, each to its own dataset; "a.b" is key b of the object a."""
     append_eod: bool = False
     """End each document with the end-of-document token."""
+    chat: bool = False
+    """Render conversations with the tokenizer's chat template. The only key is that of the messages, and a
+    second file, .loss_mask, marks the answers."""
+    now: datetime = field(default_factory=datetime.now)
+    """The time that a chat template reads."""
     sentence_language: str | None = None
     """ISO 639 code of the language for splitting text into sentences (sequences); None not to split."""
     keep_newlines: bool = False
@@ -58,12 +68,18 @@ class PreprocessJob:
         level = "sentence" if self.sentence_language else "document"
         return f"{self.stem}_{json_key}_{level}"
 
+    def column_dtypes(self, tokenizer: Tokenizer) -> list[np.dtype[Any]]:
+        """Return the dtype of each column of the shards: the tokens of each key, then the loss mask."""
+        tokens = [token_dtype(tokenizer.vocab_size)] * len(self.json_keys)
+        return [*tokens, np.dtype(np.uint8)] if self.chat else tokens
+
     def build_tokenizer(self) -> Tokenizer:
         return build_tokenizer(self.tokenizer_type, **asdict(self.tokenizer_files))
 
     def made_with(self, files: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return everything that the output depends on, by flag; a resumed run must have the same values."""
-        return {
+        chat = {"--chat": chat_template_of(tokenizer, self.now).digest} if self.chat else {}
+        return chat | {
             "--input": _digest_of_names(files),
             "--tokenizer-type": tokenizer_digest(tokenizer),
             "--json-keys": list(self.json_keys),

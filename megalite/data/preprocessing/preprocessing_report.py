@@ -112,6 +112,8 @@ class DatasetReport:
     """SHA-256 of the .bin and .idx, as the command sha256sum prints it."""
     made_with: dict[str, Any]
     """Flags that the dataset depends on."""
+    num_answer_tokens: int | None = None
+    """Number of tokens of answers in conversations; None for a dataset of plain documents."""
 
     def write(self, path: str) -> None:
         with open_new(path) as stream:
@@ -127,9 +129,10 @@ class DatasetReport:
             for name, count in self.length_histogram.items()
             if count
         ]
+        answers = "" if self.num_answer_tokens is None else f", {self.num_answer_tokens:,} of them in answers"
         return [
-            f"{self.prefix}: {self.num_documents:,} documents, {self.num_tokens:,} tokens ({self.dtype}), "
-            f"{self.bytes_per_token:.3f} bytes a token, unknown tokens: {unknown}, "
+            f"{self.prefix}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
+            f"({self.dtype}){answers}, {self.bytes_per_token:.3f} bytes a token, unknown tokens: {unknown}, "
             f"{self.num_skipped:,} skipped",
             *rows,
             f"  sha256 of the .bin {self.sha256['bin']}",

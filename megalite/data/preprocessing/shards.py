@@ -198,10 +198,19 @@ def join_shards(
     Raises:
         OSError: they cannot be written.
     """
-    with new_file(bin_path, 0) as stream:
-        _copy(folder, extents, "tokens", dtype.itemsize, stream)
+    join_tokens(folder, extents, dtype.itemsize, bin_path)
     with new_file(idx_path) as stream:
         _write_index(folder, extents, dtype, stream)
+
+
+def join_tokens(folder: str, extents: Sequence[Extent], item_size: int, path: str) -> None:
+    """Write the tokens of the pieces back to back, and wait until they are on disk.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    with new_file(path, 0) as stream:
+        _copy(folder, extents, "tokens", item_size, stream)
 
 
 def _write_index(folder: str, extents: Sequence[Extent], dtype: np.dtype[Any], stream: BinaryIO) -> None:

@@ -27,15 +27,19 @@ class HuggingFaceTokenizer:
     Attributes:
         vocab_size: one more than the largest id.
         unk: id of the token for unknown text, or None.
+        path: its tokenizer.json; None if it was made from other files.
     """
 
-    def __init__(self, library: Any, source: str, eod_name: str | None = None) -> None:
+    def __init__(
+        self, library: Any, source: str, eod_name: str | None = None, path: Path | None = None
+    ) -> None:
         """Wrap a tokenizer.
 
         Args:
             library: a tokenizers.Tokenizer; its truncation and padding are turned off.
             source: file of the tokenizer, for messages.
             eod_name: name of the token that ends a document; by default the first well-known name.
+            path: its tokenizer.json.
 
         Raises:
             UserError: the vocabulary is empty, or has no token with this name.
@@ -45,6 +49,7 @@ class HuggingFaceTokenizer:
         self._library = library
         self._engine: EncodeArrays | None = None
         self._source = source
+        self.path = path
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if not vocab:
             raise UserError(f"{source} has an empty vocabulary: pass another tokenizer")
@@ -63,7 +68,7 @@ class HuggingFaceTokenizer:
     def load(cls, name_or_path: str) -> HuggingFaceTokenizer:
         """Read a tokenizer.json: the file, its folder, or a name in Hugging Face's local cache."""
         path = _find_tokenizer_json(name_or_path)
-        return cls(_load_json(path), str(path), _eos_token_beside(path))
+        return cls(_load_json(path), str(path), _eos_token_beside(path), path)
 
     @property
     def eod(self) -> int:

@@ -257,7 +257,7 @@ _UNSUPPORTED = {
     "TikTokenizer": "pass the tokenizer.json of the same vocabulary, as HuggingFaceTokenizer",
     "MultimodalTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer",
     "NullMultimodalTokenizer": "use NullTokenizer",
-    "SFTTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer",
+    "SFTTokenizer": "pass its text tokenizer, as HuggingFaceTokenizer, and train with --sft",
 }
 """Megatron-LM's other kinds, and what to do instead."""
 

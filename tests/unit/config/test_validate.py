@@ -6,12 +6,13 @@ import importlib
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from megalite.config import (
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -82,6 +83,14 @@ RULES = [
     ("--hang-timeout -1", None, "--hang-timeout -1.0 is out of range: it must be at least 0"),
     ("--log-straggler-interval 0", None, "--log-straggler-interval 0 is out of range"),
     ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: pass the tokenizer of the corpus"),
+    ("--sft --eod-mask-loss", None, "--sft with --eod-mask-loss, which is not needed: --sft separates conv"),
+    ("--sft --reset-position-ids", None, "separates conversations: remove --reset-position-ids"),
+    ("--sft --reset-attention-mask", None, "separates conversations: remove --reset-attention-mask"),
+    (
+        "--sft --fim-rate 0.5 --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m",
+        None,
+        "--sft with --fim-rate, which rearranges text: remove --fim-rate",
+    ),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
     ("--data-args-path f", None, "--data-path and --data-args-path both set the corpora: remove one"),
     (
@@ -625,6 +634,18 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
 )
 def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:
     assert any(problem in found for found in problems_with(flags, None))
+
+
+def test_options_of_conversations_have_no_effect_without_them() -> None:
+    options: dict[str, Any] = {"sft_packing": False, "sft_long_conversations": "drop"}
+    names = ["--no-sft-packing", "--sft-long-conversations drop"]
+    lines = unused_options(Config(data=DataConfig(**options)))
+    assert [f"{name} has no effect: --sft is not set" for name in names] == lines[-2:]
+    lines = unused_options(Config(data=DataConfig(sft=True, mock_data=True, **options)))
+    assert [line for line in lines if "--sft" in line] == [
+        "--sft-long-conversations drop has no effect: --mock-data does not read a corpus"
+    ]
+    assert not unused_options(Config(data=DataConfig(sft=True, **options)))
 
 
 def test_options_without_effect_name_the_other_option() -> None:

@@ -16,6 +16,8 @@ from megalite.data.build_datasets import open_corpora
 from megalite.data.corpus_record import CorpusIdentity, DataRecord, data_differences
 from megalite.data.corpus_sources import find_sources
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
+from megalite.data.loss_mask import LossMask
+from tests.chat import write_masked
 
 LENGTHS = (5, 3, 7, 2, 6)
 
@@ -144,3 +146,12 @@ def test_a_damaged_record_is_no_crash(corpus: str, damaged: dict[str, Any]) -> N
     saved = {**here, **damaged} if damaged else {"other": 1}
     with pytest.raises(ValueError, match=r"run.json is damaged"):
         data_differences(saved, here)
+
+
+def test_other_answers_are_another_corpus(tmp_path: Path) -> None:
+    def identity_with(first_answer: int) -> CorpusIdentity:
+        corpus = IndexedDataset(write_masked(str(tmp_path / "c"), [5, 6], first_answer))
+        return CorpusIdentity.of(corpus, LossMask(corpus))
+
+    assert identity_with(2).is_equal(identity_with(2))
+    assert not identity_with(2).is_equal(identity_with(3))

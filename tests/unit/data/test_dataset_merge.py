@@ -16,6 +16,7 @@ from megalite.data.indexed_dataset import IndexedWriter
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
 from megalite.errors import UserError
+from tests.chat import write_masked
 
 DOCUMENTS = ([[[1, 2, 3], [4]], [[5]]], [], [[[6]], [], [[], [7, 8]]])
 
@@ -129,3 +130,11 @@ def test_the_tokenizer_goes_with_the_tokens(tmp_path: Path, write_dataset: Calla
     write_tokenizer_digest(b, NullTokenizer(300))
     with pytest.raises(UserError, match=r"/a and .*/b were made with different tokenizers"):
         merge_datasets([a, b], out, overwrite=True)
+
+
+def test_conversations_and_text_are_not_merged(tmp_path: Path) -> None:
+    """The text would have no answers. `test_preprocess_chat` merges datasets of conversations."""
+    text = write(tmp_path / "text", [[[1, 2]]])
+    chat = write_masked(str(tmp_path / "chat"), [5])
+    with pytest.raises(UserError, match=r"chat holds conversations and .*text plain text: merge them apart"):
+        merge_datasets([text, chat], str(tmp_path / "merged"))

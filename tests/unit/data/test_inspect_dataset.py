@@ -12,6 +12,7 @@ from megalite.data import inspect_dataset as compare_module
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, document_tokens, find_problem, histogram_lines, summarize
 from megalite.errors import UserError
+from tests.chat import write_masked
 from tools.inspect_dataset import main
 
 WriteDataset = Callable[..., str]
@@ -112,3 +113,14 @@ def test_tool(write_dataset: WriteDataset, capsys: pytest.CaptureFixture[str]) -
         main([prefix, "--vocab-size", "100"])
     with pytest.raises(UserError, match="pass one or several PREFIXes"):
         main([])
+
+
+def test_the_answers_of_a_conversation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_masked(str(tmp_path / "chat"), [3, 110], first_answer=100)
+    Path(f"{prefix}.loss_mask").write_bytes(bytes([0, 1, 1]) + bytes(94) + bytes([1, 1, 0]) + bytes(13))
+    main([prefix, "--document", "0"])
+    assert capsys.readouterr().out == "other   '0'\nanswer  '1 2'\n"
+    main([prefix, "--document", "1", "--tokenizer-type", "byte"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["other", "answer", "other"]
+    assert lines[1] == "answer  'ab'"

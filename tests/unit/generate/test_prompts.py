@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 
 from megalite.config.presets import PRESETS
+from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.errors import UserError
-from megalite.generate.prompts import DEFAULT_NEW_TOKENS, prompts_of, read_prompts
+from megalite.generate.prompts import DEFAULT_NEW_TOKENS, as_questions, prompts_of, read_prompts
+from tests.chat import write_tokenizer
 
 GPT = dataclasses.replace(PRESETS["gpt-tiny"], seq_length=10)
 BLOOM = dataclasses.replace(PRESETS["bloom-tiny"], seq_length=10)
@@ -71,3 +73,14 @@ def test_other_positions_have_no_end():
 def test_an_empty_prompt_begins_a_document():
     (prompt,) = prompts_of([""], ByteTokenizer(), BLOOM, None)
     assert prompt.ids == [ByteTokenizer.eod]
+
+
+def test_questions_are_rendered_up_to_the_answer(tmp_path):
+    tokenizer = HuggingFaceTokenizer.load(write_tokenizer(tmp_path))
+    expected = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert as_questions(["Why?"], tokenizer) == [expected]
+    write_tokenizer(tmp_path, "{{ raise_exception('never') }}")
+    with pytest.raises(UserError, match="the chat template refuses the messages: never"):
+        as_questions(["Why?"], tokenizer)
+    with pytest.raises(UserError, match=r"--chat needs a tokenizer\.json"):
+        as_questions(["Why?"], ByteTokenizer())

@@ -1,0 +1,119 @@
+"""Samples of conversations: only answers have a loss, and conversations do not see each other.
+
+Shapes: b samples of a microbatch, s tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megalite.data.conversation_dataset import (
+    NUM_FIELDS,
+    ConversationDataset,
+    ConversationOptions,
+    conversations_row,
+)
+from megalite.data.epochs import Epochs
+from megalite.data.gpt_dataset import Dataset, gather
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loss_mask import LossMask
+from megalite.kernels.visible_keys import document_starts
+from megalite.log import log
+from megalite.microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class ConversationSamples:
+    """Packs conversations into samples, or gives each a sample of its own."""
+
+    options: ConversationOptions
+
+    are_masked = False  # --sft counts tokens while the batch runs
+    are_of_documents = True
+    are_whole_documents = True
+
+    @property
+    def on_every_stage(self) -> bool:
+        """Return whether the layers must know the conversations."""
+        return self.options.packs
+
+    @property
+    def seq_length(self) -> int:
+        return self.options.seq_length
+
+    def check(self, corpus: IndexedDataset) -> None:
+        LossMask(corpus).check(corpus.prefix)
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        """Return the positions of one epoch's samples."""
+        lengths = corpus.sequence_lengths[sequences.start : sequences.stop]
+        return self.options.num_samples(lengths) * self.seq_length
+
+    def dataset(
+        self,
+        corpus: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> Epochs:
+        packed = ConversationDataset(corpus, sequences, self.options, split_name, cache)
+        if num_samples is None:
+            log.info("%s: %s", split_name, packed.use())
+            return Epochs(packed, len(packed), self.options.seed)
+        log.info("%s: %.3g epochs of %s", split_name, num_samples / len(packed), packed.use())
+        return Epochs(packed, num_samples, self.options.seed)
+
+    def mock(self, num_samples: int, split: int) -> MockConversations:
+        return MockConversations(num_samples, split, self.options)
+
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
+
+    def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
+        """Return the microbatch of rows, int64 ``[b, 4 s]``; see `conversations_row`.
+
+        Without packing, a sample is one document whose padding comes last, so that a causal model needs
+        neither positions nor documents.
+        """
+        fields = rows.view(len(rows), NUM_FIELDS, -1).unbind(1)
+        tokens, labels, has_loss, documents = (field.contiguous() for field in fields)
+        if not self.options.packs:
+            return Microbatch(tokens, labels, sample_numbers, loss_mask=has_loss.bool())
+        positions = torch.arange(self.seq_length) - document_starts(documents)
+        return Microbatch(tokens, labels, sample_numbers, positions, documents, has_loss.bool())
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch
+
+
+class MockConversations:
+    """Generates conversations of random tokens; a sample depends on the seed, the split and its number."""
+
+    def __init__(self, num_samples: int, split: int, options: ConversationOptions) -> None:
+        self._num_samples = num_samples
+        self._split = split
+        self._options = options
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        options = self._options
+        generator = np.random.default_rng((options.seed, self._split, index))
+        left, conversations = options.seq_length, []
+        while left > 0:
+            length = min(left, int(generator.integers(1, options.seq_length // 2 + 2)))
+            tokens = generator.integers(0, options.vocab_size, length + 1, dtype=np.int64)
+            is_answer = np.arange(length + 1) > int(generator.integers(0, length))
+            conversations.append((tokens, is_answer))
+            left -= length + int(generator.integers(0, 4))  # some samples end with padding
+            if not options.packs:
+                break
+        return conversations_row(conversations, options.seq_length)
