@@ -1,11 +1,14 @@
 """What tests of every kind share, and the sample of the layout table that a run adds to its core."""
 
+import atexit
 import gc
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # It would start a process to compile in, which imports torch again.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Data of lm-evaluation-harness' tasks: each worker of pytest has its own folder. It is read at import, too.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="megalite-tests-")
 
 import hypothesis
 import pytest
@@ -25,6 +30,8 @@ from megalite.config import ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.log import log
+
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("megalite")

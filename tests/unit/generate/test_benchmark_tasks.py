@@ -173,10 +173,7 @@ metric_list:
     )
 
 
-def test_task_of_a_folder(
-    folder: Path, one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_task_of_a_folder(folder: Path, one_rank: Topology, tmp_path: Path) -> None:
     write_task(tmp_path)
     trained, tokenizer = loaded(folder, one_rank)
     options = TaskOptions(["verses"], tmp_path, num_fewshot=0, limit=2, batch_size=2)

@@ -36,7 +36,6 @@ from tests.unit.generate.test_benchmark_tasks import write_task
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the task `verses`. The harness's own tasks are not read, which takes long."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(benchmark_tasks, "TaskManager", partial(TaskManager, include_defaults=False))
     write_task(tmp_path)
     return tmp_path
