@@ -415,12 +415,13 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         for name, declared in MODEL_OPTIONS.items()
         if declared.on_resume is OnResume.MODEL
     }
+    scalar = model.query_pre_attn_scalar
     return {
         **fields,
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
-        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+        "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
         "max_position_embeddings": model.num_positions,
         **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),
