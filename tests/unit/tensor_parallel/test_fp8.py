@@ -171,16 +171,19 @@ MODEL = ModelConfig(
 )
 
 
-def _curve(topology: Topology, fp8_format: str | None, num_steps: int = 50) -> list[float]:
-    """Mean losses of training to count: each token is the one before plus its sample's step."""
+def _curve(topology: Topology, fp8_format: str | None, num_steps: int = 20) -> list[float]:
+    """Mean losses of training to count: each token is the one before plus 1.
+
+    PyTorch's e4m3 GEMMs take up to 30 ns a multiplication on a CPU, so there are few tokens.
+    """
     stage = build_stage(MODEL, topology, range(2), seed=1, fp8_format=fp8_format)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3)
     losses = []
     for step in range(num_steps):
-        first, by = torch.randint(1, 64, (2, 8, 1), generator=torch.Generator().manual_seed(step))
-        ids = (first + by * torch.arange(33)) % 64
+        first = torch.randint(0, 64, (4, 1), generator=torch.Generator().manual_seed(step))
+        ids = (first + torch.arange(17)) % 64
         optimizer.zero_grad()
-        loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(8)), None) / (8 * 32)
+        loss = stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.arange(4)), None) / (4 * 16)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
