@@ -182,7 +182,7 @@ def _resolved(model: ModelConfig) -> dict[str, Any]:
     """Return the fields as they come back from JSON, with resolved defaults, except fields without effect."""
     try:
         return {name: _from_json(value) for name, value in resolved_fields(model).items()}
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, LookupError, ArithmeticError) as error:
         raise ValueError("run.json is damaged: its model has impossible values") from error
 
 

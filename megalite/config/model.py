@@ -39,6 +39,8 @@ AttentionBackend = Literal[
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
+_MOST_LAYERS = 10_000
+"""Layers up to which patterns of layers are compared."""
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
 _SCALED: dict[str, Any] = {
@@ -433,8 +435,10 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
 
     A pattern that makes no difference between layers is None.
     """
-    windows = tuple(int(kind.window is not None) for kind in model.layer_kinds)
-    unrotated = tuple(int(not kind.rotary) for kind in model.layer_kinds)
+    # A damaged checkpoint may name any number of layers.
+    kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
+    windows = tuple(int(kind.window is not None) for kind in kinds)
+    unrotated = tuple(int(not kind.rotary) for kind in kinds)
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
         "window_rope_scaling": model.window_rope_scaling,
