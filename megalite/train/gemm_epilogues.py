@@ -117,16 +117,13 @@ def choose_gemm_epilogues(
     mode = config.training.gemm_epilogues
     if mode == "on":
         return ""
-    if mode == "auto" and config.training.deterministic:
-        mode, reason = "off", "--deterministic"
-    else:
-        reason = "--gemm-epilogues off"
     layers = defaultdict[Shape, list[Linear]](list)
     for layer, shape in _candidates(chunks, config):
         layers[shape].append(layer)
-    if mode == "off":
+    if mode == "off" or config.training.deterministic:
         for shape, found in layers.items():
             _separate(shape, found)
+        reason = "--gemm-epilogues off" if mode == "off" else "--deterministic"
         return f"GELU and bias gradients in separate kernels ({reason})" if layers else ""
     dtype = DTYPES[config.model.params_dtype]
     own = {shape: _time(shape, dtype, topology.device, timer) for shape in layers}
