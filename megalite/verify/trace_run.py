@@ -154,7 +154,7 @@ class ActivationRecorder:
         """Record the tensors of a stage: of modules by hooks, of other methods at their wrap points."""
         stage.register_forward_pre_hook(self._note_microbatch)
         for name, module in stage.named_modules():
-            if module is not stage:
+            if module is not stage and not isinstance(module, nn.Identity):
                 module.register_forward_pre_hook(partial(self._note_inputs, name), with_kwargs=True)
                 module.register_forward_hook(partial(self._note_output, name))
             for method in sorted(_wrap_points(module) - NOT_PARTS):
