@@ -209,7 +209,7 @@ class ModelConfig:
     )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
     (Gemma) are gated."""
-    embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    embedding_multiplier: float = field(default=1.0, metadata=option("--mup-embedding-mult", **_NUMBER))
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
     logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
     """Factor of the output layer's input, and so of the logits."""
@@ -219,6 +219,14 @@ class ModelConfig:
     """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
     query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
     """Divide attention scores by the square root of this. By default of the head size."""
+    mup_base_width: int | None = field(
+        default=None, metadata=option("--mup-base-hidden-size", **{**_NUMBER, "allowed": SIZE})
+    )
+    """Use muP: initial weights, learning rates and logits are scaled so that hyperparameters tuned at this
+    hidden size fit --hidden-size."""
+    mup_base_head_dim: int | None = field(default=None, metadata=option(**{**_NUMBER, "allowed": SIZE}))
+    """With --mup-base-width: head size B of the base model. Scores are divided by d / sqrt(B), where d is the
+    head size. By default B is d."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -353,7 +361,21 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        return 1.0 / math.sqrt(self.squared_score_divisor)
+
+    @property
+    def squared_score_divisor(self) -> float:
+        """Return --query-pre-attn-scalar, resolved: d by default, d^2 / B with muP's base head size B."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar
+        if self.mup_base_width is None or self.mup_base_head_dim is None:
+            return self.head_dim
+        return self.head_dim**2 / self.mup_base_head_dim
+
+    @property
+    def width_ratio(self) -> float:
+        """Return how many times wider the model is than the base model of muP; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
     def rotary_dim(self) -> int:
@@ -417,13 +439,15 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         for name, declared in MODEL_OPTIONS.items()
         if declared.on_resume is OnResume.MODEL
     }
-    scalar = model.query_pre_attn_scalar
+    scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
     return {
         **fields,
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
+        "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
+        "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
         "max_position_embeddings": model.num_positions,
         **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),

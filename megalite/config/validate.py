@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.bert,
     model_rules.norm_position,
     model_rules.qk_norm,
+    model_rules.mup,
     model_rules.window,
     model_rules.attention_backend,
     model_rules.position_table,

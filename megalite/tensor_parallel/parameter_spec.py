@@ -36,6 +36,8 @@ class ParameterSpec:
             neither do output layers. See `is_matrix`.
         fused_rows: numbers of consecutive rows (of the last dim but one) of several matrices that are fused
             into one weight. They repeat until the last row: a QKV weight has them for each key/value head.
+        width_ratio: in muP, how many times more inputs a matrix has than in the base model. AdamW divides its
+            learning rate by it.
         initial: initial values, instead of mean and std, until the optimizer has read them.
         partial_over: names of axes over which a rank's gradient is a partial sum even if its samples are
             complete. None for the axes along which the context cuts the sequence, except for those that cut
@@ -51,6 +53,7 @@ class ParameterSpec:
     is_vocabulary: bool = False
     maps_features: bool = True
     fused_rows: tuple[int, ...] = ()
+    width_ratio: float = 1.0
     initial: Tensor | None = field(default=None, compare=False, repr=False)
     partial_over: tuple[str, ...] | None = None
 

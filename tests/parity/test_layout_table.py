@@ -56,6 +56,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
         **{"attn_logit_softcapping": 2.0},
     },
+    "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
@@ -63,7 +64,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "gpt-tiny, mup": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = [

@@ -173,6 +173,32 @@ def qk_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def mup(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the model and the optimizer have rules for muP."""
+    model, optimizer = config.model, config.optimizer
+    if model.mup_base_width is None:
+        return
+    current = flag_with_value("mup_base_width", model.mup_base_width)
+    if model.architecture != "gpt":
+        yield Problem(
+            ("mup_base_width", "architecture"),
+            f"{current} with a {model.architecture}, whose heads muP does not scale here: remove it",
+        )
+    if optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
+        yield Problem(
+            ("mup_base_width", "optimizer", "muon_scale_mode"),
+            f"{current} with --muon-scale-mode spectral, whose updates grow with the width: pass "
+            "--muon-scale-mode unit_rms_norm or shape_scaling",
+        )
+    if model.mup_base_head_dim is not None and model.query_pre_attn_scalar is not None:
+        yield Problem(
+            ("mup_base_head_dim", "query_pre_attn_scalar"),
+            f"{flag_with_value('mup_base_head_dim', model.mup_base_head_dim)} and "
+            f"{flag_with_value('query_pre_attn_scalar', model.query_pre_attn_scalar)} both set the scale of "
+            "attention scores: remove one",
+        )
+
+
 def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that a window is shorter than the samples of a causal model, and that some layer has it."""
     model = config.model
