@@ -14,6 +14,7 @@ from megalite.config.option import (
     NOT_NEGATIVE,
     OPEN_SHARE,
     POSITIVE,
+    SHARE,
     SIZE,
     OnResume,
     Option,
@@ -238,6 +239,19 @@ class ModelConfig:
     )
     """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
     (all_heads: OLMo 2)."""
+    qk_clip: bool = field(default=False, metadata=option(on_resume=OnResume.SETTING))
+    """After each update, scale down the queries and keys of heads whose largest attention score was above
+    --qk-clip-threshold."""
+    qk_clip_threshold: float = field(
+        default=100.0,
+        metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Largest attention score, after scaling, that --qk-clip leaves."""
+    qk_clip_alpha: float = field(
+        default=0.5,
+        metadata=option(allowed=SHARE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
     embed_layernorm: bool = False
     """Normalize the embeddings before the first layer, as BLOOM does."""
     untie_embeddings_and_output_weights: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from megalite.optim.gradient_buckets import (
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload, open_offload
+from megalite.optim.qk_clip import QKClip
 from megalite.optim.sharded_weights import ChunkModules, ShardedChunk, ShardedWeights, shard_chunks
 from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.pipeline.schedules import SCHEDULES
@@ -49,6 +50,7 @@ class Optimizer:
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by Megatron-LM's timer names.
         offload: holds the states that are not on the device; None if all states are on the device.
+        qk_clip: scales weights after large attention scores; None without --qk-clip.
         averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
@@ -66,6 +68,7 @@ class Optimizer:
         graphs_add: bool = False,
         chunks: Sequence[ChunkModules] = (),
         keeps_weights: bool = False,
+        make_qk_clip: Callable[[Sequence[BucketState]], QKClip] | None = None,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
 
@@ -81,6 +84,7 @@ class Optimizer:
             chunks: this rank's model chunks, for ZeRO stage 3.
             keeps_weights: at ZeRO stage 3, gather each weight once per iteration, and keep it until the last
                 backward.
+            make_qk_clip: makes the QK-clip of the states with elements; None without it.
         """
         self.topology = topology
         self.tied = tied
@@ -102,6 +106,7 @@ class Optimizer:
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
         self.adamw = AdamW(others, config, self.scaler, self.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
+        self.qk_clip = None if make_qk_clip is None else make_qk_clip(self.updated)
         self.averages = AveragedWeights.configured(self.states, config.ema_decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
         self._summed_last = [
@@ -258,6 +263,8 @@ class Optimizer:
             if not self.offload.keeps_gradients and self.reducer.graphs_add:
                 self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
+        if self.qk_clip is not None:
+            self.qk_clip.begin()
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
@@ -341,6 +348,8 @@ class Optimizer:
             decoupled_learning_rate,
             update_matrices,
         )
+        if self.qk_clip is not None:
+            self.qk_clip.step(is_good)
         if self.averages is not None:
             self.averages.update(self.adamw.num_steps, is_good)
         self.gatherer.start()

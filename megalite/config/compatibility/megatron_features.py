@@ -186,7 +186,7 @@ UNSUPPORTED = (
         """,
         """
         mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func- glu-linear-
-        qk-clip mscale
+        mscale
         """,
     ),
     UnsupportedFeature(

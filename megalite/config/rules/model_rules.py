@@ -199,6 +199,34 @@ def mup(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that queries and keys depend on their weights' size, and that the update can scale these."""
+    model, optimizer = config.model, config.optimizer
+    if not model.qk_clip:
+        return
+    if model.qk_layernorm:
+        yield Problem(
+            ("qk_clip", "qk_layernorm"),
+            "--qk-clip with --qk-layernorm, which bounds the scores itself: remove one of them",
+        )
+    if model.attention_backend not in ("auto", "unfused", "local"):
+        yield Problem(
+            ("qk_clip", "attention_backend"),
+            f"--qk-clip with --attention-backend {model.attention_backend}, which does not return the "
+            "largest scores: pass --attention-backend auto",
+        )
+    if config.training.compile:
+        yield Problem(("qk_clip", "compile"), "--qk-clip with --compile is not supported: remove one of them")
+    if optimizer.offloads_optimizer:
+        name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_nvme_offload"
+        flag = flag_with_value(name, getattr(optimizer, name))
+        yield Problem(
+            ("qk_clip", name),
+            f"--qk-clip with {flag}: weights are only scaled on the device; remove {flag}, and pass "
+            "--zero-stage 1 to shard the optimizer state",
+        )
+
+
 def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that a window is shorter than the samples of a causal model, and that some layer has it."""
     model = config.model

@@ -206,6 +206,18 @@ RULES = [
         None,
         "--mup-base-width 256 with a bert, whose",
     ),
+    ("--qk-clip --qk-layernorm", None, "--qk-clip with --qk-layernorm, which bounds the scores itself"),
+    ("--qk-clip --compile", None, "--qk-clip with --compile is not supported"),
+    (
+        "--qk-clip --attention-backend fused --attention-dropout 0",
+        None,
+        "--qk-clip with --attention-backend fused, which does not return the largest",
+    ),
+    (
+        "--qk-clip --optimizer-cpu-offload",
+        None,
+        "--qk-clip with --optimizer-cpu-offload: weights are only scaled on the device",
+    ),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
     (
