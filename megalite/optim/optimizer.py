@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -50,10 +50,13 @@ class Optimizer:
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by Megatron-LM's timer names.
         offload: holds the states that are not on the device; None if all states are on the device.
-        qk_clip: scales weights after large attention scores; None without --qk-clip.
+        qk_clip: scales weights after large attention scores; None without --qk-clip. `build_optimizer` sets
+            it.
         averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
+
+    qk_clip: QKClip | None = None
 
     def __init__(
         self,
@@ -68,7 +71,6 @@ class Optimizer:
         graphs_add: bool = False,
         chunks: Sequence[ChunkModules] = (),
         keeps_weights: bool = False,
-        make_qk_clip: Callable[[Sequence[BucketState]], QKClip] | None = None,
     ) -> None:
         """Move the parameters into buckets and allocate gradients and state.
 
@@ -84,7 +86,6 @@ class Optimizer:
             chunks: this rank's model chunks, for ZeRO stage 3.
             keeps_weights: at ZeRO stage 3, gather each weight once per iteration, and keep it until the last
                 backward.
-            make_qk_clip: makes the QK-clip of the states with elements; None without it.
         """
         self.topology = topology
         self.tied = tied
@@ -106,7 +107,6 @@ class Optimizer:
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
         self.adamw = AdamW(others, config, self.scaler, self.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
-        self.qk_clip = None if make_qk_clip is None else make_qk_clip(self.updated)
         self.averages = AveragedWeights.configured(self.states, config.ema_decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
         self._summed_last = [

@@ -422,8 +422,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: do not add `bias`; the next kernel adds it.
         fuses_gelu: add `bias` and apply GELU (tanh form) in the GEMM, if the device supports it.
         fused_rows: numbers of output features of the matrices that the weight fuses; see `ParameterSpec`.
-        width_ratio: how many times wider the model is than the base model of muP, which divides the variance
-            of the initial weights by it.
+        width_ratio: how many times wider the model is than the base model of muP; see `ParameterSpec`.
     """
 
     def __init__(
@@ -444,9 +443,7 @@ class ColumnParallelLinear(nn.Module):
         out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         cut = Cut("tp", len(out_shape) - 1)
         shape = (*out_shape, in_features)
-        weight = ParameterSpec(
-            shape, cut, std=std / math.sqrt(width_ratio), fused_rows=fused_rows, width_ratio=width_ratio
-        )  # [..., out, in]
+        weight = ParameterSpec(shape, cut, std=std, fused_rows=fused_rows, width_ratio=width_ratio)
         self.weight = new_parameter(weight, context)  # [..., out/tp, in]
         self.bias = (
             new_parameter(ParameterSpec(out_shape, cut, decay=False), context) if bias else None
@@ -468,9 +465,8 @@ class RowParallelLinear(nn.Module):
 
     Args:
         bias: add a bias, which is replicated on every rank and starts at zero.
-        std: std of the initial weights; `ModelConfig.init_method_std` has the same default.
+        std, width_ratio: as in `ColumnParallelLinear`.
         skip_bias_add: do not add `bias`; the next kernel adds it.
-        width_ratio: as in `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -486,12 +482,7 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
-        weight = ParameterSpec(
-            (out_features, in_features),
-            Cut("tp", 1),
-            std=std / math.sqrt(width_ratio),
-            width_ratio=width_ratio,
-        )
+        weight = ParameterSpec((out_features, in_features), Cut("tp", 1), std=std, width_ratio=width_ratio)
         self.weight = new_parameter(weight, context)  # [out, in/tp]
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
@@ -46,10 +45,9 @@ def build_optimizer(
         graphs_add=config.training.compile and not config.recompute.modules,
         chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         keeps_weights=keeps_weights,
-        make_qk_clip=partial(QKClip, config.model, topology, _measured_heads(chunks))
-        if config.model.qk_clip
-        else None,
     )
+    if config.model.qk_clip:
+        optimizer.qk_clip = QKClip(config.model, topology, _measured_heads(chunks), optimizer.updated)
     optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)

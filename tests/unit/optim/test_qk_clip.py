@@ -47,8 +47,9 @@ def test_one_group_of_two_is_scaled(make_parameter, topology, dtype, bad):
         ParallelConfig(),
         topology,
         dtype,
-        make_qk_clip=lambda states: QKClip(CONFIG, topology, [MeasuredHeads(weight, bias, largest)], states),
     )
+    heads = MeasuredHeads(weight, bias, largest)
+    optimizer.qk_clip = QKClip(CONFIG, topology, [heads], optimizer.updated)
     optimizer.begin(1)
     assert (largest == -torch.inf).all()
     largest.copy_(torch.tensor([1.0, 8.0, -3.0, 1.5]))
