@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS, resolved_fields
 from megalite.config.option import OnResume, Option
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.config.resolved_model import resolved_fields
 from megalite.config.resume_rules import RESUME_RULES, fields_with
 from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import DataRecord, data_differences

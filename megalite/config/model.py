@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megalite.config.flags import flag_of
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -17,9 +15,7 @@ from megalite.config.option import (
     SHARE,
     SIZE,
     OnResume,
-    Option,
     option,
-    option_of,
 )
 from megalite.errors import UserError
 
@@ -427,21 +423,6 @@ class ModelConfig:
         padded = self.padded_vocab_size(tp)
         assert self.vocab_size is not None  # otherwise padded_vocab_size raises
         return padded - self.vocab_size
-
-
-MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
-"""What each field of `ModelConfig` declares besides its flags."""
-
-
-def inactive_options(model: ModelConfig) -> dict[str, str]:
-    """Return the fields without effect, each with the value of another field that causes it, as text."""
-    reasons = {}
-    for name, declared in MODEL_OPTIONS.items():
-        if declared.only_with is not None:
-            other, needed = declared.only_with
-            if (value := getattr(model, other)) not in needed:
-                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
-    return reasons
 
 
 def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:

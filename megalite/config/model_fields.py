@@ -1,14 +1,30 @@
-"""The fields that determine a model, resolved, so that equal models have equal fields."""
+"""Compare models by their fields: which have an effect, and which values mean the same model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from megalite.config.model import MODEL_OPTIONS, ModelConfig, inactive_options
-from megalite.config.option import OnResume
+from megalite.config.flags import flag_of
+from megalite.config.model import ModelConfig
+from megalite.config.option import OnResume, Option, option_of
 
 _MOST_LAYERS = 10_000
 """Layers up to which patterns of layers are compared."""
+MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
+"""What each field of `ModelConfig` declares besides its flags."""
+
+
+def inactive_options(model: ModelConfig) -> dict[str, str]:
+    """Return the fields without effect, each with the value of another field that causes it, as text."""
+    reasons = {}
+    for name, declared in MODEL_OPTIONS.items():
+        if declared.only_with is not None:
+            other, needed = declared.only_with
+            if (value := getattr(model, other)) not in needed:
+                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
+    return reasons
 
 
 def resolved_fields(model: ModelConfig) -> dict[str, Any]:
