@@ -32,6 +32,8 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
+RouterScores = Literal["softmax", "sigmoid"]
+LoadBalancing = Literal["seq_aux_loss", "none"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
@@ -49,6 +51,8 @@ _SCALED: dict[str, Any] = {
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+_EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
+_ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,13 @@ class LayerKind:
         rotary: whether queries and keys are rotated by their position, in a model with rope.
         own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
             from those of other layers.
+        has_experts: whether the MLP is a mixture of experts.
     """
 
     window: int | None = None
     rotary: bool = True
     own_rotary: bool = False
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -250,6 +256,33 @@ class ModelConfig:
     )
     """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
     other layer, such as [1]*3+[0]. By default all layers have it."""
+    num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
+    """Replace MLPs by this many experts each, of which a router selects some for each token
+    (docs/experts.md)."""
+    moe_router_topk: int = field(default=2, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of experts for each token."""
+    moe_ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
+    """Width of one expert. By default that of the MLP."""
+    moe_layer_freq: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, **_EXPERTS)
+    )
+    """Layers with experts: the first and every Nth after it. Or a list with 1 for each of them and 0 for each
+    other layer, such as [0]+[1]*11. By default all layers."""
+    moe_router_score_function: RouterScores = field(default="softmax", metadata=option(**_ROUTER))
+    """Function of the router's logits."""
+    moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
+    """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_load_balancing_type: LoadBalancing = field(default="seq_aux_loss", metadata=option(**_ROUTER))
+    """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
+    any micro-batch size, or none."""
+    moe_aux_loss_coeff: float = field(
+        default=0.01, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """Weight of that loss. Megatron-LM's default is 0."""
+    moe_z_loss_coeff: float = field(
+        default=0.0, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """Weight of the squared log-sum-exp of the router's logits in the loss, which keeps them small."""
     attention_backend: AttentionBackend = field(
         default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
     )
@@ -283,7 +316,17 @@ class ModelConfig:
             window=None if window is None else window[0],
             rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
             own_rotary=window is not None and self.windows_differ_in_rotary,
+            has_experts=self._has_experts(number),
         )
+
+    def _has_experts(self, number: int) -> bool:
+        """Return whether a layer's MLP is a mixture of experts."""
+        pattern = self.moe_layer_freq or (1,)
+        if self.num_experts is None:
+            return False
+        if len(pattern) > 1:
+            return pattern[number] == 1
+        return pattern[0] > 0 and number % pattern[0] == 0
 
     @property
     def windows_differ_in_rotary(self) -> bool:
@@ -338,12 +381,30 @@ class ModelConfig:
         return 4 * self.hidden_size
 
     @property
-    def layer_weights(self) -> int:
-        """Return the number of elements of a layer's matrices."""
+    def expert_ffn_size(self) -> int:
+        """Return the width of one expert, resolved."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    def layer_weights(self, kind: LayerKind, *, active: bool = False) -> int:
+        """Return the number of elements of a layer's matrices.
+
+        Args:
+            active: count of the experts only as many as each token has.
+        """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
         attention = 2 * self.hidden_size * (self.num_attention_heads + self.num_kv_heads) * self.head_dim
-        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+        rows = self.ffn_size * self._num_halves
+        if kind.has_experts:
+            assert self.num_experts is not None
+            count = self.moe_router_topk if active else self.num_experts
+            rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
+        return attention + self.hidden_size * rows
+
+    @property
+    def _num_halves(self) -> int:
+        """Return the number of matrices of the MLP's width."""
+        return 3 if self.is_gated else 2
 
     @property
     def head_dim(self) -> int:
@@ -405,7 +466,10 @@ def inactive_options(model: ModelConfig) -> dict[str, str]:
     for name, declared in MODEL_OPTIONS.items():
         if declared.only_with is not None:
             other, needed = declared.only_with
-            if (value := getattr(model, other)) not in needed:
+            value = getattr(model, other)
+            if not needed and value is None:
+                reasons[name] = f"{flag_of(other)} is not set"
+            elif needed and value not in needed:
                 reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
     return reasons
 
@@ -425,6 +489,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
         "max_position_embeddings": model.num_positions,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
         **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),
     }
@@ -439,6 +504,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
     windows = tuple(int(kind.window is not None) for kind in kinds)
     unrotated = tuple(int(not kind.rotary) for kind in kinds)
+    with_experts = tuple(int(kind.has_experts) for kind in kinds)
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
         "window_rope_scaling": model.window_rope_scaling,
@@ -446,6 +512,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     return {
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
         "no_rope_freq": unrotated if any(unrotated) else None,
+        "moe_layer_freq": with_experts if not all(with_experts) else None,
         **(rotary if any(windows) else dict.fromkeys(rotary)),
     }
 

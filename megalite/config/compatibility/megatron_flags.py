@@ -291,10 +291,10 @@ ACCEPTED_IF_OFF = (
     FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "model",
-        "num-experts expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size topk",
+        "expert-model-parallel-size moe-expert-parallel-size",
         "1",
-        "mixture of experts",
-        _MOE,
+        "expert parallelism",
+        "remove it: each rank has a slice of every expert (--tp)",
     ),
     FlagIfOff("model", "mlp-type", "standard", "mixture of experts", _MOE),
     FlagIfOff("parallel", "context-parallel-size", "1", "context parallelism", "remove it"),
