@@ -272,7 +272,9 @@ class ModelConfig:
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
-    moe_router_load_balancing_type: LoadBalancing = field(default="seq_aux_loss", metadata=option(**_ROUTER))
+    moe_router_load_balancing_type: LoadBalancing = field(
+        default="seq_aux_loss", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
+    )
     """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
     any micro-batch size, or none."""
     moe_aux_loss_coeff: float = field(
@@ -509,7 +511,9 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
         "window_rope_scaling": model.window_rope_scaling,
     }
+    mlp = {"ffn_hidden_size": None} if all(with_experts) else {}
     return {
+        **mlp,
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
         "no_rope_freq": unrotated if any(unrotated) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,

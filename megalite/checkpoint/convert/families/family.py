@@ -61,7 +61,7 @@ CONV_QKV = Transform(
 
 @dataclass(frozen=True)
 class Module:
-    """A module's tensors in both programs; ``{}`` stands for the layer's number.
+    """A module's tensors in both programs; ``{}`` stands for the layer's number, ``{expert}`` for an expert.
 
     Attributes:
         kind: determines whether the module has a bias: a table never has one, a norm does if it is a
@@ -90,7 +90,10 @@ class Module:
             "qkv": config.has_qkv_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
-            theirs = tuple(name.format(layer) + suffix for name in self.theirs)
+            experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
+            theirs = tuple(
+                name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
+            )
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
 
 
