@@ -258,7 +258,7 @@ class ModelConfig:
     other layer, such as [1]*3+[0]. By default all layers have it."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
-    (docs/experts.md)."""
+    (docs/experts.md). 1 is a dense model."""
     moe_router_topk: int = field(default=2, metadata=option(allowed=SIZE, **_ROUTER))
     """Number of experts for each token."""
     moe_ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
@@ -273,7 +273,8 @@ class ModelConfig:
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_load_balancing_type: LoadBalancing = field(
-        default="seq_aux_loss", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
+        default="seq_aux_loss",
+        metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
     )
     """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
     any micro-batch size, or none."""
@@ -321,10 +322,15 @@ class ModelConfig:
             has_experts=self._has_experts(number),
         )
 
+    @property
+    def has_experts(self) -> bool:
+        """Return whether layers can have experts."""
+        return self.num_experts is not None and self.num_experts > 1
+
     def _has_experts(self, number: int) -> bool:
         """Return whether a layer's MLP is a mixture of experts."""
         pattern = self.moe_layer_freq or (1,)
-        if self.num_experts is None:
+        if not self.has_experts:
             return False
         if len(pattern) > 1:
             return pattern[number] == 1
@@ -469,8 +475,8 @@ def inactive_options(model: ModelConfig) -> dict[str, str]:
         if declared.only_with is not None:
             other, needed = declared.only_with
             value = getattr(model, other)
-            if not needed and value is None:
-                reasons[name] = f"{flag_of(other)} is not set"
+            if not needed and (value is None or value <= 1):
+                reasons[name] = f"{flag_of(other)} is not above 1"
             elif needed and value not in needed:
                 reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
     return reasons

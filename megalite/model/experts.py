@@ -38,7 +38,7 @@ BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
 
 def names_of_terms(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the terms that experts add to the loss."""
-    if config.num_experts is None:
+    if not config.has_experts:
         return ()
     has_balance = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff > 0
     return (BALANCE_LOSS,) * has_balance + (ROUTER_Z_LOSS,) * (config.moe_z_loss_coeff > 0)

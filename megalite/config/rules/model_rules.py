@@ -153,7 +153,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that a mixture of experts has enough of them, and no options that it cannot have."""
     model, recompute = config.model, config.recompute
-    if model.num_experts is None:
+    if model.num_experts is None or model.num_experts <= 1:
         return
     given = f"--num-experts {model.num_experts}"
     if model.moe_router_topk > model.num_experts:
@@ -170,12 +170,6 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
                 ("moe_layer_freq", "num_experts"),
                 f"{pattern} leaves no layer with experts: remove both it and --num-experts",
             )
-    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
-        yield Problem(
-            ("moe_router_pre_softmax", "moe_router_score_function"),
-            f"--moe-router-pre-softmax with --moe-router-score-function {model.moe_router_score_function}: "
-            "remove one of them",
-        )
     if model.add_bias_linear:
         yield Problem(
             ("num_experts", "add_bias_linear"),

@@ -68,7 +68,7 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             "each rank takes whole heads",
         )
     width = model.expert_ffn_size
-    if model.num_experts is not None and width != model.ffn_size and width % tp:
+    if model.has_experts and width != model.ffn_size and width % tp:
         yield Problem(
             ("moe_ffn_hidden_size", "num_experts", _TP),
             f"--moe-ffn-hidden-size {width} is not divisible by --tp {tp}: "
