@@ -11,6 +11,9 @@ from megalite.checkpoint.convert.families.family import Module, Parts, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.config import ModelConfig
 
+FUSED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+"""See `Family.experts`."""
+
 
 def read_experts(hf: HFSettings, count: tuple[str, ...], width: str) -> dict[str, Any]:
     """Return our fields for the experts.

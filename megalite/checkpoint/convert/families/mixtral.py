@@ -40,4 +40,6 @@ MIXTRAL = replace(
         *(module for module in LLAMA.layer if ".mlp." not in module.ours),
         *expert_modules("model.layers.{}.block_sparse_moe", "w1", "w3", "w2"),
     ),
+    other_names={".mlp.": ".block_sparse_moe."},
+    experts={"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)},
 )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import expert_modules, read_experts, write_experts
+from megalite.checkpoint.convert.families.experts import (
+    FUSED_EXPERTS,
+    expert_modules,
+    read_experts,
+    write_experts,
+)
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
@@ -46,4 +51,5 @@ OLMOE = replace(
         Module("norm", "layers.{}.attention.key_norm", (_ATTENTION + "k_norm",)),
         *expert_modules("model.layers.{}.mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    experts=FUSED_EXPERTS,
 )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import expert_modules, read_experts, write_experts
+from megalite.checkpoint.convert.families.experts import (
+    FUSED_EXPERTS,
+    expert_modules,
+    read_experts,
+    write_experts,
+)
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.qwen3 import QWEN3, read_qwen3_like, write_qwen3_like
 from megalite.checkpoint.convert.families.windows import read_one_window, write_one_window
@@ -47,4 +52,5 @@ QWEN3_MOE = replace(
         *(module for module in QWEN3.layer if ".mlp." not in module.ours),
         *expert_modules("model.layers.{}.mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    experts=FUSED_EXPERTS,
 )
