@@ -221,38 +221,50 @@ class Rows(NamedTuple):
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """Sum each token's rows of ``[t k, h]`` by their weights ``[t, k]``; return ``[t, h]``."""
-        by_token = _Permute.apply(y, self.places, self.order).unflatten(0, (-1, self.num_selected))
-        combined: Tensor = (by_token * weights.unsqueeze(-1)).sum(1)
+        combined: Tensor = _Combine.apply(y, weights, self)
         return combined
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``."""
+        return x[self.order // self.num_selected]
+
+    def sums(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum each token's rows of ``[t k, h]``, with weights ``[t, k]``, to ``[t, h]``."""
+        places = self.places.view(-1, self.num_selected)
+        return F.embedding_bag(places, y, mode="sum", per_sample_weights=weights)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token to its rows; backward sums a token's rows in the order of its experts."""
+    """Copies each token to its rows; backward sums a token's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        return x[rows.order // rows.num_selected]
+        return rows.of_tokens(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows: Rows = ctx.rows
-        return grad[rows.places].unflatten(0, (-1, rows.num_selected)).sum(1), None
+        return ctx.rows.sums(grad), None
 
 
-class _Permute(torch.autograd.Function):
-    """Selects rows by a permutation; backward selects by its inverse, which needs no sums."""
+class _Combine(torch.autograd.Function):
+    """Sums each token's rows by their weights; backward copies a token's gradient to its rows."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return y[permutation]
+    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        ctx.save_for_backward(y, weights)
+        ctx.rows = rows
+        return rows.sums(y, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.inverse], None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, weights = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        of_rows = rows.of_tokens(grad)
+        of_weights = torch.linalg.vecdot(y, of_rows)[rows.places].view_as(weights)
+        return of_rows.mul_(weights.flatten()[rows.order].unsqueeze(-1)), of_weights, None
 
 
 def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -285,13 +297,13 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         x_grad = torch.empty_like(x) if needs_x else None
-        weight_grad = torch.zeros_like(weight) if needs_weight else None
+        weight_grad = torch.empty_like(weight) if needs_weight else None
         start = 0
         for number, size in enumerate(ctx.sizes):
             rows = slice(start, start + size)
             start += size
             if size and x_grad is not None:
                 torch.mm(grad[rows], weight[number], out=x_grad[rows])
-            if size and weight_grad is not None:
+            if weight_grad is not None:  # of a group without rows, it is zero
                 torch.mm(grad[rows].t(), x[rows], out=weight_grad[number])
         return x_grad, weight_grad, None
