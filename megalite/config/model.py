@@ -12,6 +12,7 @@ from megalite.config.option import (
     NOT_NEGATIVE,
     OPEN_SHARE,
     POSITIVE,
+    SHARE,
     SIZE,
     OnResume,
     option,
@@ -209,7 +210,7 @@ class ModelConfig:
     )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
     (Gemma) are gated."""
-    embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    embedding_multiplier: float = field(default=1.0, metadata=option("--mup-embedding-mult", **_NUMBER))
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
     logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
     """Factor of the output layer's input, and so of the logits."""
@@ -219,6 +220,14 @@ class ModelConfig:
     """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
     query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
     """Divide attention scores by the square root of this. By default of the head size."""
+    mup_base_width: int | None = field(
+        default=None, metadata=option("--mup-base-hidden-size", **{**_NUMBER, "allowed": SIZE})
+    )
+    """Use muP: initial weights, learning rates and logits are scaled so that hyperparameters tuned at this
+    hidden size fit --hidden-size."""
+    mup_base_head_dim: int | None = field(default=None, metadata=option(**{**_NUMBER, "allowed": SIZE}))
+    """With --mup-base-width: head size B of the base model. Scores are divided by d / sqrt(B), where d is the
+    head size. By default B is d."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -230,6 +239,19 @@ class ModelConfig:
     )
     """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
     (all_heads: OLMo 2)."""
+    qk_clip: bool = field(default=False, metadata=option(on_resume=OnResume.SETTING))
+    """After each update, scale down the queries and keys of heads whose largest attention score was above
+    --qk-clip-threshold."""
+    qk_clip_threshold: float = field(
+        default=100.0,
+        metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Largest attention score, after scaling, that --qk-clip leaves."""
+    qk_clip_alpha: float = field(
+        default=0.5,
+        metadata=option(allowed=SHARE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
     embed_layernorm: bool = False
     """Normalize the embeddings before the first layer, as BLOOM does."""
     untie_embeddings_and_output_weights: bool = False
@@ -416,7 +438,21 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        return 1.0 / math.sqrt(self.squared_score_divisor)
+
+    @property
+    def squared_score_divisor(self) -> float:
+        """Return --query-pre-attn-scalar, resolved: d by default, d^2 / B with muP's base head size B."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar
+        if self.mup_base_width is None or self.mup_base_head_dim is None:
+            return self.head_dim
+        return self.head_dim**2 / self.mup_base_head_dim
+
+    @property
+    def width_ratio(self) -> float:
+        """Return how many times wider the model is than the base model of muP; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
     def rotary_dim(self) -> int:

@@ -37,13 +37,15 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         for name, declared in MODEL_OPTIONS.items()
         if declared.on_resume is OnResume.MODEL
     }
-    scalar = model.query_pre_attn_scalar
+    scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
     return {
         **fields,
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
+        "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
+        "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
         "max_position_embeddings": model.num_positions,
         "num_experts": model.num_experts if model.has_experts else None,
         "moe_ffn_hidden_size": model.expert_ffn_size,

@@ -23,6 +23,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.experts,
     model_rules.norm_position,
     model_rules.qk_norm,
+    model_rules.mup,
+    model_rules.qk_clip,
     model_rules.window,
     model_rules.attention_backend,
     model_rules.position_table,

@@ -165,7 +165,24 @@ def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
         )
 
 
+def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    model = line.config.model
+    if model.mup_base_width is None:
+        diagnostics.add_problem(
+            f"{flag.name} needs --mup-base-width (--mup-base-hidden-size): pass the hidden size for which "
+            "the hyperparameters were tuned"
+        )
+    elif model.mup_base_head_dim is None and model.query_pre_attn_scalar is None:
+        diagnostics.add_problem(
+            f"{flag.name} without --mup-base-head-dim: Megatron-LM divides scores by the head size, megalite "
+            "by its root; pass --mup-base-head-dim 1 for Megatron-LM's scores, or the base model's head size"
+        )
+    else:
+        _not_needed("--mup-base-width turns it on")(flag, line, diagnostics)
+
+
 _RULES: dict[str, FlagRule] = {
+    "--use-mup": _use_mup,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
     "--no-position-embedding": _no_position_embedding,

@@ -181,10 +181,13 @@ UNSUPPORTED = (
         quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
-        attention-output-gate embedding-init-method-std use-mup mup
+        attention-output-gate embedding-init-method-std mup
         data-parallel-random-init freeze-all-layers
         """,
-        "mup- yarn- relative-attention- activation-func- glu-linear- qk-clip mscale",
+        """
+        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func- glu-linear-
+        mscale
+        """,
     ),
     UnsupportedFeature(
         "training",

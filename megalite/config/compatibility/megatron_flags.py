@@ -299,6 +299,13 @@ ACCEPTED_IF_OFF = (
         "pass --rope-scaling linear and --rope-scaling-factor",
     ),
     FlagIfOff("model", "rope-type", "rope", "another kind of rotary positions", "remove it"),
+    FlagIfOff(
+        "model",
+        "mup-attn-scale-power",
+        "1",
+        "muP with another power of the head size",
+        "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
+    ),
     FlagIfOff("model", "softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
     FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(

@@ -344,6 +344,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
     ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
+    ("mup_base_head_dim", {"model": {"mup_base_width": 32}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
     ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),
     ("start_weight_decay end_weight_decay weight_decay_incr_iters", RISING),

@@ -239,6 +239,9 @@ def test_workers_are_accepted_and_told() -> None:
         ("--num-workers", "--num-workers takes one value"),
         ("--sync-tp-duplicated-parameters 3", "takes no value"),
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
+        ("--use-mup", "--use-mup needs --mup-base-width (--mup-base-hidden-size)"),
+        ("--use-mup --mup-base-hidden-size 256", "pass --mup-base-head-dim 1 for Megatron-LM's scores"),
+        ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power only accepts 1 in this version"),
         (
             "--context-parallel-size 2",
             "--context-parallel-size only accepts 1 in this version, not 2 (context parallelism)",
