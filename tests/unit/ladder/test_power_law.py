@@ -1,0 +1,65 @@
+"""Fits to losses whose law is known."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from megalite.errors import UserError
+from megalite.ladder.power_law import can_separate, fit_power_law
+
+COMPUTE = np.geomspace(1e12, 1e15, 6)
+LOSSES = 1.7 + 800 * COMPUTE**-0.2
+PARAMETERS = np.repeat([1e5, 1e6, 1e7], 3)
+TOKENS = PARAMETERS * np.tile([5.0, 20.0, 80.0], 3)
+
+
+def test_a_law_is_recovered() -> None:
+    law = fit_power_law(COMPUTE[:, None], LOSSES)
+    assert law.floor.value == pytest.approx(1.7) and law.coefficients == pytest.approx([800])
+    assert law.exponents[0].value == pytest.approx(0.2)
+    assert law.predict([1e18]).value == pytest.approx(1.7 + 800 * 1e18**-0.2)
+    assert (law.freedom, law.error) == (3, pytest.approx(0, abs=1e-9))
+
+
+def test_parameters_and_tokens_are_told_apart() -> None:
+    losses = 1.7 + 400 * PARAMETERS**-0.34 + 410 * TOKENS**-0.28
+    law = fit_power_law(np.stack([PARAMETERS, TOKENS], 1), losses)
+    assert [each.value for each in law.exponents] == pytest.approx([0.34, 0.28], rel=1e-4)
+    assert law.coefficients == pytest.approx([400, 410], rel=1e-3)
+    assert can_separate(PARAMETERS, TOKENS)
+    assert not can_separate(PARAMETERS, 20 * PARAMETERS)
+    assert not can_separate(PARAMETERS[:5], TOKENS[:5])
+
+
+def test_losses_without_a_floor_have_none() -> None:
+    law = fit_power_law(COMPUTE[:, None], 20 * COMPUTE**-0.05)
+    assert not law.has_floor and law.floor.value == 0
+    assert (law.exponents[0].value, law.freedom) == (pytest.approx(0.05), 4)
+
+
+def test_three_runs_give_a_law_without_an_interval() -> None:
+    law = fit_power_law(COMPUTE[:3, None], LOSSES[:3])
+    assert law.predict([1e12]).value == pytest.approx(LOSSES[0])
+    assert law.covariance is None
+    assert law.predict([1e18])[1:] == law.exponents[0][1:] == law.floor[1:] == (None, None)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """The interval of a prediction is of one further run, with its noise; about 95% hold it."""
+    random, hits, num_trials = np.random.default_rng(1), 0, 60
+    truth = 20 * 1e17**-0.05
+    for _ in range(num_trials):
+        noise = np.exp(random.normal(0, 0.01, len(COMPUTE) + 1))
+        low, high = fit_power_law(COMPUTE[:, None], 20 * COMPUTE**-0.05 * noise[1:]).predict([1e17])[1:]
+        assert low is not None and high is not None
+        hits += low <= truth * noise[0] <= high
+    assert 0.88 <= hits / num_trials < 1
+
+
+def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(UserError, match=r"^the fit needs scipy: pip install scipy$"):
+        fit_power_law(COMPUTE[:, None], LOSSES)
