@@ -63,9 +63,9 @@ def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[Finish
         )
     sizes = {each.run.vocab_size: each.name for each in found}
     if len(sizes) > 1:
-        (one, first), (other, second), *_ = sizes.items()
+        (size, first), (other_size, second), *_ = sizes.items()
         raise UserError(
-            f"{first} has a vocabulary of {one} tokens and {second} of {other}: their losses are not "
+            f"{first} has a vocabulary of {size} tokens and {second} of {other_size}: their losses are not "
             "comparable, fit them apart"
         )
     return found, notes

@@ -96,7 +96,7 @@ def fit_page(ladder: LadderFit, title: str) -> str:
 
 def compute_figure(ladder: LadderFit) -> dict[str, Any]:
     """Return a Plotly figure of loss over compute: the runs, the law with its interval, the predictions."""
-    measured = np.array([each.run.flops for each in ladder.runs])
+    measured = [each.run.flops for each in ladder.runs]
     every = [*measured, *(target.flops for target in ladder.targets)]
     xs = np.geomspace(min(every) / _EXTENSION, max(every) * _EXTENSION, _CURVE_POINTS)
     curve = [ladder.by_compute.predict([x]) for x in xs]
@@ -117,7 +117,7 @@ def compute_figure(ladder: LadderFit) -> dict[str, Any]:
             }
         )
     line = {"color": COLOURS[0], "width": 2}
-    data.append(_trace("law", xs, [each.value for each in curve], mode="lines", line=line))
+    data.append(_trace("law", list(xs), [each.value for each in curve], mode="lines", line=line))
     names, losses = [each.name for each in ladder.runs], [each.loss for each in ladder.runs]
     marker = {"color": COLOURS[1], "size": 10}
     data.append(_trace("runs", measured, losses, mode="markers", marker=marker, text=names))
@@ -151,7 +151,7 @@ def compute_figure(ladder: LadderFit) -> dict[str, Any]:
 def _trace(name: str, xs: Sequence[float], ys: Sequence[float], **properties: Any) -> dict[str, Any]:
     hover = ("%{text}: " if "text" in properties else "") + "%{y:.4f} at %{x:.3e} FLOPs"
     shared = {"type": "scatter", "name": name, "hovertemplate": hover + "<extra></extra>"}
-    return {**shared, "x": list(xs), "y": list(ys), **properties}
+    return {**shared, "x": xs, "y": ys, **properties}
 
 
 def _rows(ladder: LadderFit) -> list[tuple[str, ...]]:
