@@ -21,7 +21,7 @@ from tests.run_folder import evaluation, iteration, write_metrics
 WORDS = "--preset gpt-tiny --vocab-size 256 --mock-data --global-batch-size 16 --lr 1e-3"
 
 
-def _ladder(folder: Path, depths: Sequence[int] = (1, 2, 3, 4), words: str = WORDS) -> list[LadderRun]:
+def write_ladder(folder: Path, depths: Sequence[int] = (1, 2, 3, 4), words: str = WORDS) -> list[LadderRun]:
     """Write the configs of a ladder."""
     config, _, set_fields = parse_run(words.split(), ("train_iters",))
     runs = ladder_runs(config, ScalingRules("depth"), depths, [1.0])
@@ -29,7 +29,7 @@ def _ladder(folder: Path, depths: Sequence[int] = (1, 2, 3, 4), words: str = WOR
     return runs
 
 
-def _finish(folder: Path, run: LadderRun, loss: Any, name: str = "") -> None:
+def finish(folder: Path, run: LadderRun, loss: Any, name: str = "") -> None:
     """Write what the run leaves: metrics, and a checkpoint with its config."""
     length = run.config.training.train_iters
     assert length is not None
@@ -44,9 +44,9 @@ def _finish(folder: Path, run: LadderRun, loss: Any, name: str = "") -> None:
 
 
 def test_the_runs_of_a_folder_are_read(tmp_path: Path) -> None:
-    runs = _ladder(tmp_path)
+    runs = write_ladder(tmp_path)
     for run, loss in zip(runs, (4.0, 3.5, 3.2, 3.0), strict=True):
-        _finish(tmp_path, run, loss)
+        finish(tmp_path, run, loss)
     found, notes = read_runs([tmp_path], None)
     assert [(each.name, each.loss) for each in found] == [
         *(("depth-1", 4.0), ("depth-2", 3.5), ("depth-3", 3.2), ("depth-4", 3.0)),
@@ -59,16 +59,16 @@ def test_the_runs_of_a_folder_are_read(tmp_path: Path) -> None:
 
 
 def test_a_written_config_is_the_planned_run(tmp_path: Path) -> None:
-    for run in _ladder(tmp_path):
+    for run in write_ladder(tmp_path):
         planned = read_planned_run(tmp_path / run.name / "config.yaml")
         assert (planned.name, planned.tokens, planned.flops) == (run.name, run.tokens, run.flops)
         assert planned.config.checkpoint.save == planned.config.checkpoint.load == str(tmp_path / run.name)
 
 
 def test_runs_that_do_not_count_are_named(tmp_path: Path) -> None:
-    runs = _ladder(tmp_path, (1, 2, 3, 4, 5, 6, 7, 8))
+    runs = write_ladder(tmp_path, (1, 2, 3, 4, 5, 6, 7, 8))
     for run, loss in zip(runs, (4.0, 3.5, 3.2, "NaN", 3.0, 2.9, 2.8), strict=False):
-        _finish(tmp_path, run, loss)
+        finish(tmp_path, run, loss)
     lengths = [run.config.training.train_iters for run in runs]
     short = iteration(10, 0.0, 1.0, train_iters=lengths[4])
     write_metrics(tmp_path / "depth-5" / METRICS_FILE, [short])
@@ -88,10 +88,10 @@ def test_runs_that_do_not_count_are_named(tmp_path: Path) -> None:
 
 
 def test_fewer_than_three_sizes_are_refused(tmp_path: Path) -> None:
-    runs = _ladder(tmp_path, (1, 2))
-    other = _ladder(tmp_path / "again", (2,))
+    runs = write_ladder(tmp_path, (1, 2))
+    other = write_ladder(tmp_path / "again", (2,))
     for folder, run in ((tmp_path, runs[0]), (tmp_path, runs[1]), (tmp_path / "again", other[0])):
-        _finish(folder, run, 3.0)
+        finish(folder, run, 3.0)
     with pytest.raises(UserError) as caught:
         read_runs([tmp_path, tmp_path / "again"], None)
     assert str(caught.value).splitlines() == [
@@ -108,26 +108,26 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path, has_folder: bool) -
 
 
 def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
-    for run in _ladder(tmp_path, (1, 2, 3)):
-        _finish(tmp_path, run, 3.0)
-    (other,) = _ladder(tmp_path, (4,), WORDS.replace("256", "300"))
-    _finish(tmp_path, other, 3.0)
+    for run in write_ladder(tmp_path, (1, 2, 3)):
+        finish(tmp_path, run, 3.0)
+    (other,) = write_ladder(tmp_path, (4,), WORDS.replace("256", "300"))
+    finish(tmp_path, other, 3.0)
     with pytest.raises(UserError, match=r"^depth-3 has a vocabulary of 256 tokens and depth-4 of 300: "):
         read_runs([tmp_path], None)
 
 
 def test_one_of_several_validation_sets(tmp_path: Path) -> None:
-    for run in _ladder(tmp_path):
-        _finish(tmp_path, run, 3.0, name="web")
+    for run in write_ladder(tmp_path):
+        finish(tmp_path, run, 3.0, name="web")
     with pytest.raises(UserError, match=r"not evaluated at its end: pass --dataset with one of web"):
         read_runs([tmp_path], None)
     assert len(read_runs([tmp_path], "web")[0]) == 4
 
 
 def test_a_config_of_another_ladder_is_not_replaced(tmp_path: Path) -> None:
-    _ladder(tmp_path)
-    _ladder(tmp_path)
+    write_ladder(tmp_path)
+    write_ladder(tmp_path)
     with pytest.raises(
         UserError, match=r"depth-1/config.yaml is of another ladder: remove .*depth-1, or pass"
     ):
-        _ladder(tmp_path, words=WORDS.replace("1e-3", "2e-3"))
+        write_ladder(tmp_path, words=WORDS.replace("1e-3", "2e-3"))
