@@ -78,6 +78,8 @@ def read_planned_run(file: Path) -> LadderRun:
         UserError: the file has no length of the run, or no vocabulary size.
     """
     config, _, _ = parse_run(["--config", str(file)], ("mock_data", "tokenizer_type"))
+    if config.training.train_iters is None and config.training.train_samples is None:
+        raise UserError(f"{file} has no length of the run: add train_iters to it")
     dp = config.parallel.data_parallel_size or 1
     name = file.parent.name if file.name == CONFIG_FILE else file.stem
     tokens = config.num_samples(dp) * config.model.seq_length

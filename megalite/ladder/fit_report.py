@@ -22,6 +22,8 @@ _HEADS = ("run", "parameters", "tokens", "FLOPs", "loss", "fit", "difference")
 _CURVE_POINTS = 100
 _EXTENSION = 2.0
 """Factor by which the curve goes on beyond the smallest and the largest compute."""
+_UNDETERMINED = 1e6
+"""Ratio of the bounds of an interval from which the text does not show them."""
 _AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "ticks": "outside", "tickcolor": GREY, "type": "log"}
 
 
@@ -101,7 +103,7 @@ def compute_figure(ladder: LadderFit) -> dict[str, Any]:
     xs = np.geomspace(min(every) / _EXTENSION, max(every) * _EXTENSION, _CURVE_POINTS)
     curve = [ladder.by_compute.predict([x]) for x in xs]
     data: list[dict[str, Any]] = []
-    if ladder.by_compute.covariance is not None:
+    if ladder.by_compute.covariance_root is not None:
         band = [each.high for each in curve] + [each.low for each in reversed(curve)]
         data.append(
             {
@@ -179,7 +181,7 @@ def _law_lines(ladder: LadderFit) -> Iterator[str]:
             f"L(N, D) is not fitted: it needs {MIN_RUNS_OF_TWO_TERMS} runs or more, with different tokens "
             "per parameter"
         )
-    if ladder.by_compute.covariance is None:
+    if ladder.by_compute.covariance_root is None:
         yield "There is no interval: the law has as many unknowns as there are runs."
 
 
@@ -190,7 +192,7 @@ def _law_line(law: PowerLaw, names: Sequence[str]) -> str:
     ]
     floor = [f"{law.floor.value:.4f}"] if law.has_floor else []
     ranges = [
-        f"{what} {each.low:.3g} to {each.high:.3g}"
+        f"{what} {_range(each.low, each.high)}"
         for what, each in [
             ("floor", law.floor),
             *((f"exponent of {name}", each) for name, each in zip(names, law.exponents, strict=True)),
@@ -199,8 +201,12 @@ def _law_line(law: PowerLaw, names: Sequence[str]) -> str:
     ]
     if not law.has_floor:
         ranges.append("the losses show no floor")
-    notes = f" ({CONFIDENCE:.0%} intervals: {'; '.join(ranges)})" if law.covariance is not None else ""
+    notes = f" ({CONFIDENCE:.0%} intervals: {'; '.join(ranges)})" if law.covariance_root is not None else ""
     return f"L({', '.join(names)}) = {' + '.join([*floor, *terms])}{notes}"
+
+
+def _range(low: float, high: float) -> str:
+    return "not determined" if low * _UNDETERMINED < high else f"{low:.3g} to {high:.3g}"
 
 
 def _prediction_lines(ladder: LadderFit) -> Iterator[str]:
@@ -215,7 +221,8 @@ def _prediction_lines(ladder: LadderFit) -> Iterator[str]:
 def _shown(estimate: Estimate) -> str:
     if estimate.low is None:
         return f"{estimate.value:.4f}"
-    return f"{estimate.value:.4f} ({estimate.low:.4g} to {estimate.high:.4g})"
+    assert estimate.high is not None  # as low
+    return f"{estimate.value:.4f} ({_range(estimate.low, estimate.high)})"
 
 
 def _run_record(run: LadderRun) -> dict[str, Any]:

@@ -23,11 +23,15 @@ Floats = NDArray[np.float64]
 CONFIDENCE = 0.95
 MIN_RUNS_OF_TWO_TERMS = 6
 """Runs that L(N, D) needs: one more than its unknowns."""
+_FLAT = 1e-6
+"""Smallest exponent of a law that is told from 0."""
 _START_EXPONENTS = (0.05, 0.2, 0.6)
 _START_FLOORS = (0.1, 0.5, 0.9)
 """Floors at which fits start, as shares of the lowest loss."""
 _SMALLEST_FLOOR = 1e-3
 """Share of the lowest loss below which a fitted floor is 0: then the losses show none."""
+_SMALLEST_SINGULAR = 1e-12
+"""Smallest singular value of the slopes that is told from 0, relative to the largest."""
 _MIN_SPREAD = 0.05
 """Smallest spread of log(D / N) over the runs at which the terms of N and D can be told apart."""
 
@@ -48,7 +52,8 @@ class PowerLaw:
         unknowns: log of the floor, if there is one; then for each term the log of its value at `centers` and
             the log of its exponent.
         centers: geometric mean of each quantity over the runs.
-        covariance: of the unknowns; None without degrees of freedom.
+        covariance_root: a matrix R for which the covariance of the unknowns is R^T R; None without degrees of
+            freedom.
         error: standard deviation of the relative errors of the losses.
         freedom: degrees of freedom: runs less unknowns.
     """
@@ -56,7 +61,7 @@ class PowerLaw:
     unknowns: Floats
     centers: Floats
     has_floor: bool
-    covariance: Floats | None
+    covariance_root: Floats | None
     error: float
     freedom: int
 
@@ -85,17 +90,18 @@ class PowerLaw:
         """Return the loss of a run. The interval contains the error of a single run."""
         point = np.array([quantities], dtype=np.float64)
         value = float(_log_losses(self.unknowns, point / self.centers, self.has_floor)[0])
-        if self.covariance is None:
+        if self.covariance_root is None:
             return Estimate(float(np.exp(value)), None, None)
         slope = _slopes(self.unknowns, point / self.centers, self.has_floor)[0]
-        spread = float(np.sqrt(slope @ self.covariance @ slope + self.error**2)) * _quantile(self.freedom)
+        deviation = np.hypot(np.linalg.norm(self.covariance_root @ slope), self.error)
+        spread = float(deviation) * _quantile(self.freedom)
         return Estimate(*map(_bounded_exp, (value, value - spread, value + spread)))
 
     def _exponential(self, index: int) -> Estimate:
         value = float(self.unknowns[index])
-        if self.covariance is None:
+        if self.covariance_root is None:
             return Estimate(float(np.exp(value)), None, None)
-        spread = float(np.sqrt(self.covariance[index, index])) * _quantile(self.freedom)
+        spread = float(np.linalg.norm(self.covariance_root[:, index])) * _quantile(self.freedom)
         return Estimate(*map(_bounded_exp, (value, value - spread, value + spread)))
 
 
@@ -106,9 +112,11 @@ def fit_power_law(quantities: Sequence[Sequence[float]], losses: Sequence[float]
         quantities: of each run: its compute, or its parameters and its tokens.
 
     Raises:
-        UserError: scipy is not installed.
+        UserError: scipy is not installed, or the losses do not fall with the first quantity.
     """
     points, logs = np.array(quantities, dtype=np.float64), np.log(np.array(losses, dtype=np.float64))
+    if np.polyfit(np.log(points[:, 0]), logs, 1)[0] > -_FLAT:
+        raise UserError("the losses do not fall with the size of the runs: there is no law to fit")
     centers = np.exp(np.log(points).mean(axis=0))
     scaled = points / centers
     has_floor = True
@@ -118,11 +126,12 @@ def fit_power_law(quantities: Sequence[Sequence[float]], losses: Sequence[float]
         found = _least_squares(scaled, logs, has_floor)
     freedom = len(logs) - len(found.x)
     error = float(np.sqrt(2 * found.cost / freedom)) if freedom > 0 else 0.0
-    covariance = None
+    root = None
     if freedom > 0:
-        slopes = _slopes(found.x, scaled, has_floor)
-        covariance = error**2 * np.linalg.pinv(slopes.T @ slopes, rcond=1e-14, hermitian=True)
-    return PowerLaw(found.x, centers, has_floor, covariance, error, max(freedom, 0))
+        _, singular, directions = np.linalg.svd(_slopes(found.x, scaled, has_floor), full_matrices=False)
+        # What the runs say nothing about has a huge variance, not an infinite one.
+        root = error * directions / np.maximum(singular, _SMALLEST_SINGULAR * singular.max())[:, None]
+    return PowerLaw(found.x, centers, has_floor, root, error, max(freedom, 0))
 
 
 def can_separate(parameters: Sequence[float], tokens: Sequence[float]) -> bool:

@@ -65,6 +65,13 @@ def test_a_written_config_is_the_planned_run(tmp_path: Path) -> None:
         assert planned.config.checkpoint.save == planned.config.checkpoint.load == str(tmp_path / run.name)
 
 
+def test_a_planned_run_needs_a_length(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text("vocab_size: 256\n")
+    with pytest.raises(UserError, match=r"large.yaml has no length of the run: add train_iters to it$"):
+        read_planned_run(file)
+
+
 def test_runs_that_do_not_count_are_named(tmp_path: Path) -> None:
     runs = write_ladder(tmp_path, (1, 2, 3, 4, 5, 6, 7, 8))
     for run, loss in zip(runs, (4.0, 3.5, 3.2, "NaN", 3.0, 2.9, 2.8), strict=False):

@@ -85,3 +85,10 @@ def test_intervals_grow_away_from_the_runs(line: LadderFit) -> None:
     near, far = (law.predict([flops]) for flops in (line.runs[0].run.flops, line.targets[0].flops))
     assert near.low and near.high and far.low and far.high
     assert far.high / far.low > near.high / near.low > 1
+
+
+def test_a_floor_that_the_runs_say_nothing_about_is_not_determined(line: LadderFit) -> None:
+    losses = (2.0013, 1.9987, 2.0064, 1.99, 1.9946)
+    runs = [FinishedRun(_run(f"n{size}", 10**size, 20), loss) for size, loss in enumerate(losses, 5)]
+    text = "\n".join(fit_lines(fit_ladder(runs, [])))
+    assert "(95% intervals: floor not determined; exponent of C not determined)" in text

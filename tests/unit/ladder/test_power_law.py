@@ -43,7 +43,7 @@ def test_losses_without_a_floor_have_none() -> None:
 def test_three_runs_give_a_law_without_an_interval() -> None:
     law = fit_power_law(COMPUTE[:3, None], LOSSES[:3])
     assert law.predict([1e12]).value == pytest.approx(LOSSES[0])
-    assert law.covariance is None
+    assert law.covariance_root is None
     assert law.predict([1e18])[1:] == law.exponents[0][1:] == law.floor[1:] == (None, None)
 
 
@@ -57,6 +57,23 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         assert low is not None and high is not None
         hits += low <= truth * noise[0] <= high
     assert 0.88 <= hits / num_trials < 1
+
+
+@pytest.mark.parametrize("losses", [[2.0, 2.1, 2.2, 2.3], [2.0] * 4, [2.0, 2.1, 2.0, 2.1]])
+def test_losses_that_do_not_fall_are_refused(losses: list[float]) -> None:
+    with pytest.raises(UserError, match=r"^the losses do not fall with the size of the runs"):
+        fit_power_law(COMPUTE[:4, None], losses)
+
+
+def test_an_unknown_that_the_runs_say_nothing_about_has_a_huge_interval() -> None:
+    """Losses that hardly fall: any floor fits, with a term that makes up for it."""
+    law = fit_power_law(COMPUTE[:5, None], [2.0013, 1.9987, 2.0064, 1.99, 1.9946])
+    assert law.has_floor
+    for each in (law.floor, *law.exponents):
+        assert each.low is not None and each.high is not None
+        assert each.low < 1e-3 * each.value and each.high > 1e3 * each.value
+    low, high = law.predict([COMPUTE[2]])[1:]
+    assert low is not None and high is not None and 1.9 < low < 2.0 < high < 2.1
 
 
 def test_without_scipy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
