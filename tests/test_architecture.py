@@ -20,7 +20,7 @@ LEVELS = (
     ("recording",),
     ("train", "plan"),
     ("verify", "generate", "report", "dry_run"),
-    ("pretraining",),
+    ("ladder", "pretraining"),
     ("cli",),
     ("__main__",),
 )
