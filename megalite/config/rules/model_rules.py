@@ -173,7 +173,7 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     if model.mup_base_width is not None:
         yield Problem(
             ("num_experts", "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router here; remove "
+            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
             "it",
         )
     if model.add_bias_linear:
