@@ -30,6 +30,7 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
@@ -219,6 +220,11 @@ class ModelConfig:
     """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
     query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
     """Divide attention scores by the square root of this. By default of the head size."""
+    softmax_type: SoftmaxType = field(
+        default="vanilla", metadata=option(same_shapes=("vanilla", "off-by-one"))
+    )
+    """What attention's softmax adds to its sum over keys: nothing (vanilla), 1 (off-by-one), or exp of a
+    learned logit per query head (learnable: the sinks of GPT-OSS)."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))

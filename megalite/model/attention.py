@@ -16,6 +16,7 @@ from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.norm import build_head_norm
 from megalite.model.positions import Angles, PositionInfo
+from megalite.model.sinks import SINKS
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -52,6 +53,7 @@ class Attention(nn.Module):
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
         self.key_norm = build_head_norm(config, context, self.num_groups)
+        self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             h,
@@ -88,7 +90,8 @@ class Attention(nn.Module):
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
         first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
-        return self.core(q, k, v, positions.visible[self.window], drop).permute(2, 0, 1, 3)
+        y = self.core(q, k, v, positions.visible[self.window], drop, self.sinks)
+        return y.permute(2, 0, 1, 3)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups."""

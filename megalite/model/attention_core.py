@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
+from megalite.kernels import (
+    CausalSoftmax,
+    Drop,
+    VisibleKeys,
+    add_sinks_,
+    flash_attention,
+    sinks_gradient,
+)
 from megalite.kernels.packed_heads import gradients_of
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
@@ -39,12 +46,21 @@ class LayerCore(Protocol):
     def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
         """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
+            sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
         """
 
 
@@ -143,7 +159,15 @@ class AttentionCore(ABC):
         return self
 
     @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
 
 
@@ -181,9 +205,18 @@ class SdpaCore(AttentionCore):
             self._distances[s] = distance_bias(self.config, self.context, s)
         return self._distances[s][:, first:]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
+        assert sinks is None, "this backend does not support sinks"
         bias = visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
@@ -200,18 +233,31 @@ class SdpaCore(AttentionCore):
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax: CausalSoftmax,
+        blocking: Blocking,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out, sums = attend(q, k, v, softmax, blocking)
-        ctx.save_for_backward(q, k, v, sums)
+        if sinks is not None:
+            add_sinks_(out, sums, sinks)
+        of_sinks = (out, sinks) if sinks is not None and sinks.requires_grad else ()
+        ctx.save_for_backward(q, k, v, sums, *of_sinks)
         ctx.softmax, ctx.blocking = softmax, blocking
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
+        (grad,), (q, k, v, sums, *of_sinks) = grads, ctx.saved_tensors
         results = attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking)
-        return *gradients_of(results), None, None
+        grad_sinks = None
+        if of_sinks:
+            out, sinks = of_sinks
+            grad_sinks = sinks_gradient(grad, out, sums, sinks)
+        return *gradients_of(results), None, None, grad_sinks
 
 
 class SoftmaxCore(AttentionCore):
@@ -237,18 +283,34 @@ class UnfusedCore(SoftmaxCore):
         super().__init__(config, context)
         self.blocking = Blocking.for_device(context.device, context.dtype)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         softmax = self.softmax(q, visible, drop)
         if torch.compiler.is_compiling():
-            return traced_attention(q, k, v, softmax, self.blocking)
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
+            return traced_attention(q, k, v, softmax, self.blocking, sinks)
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, sinks)
         return out
 
 
 class TritonCore(SoftmaxCore):
     """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(q, visible, drop))
+        return flash_attention(q, k, v, self.softmax(q, visible, drop), sinks)

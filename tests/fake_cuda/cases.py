@@ -93,6 +93,7 @@ CASES = {
         zero_centered_norms=True,
         embedding_multiplier=8.0,
         attn_logit_softcapping=50.0,
+        softmax_type="learnable",
         final_logit_softcapping=30.0,
         window_size=(9, 0),
         window_attn_skip_freq=(2,),

@@ -54,7 +54,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "gpt-tiny, nemotron": {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
-        **{"attn_logit_softcapping": 2.0},
+        **{"attn_logit_softcapping": 2.0, "softmax_type": "off-by-one"},
+    },
+    "llama-tiny, gpt-oss": {
+        **{"softmax_type": "learnable", "add_bias_linear": True, "num_query_groups": 2},
+        **{"window_size": (10, 0), "window_attn_skip_freq": (2,)},
     },
 }
 """Fields of models with other options than their preset."""
@@ -63,7 +67,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = [

@@ -18,6 +18,7 @@ from megalite.hardware.host_buffers import HostBuffers
 from megalite.model import (
     activation_offload,
     attention,
+    attention_core,
     bert_stage,
     embedding,
     head,
@@ -686,6 +687,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("rotary positions continue over the replicas' samples", "dp2", positions.Rotary, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "qwen"),
+        ("a rank has the sinks of another rank's heads", "tp2", parameter_spec.ParameterSpec, "box",
+         after(_other_vector), "gpt-oss"),
+        ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
+         lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
+         "gpt-oss"),
+        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
+         "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",

@@ -31,7 +31,6 @@ _REFUSED = {
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "attention_output_gate": False,
-    "softmax_type": "vanilla",
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "num_experts": None,

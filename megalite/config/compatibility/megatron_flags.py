@@ -287,7 +287,6 @@ ACCEPTED_IF_OFF = (
         "pass --rope-scaling linear and --rope-scaling-factor",
     ),
     FlagIfOff("model", "rope-type", "rope", "another kind of rotary positions", "remove it"),
-    FlagIfOff("model", "softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
     FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "model",

@@ -77,6 +77,7 @@ CASES = {
             zero_centered_norms=True,
             add_bias_linear=False,
             attn_logit_softcapping=1.5,
+            softmax_type="learnable",
         ),
         RecomputeConfig(),
     ),

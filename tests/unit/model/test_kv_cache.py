@@ -14,7 +14,12 @@ from tests.stages import build_stage
 LENGTH, CAPACITY = 18, 24
 WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
 CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logit_softcapping": 2.0}
-OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0}}
+OTHERS = {
+    "window": WINDOW,
+    "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
+    "sinks": {**WINDOW, "softmax_type": "learnable"},
+    "caps and sinks": {**CAPS, "softmax_type": "off-by-one"},
+}
 TINY = (
     "gpt-tiny",
     "bloom-tiny",
@@ -23,6 +28,8 @@ TINY = (
     "llama-tiny, window",
     "llama-tiny, caps",
     "bloom-tiny, caps",
+    "llama-tiny, sinks",
+    "bloom-tiny, caps and sinks",
 )
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 

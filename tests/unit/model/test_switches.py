@@ -49,18 +49,18 @@ def test_every_combination_trains(dropout, one_rank):
             assert torch.count_nonzero(gradient), (changes, name)
 
 
-NUMBERS_OF_GEMMA = {
+CHANGES = {
     **{"embedding_multiplier": 4.0, "logit_multiplier": 0.5, "query_pre_attn_scalar": 9.0},
-    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "softmax_type": "learnable"},
 }
 
 
 @pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
-@pytest.mark.parametrize("name", NUMBERS_OF_GEMMA)
-def test_a_number_changes_what_the_model_computes(name, position, one_rank):
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_option_changes_what_the_model_computes(name, position, one_rank):
     usual, changed = (
         logits(build(one_rank, position_embedding_type=position, **fields).eval(), IDS[:, :-1])
-        for fields in ({}, {name: NUMBERS_OF_GEMMA[name]})
+        for fields in ({}, {name: CHANGES[name]})
     )
     assert (usual - changed).abs().max() > 1e-3
     if name == "logit_multiplier":

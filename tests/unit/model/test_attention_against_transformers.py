@@ -1,0 +1,100 @@
+"""Attention with sinks is that of GPT-OSS in transformers: the output, and the gradient of every weight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.distributed.topology import Topology
+from megalite.microbatch import Microbatch
+from megalite.model.attention import Attention
+from megalite.model.attention_backends import build_core
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+B, S, H, N, G, D = 2, 13, 24, 6, 3, 10
+"""Samples, tokens, hidden size, query heads, key/value heads, head size."""
+OURS = ModelConfig(
+    hidden_size=H,
+    num_attention_heads=N,
+    num_query_groups=G,
+    kv_channels=D,
+    seq_length=S,
+    position_embedding_type="none",
+    attention_dropout=0.0,
+    params_dtype="fp64",
+)
+
+
+def fused(theirs: nn.Module, kind: str) -> Tensor:
+    """Return a tensor of their projections, with rows in our order ``[g, r + 2, d]``."""
+    q, k, v = (
+        getattr(getattr(theirs, f"{name}_proj"), kind).unflatten(0, (G, -1, D)) for name in ("q", "k", "v")
+    )
+    return torch.cat((q, k, v), dim=1).flatten(0, 2)
+
+
+def attention_of(config: ModelConfig, topology: Topology) -> Attention:
+    context = LayerContext(topology, torch.float64)
+    return Attention(config, context, build_core(config, context), 0, LayerKind())
+
+
+def run(attention: Attention, x: Tensor) -> Tensor:
+    """Map ``[b, s, h]`` to ``[b, s, h]``."""
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    attention.core.for_layer(0, LayerKind())
+    positions = attention.core.position_info(Microbatch(tokens, tokens, torch.arange(B)))
+    y, bias = attention(x.transpose(0, 1), torch.arange(B), positions)
+    return (y if bias is None else y + bias).transpose(0, 1)
+
+
+def run_theirs(theirs: nn.Module, x: Tensor, rotary_dim: int) -> Tensor:
+    """Run their attention without rotary positions."""
+    cos = torch.ones(B, S, rotary_dim, dtype=torch.float64)
+    mask = torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
+    out: Tensor = theirs(x, (cos, torch.zeros_like(cos)), mask)[0]
+    return out
+
+
+def draw(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+
+
+def same(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_sinks_are_those_of_gpt_oss(one_rank: Topology) -> None:
+    theirs = GptOssAttention(
+        GptOssConfig(
+            **{"hidden_size": H, "num_attention_heads": N, "num_key_value_heads": G, "head_dim": D},
+            **{"num_hidden_layers": 2, "attn_implementation": "eager"},
+        ),
+        1,
+    ).double()
+    draw(theirs, 1)
+    ours = attention_of(dataclasses.replace(OURS, softmax_type="learnable"), one_rank)
+    pairs = {
+        "qkv.weight": lambda of: fused(of, "weight"),
+        "qkv.bias": lambda of: fused(of, "bias"),
+        "projection.weight": lambda of: of.o_proj.weight,
+        "projection.bias": lambda of: of.o_proj.bias,
+        "sinks": lambda of: of.sinks,
+    }
+    ours.load_state_dict({name: of(theirs).detach() for name, of in pairs.items()})
+    x, grad = torch.randn(2, B, S, H, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    out, expected = run(ours, x), run_theirs(theirs, x, D // 2)
+    same(out, expected)
+    out.backward(grad)
+    expected.backward(grad)
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad
+    for name, of in pairs.items():
+        same(ours.get_parameter(name).grad, of(theirs))
