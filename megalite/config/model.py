@@ -220,6 +220,9 @@ class ModelConfig:
     """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
     query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
     """Divide attention scores by the square root of this. By default of the head size."""
+    attention_output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, which the query projection also computes
+    (Qwen3-Next)."""
     softmax_type: SoftmaxType = field(
         default="vanilla", metadata=option(same_shapes=("vanilla", "off-by-one"))
     )
@@ -348,7 +351,8 @@ class ModelConfig:
         """Return the number of elements of a layer's matrices."""
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        attention = 2 * self.hidden_size * (self.num_attention_heads + self.num_kv_heads) * self.head_dim
+        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+        attention = self.hidden_size * heads * self.head_dim
         return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
 
     @property
@@ -370,6 +374,15 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Return the number of key/value heads, resolved."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def group_heads(self) -> tuple[int, ...]:
+        """Return how many heads a key/value head has in the query/key/value projection, by kind.
+
+        The kinds are queries, their gates if there are gates, one key and one value.
+        """
+        queries = self.num_attention_heads // self.num_kv_heads
+        return (queries, queries, 1, 1) if self.attention_output_gate else (queries, 1, 1)
 
     @property
     def num_positions(self) -> int:

@@ -94,6 +94,7 @@ CASES = {
         embedding_multiplier=8.0,
         attn_logit_softcapping=50.0,
         softmax_type="learnable",
+        attention_output_gate=True,
         final_logit_softcapping=30.0,
         window_size=(9, 0),
         window_attn_skip_freq=(2,),

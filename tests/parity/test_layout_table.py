@@ -57,7 +57,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"attn_logit_softcapping": 2.0, "softmax_type": "off-by-one"},
     },
     "llama-tiny, gpt-oss": {
-        **{"softmax_type": "learnable", "add_bias_linear": True, "num_query_groups": 2},
+        **{"softmax_type": "learnable", "add_bias_linear": True, "attention_output_gate": True},
         **{"window_size": (10, 0), "window_attn_skip_freq": (2,)},
     },
 }

@@ -689,6 +689,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              self, ids * (1 + topology.replicas.rank)), "qwen"),
         ("a rank has the sinks of another rank's heads", "tp2", parameter_spec.ParameterSpec, "box",
          after(_other_vector), "gpt-oss"),
+        ("gates of a shared group are those of another rank", "tp4", attention.Attention,
+         "_split_shared_group", after(lambda heads, *_: (heads[0], heads[1].flip(2), *heads[2:])), "gpt-oss"),
         ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
          lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
          "gpt-oss"),

@@ -30,7 +30,6 @@ _REFUSED = {
     "multi_latent_attention": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
-    "attention_output_gate": False,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "num_experts": None,

@@ -181,7 +181,7 @@ UNSUPPORTED = (
         quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
-        attention-output-gate embedding-init-method-std use-mup mup
+        embedding-init-method-std use-mup mup
         data-parallel-random-init freeze-all-layers
         """,
         "mup- yarn- relative-attention- activation-func- glu-linear- qk-clip mscale",

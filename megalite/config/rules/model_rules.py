@@ -304,7 +304,7 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             "GEMMs is in bf16; pass --bf16",
         )
     heads = model.num_attention_heads * model.head_dim
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    qkv = model.num_kv_heads * sum(model.group_heads) * model.head_dim
     dimensions = (
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
         (

@@ -45,7 +45,7 @@ CAPS = {
 }
 GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN, **CAPS}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
-SINKS = {"softmax_type": "learnable"}
+SINKS = {"softmax_type": "learnable", "attention_output_gate": True}
 CHANGES = {
     "gpt": {},
     "gpt with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},

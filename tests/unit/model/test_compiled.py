@@ -83,7 +83,7 @@ CASES = {
     ),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "parts": (
-        replace(MODEL, position_embedding_type="alibi"),
+        replace(MODEL, position_embedding_type="alibi", attention_output_gate=True),
         RecomputeConfig(
             recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")
         ),

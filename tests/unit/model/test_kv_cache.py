@@ -18,7 +18,7 @@ OTHERS = {
     "window": WINDOW,
     "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
     "sinks": {**WINDOW, "softmax_type": "learnable"},
-    "caps and sinks": {**CAPS, "softmax_type": "off-by-one"},
+    "caps and sinks": {**CAPS, "softmax_type": "off-by-one", "attention_output_gate": True},
 }
 TINY = (
     "gpt-tiny",

@@ -131,10 +131,11 @@ def save_old(folder, weights, heads, tp, pp, version=3.0, extra=None):
     return folder
 
 
-def save_core(folder, weights, tp, inside, sinks=None):
+def save_core(folder, weights, tp, inside, sinks=None, gates=None):
     """Megatron Core's flat names of a Llama with 4 heads in 2 groups, on an interleaved pipeline of two.
 
-    `inside`: norms in the linear layer behind them, as with Transformer Engine. `sinks`: those of each layer.
+    `inside`: norms in the linear layer behind them, as with Transformer Engine. `sinks`, `gates`: those of
+    each layer, ``[4]`` and ``[32, 32]``.
     """
     norms = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
     if not inside:
@@ -145,6 +146,7 @@ def save_core(folder, weights, tp, inside, sinks=None):
         **{"swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True},
         **{"norm_epsilon": 1e-6, "num_layers": 4, "rotary_base": 10000, "kv_channels": 8},
         softmax_type="vanilla" if sinks is None else "learnable",
+        attention_output_gate=gates is not None,
     )
     for stage in range(2):
         for rank in range(tp):
@@ -154,7 +156,8 @@ def save_core(folder, weights, tp, inside, sinks=None):
                 state[f"model{chunk}"] = part = {}
                 theirs = f"model.layers.{layer}."
                 q, k, v = (weights[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv")
-                groups = zip(q.chunk(2), k.chunk(2), v.chunk(2), strict=True)
+                parts = [q, k, v] if gates is None else [q, gates[layer], k, v]
+                groups = zip(*(part.chunk(2) for part in parts), strict=True)
                 qkv = torch.cat([torch.cat(group) for group in groups])
                 gate, up = (
                     rows(weights[f"{theirs}mlp.{name}_proj.weight"], tp, rank) for name in ("gate", "up")
