@@ -264,6 +264,12 @@ class ModelConfig:
     )
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
     triton (CUDA GPUs), unfused or local (docs/attention.md)."""
+    z_loss_coeff: float = field(
+        default=0.0,
+        metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False),
+    )
+    """Add this times the mean square of the logarithm of each token's sum of exp(logits) to the loss (z-loss:
+    PaLM's is 1e-4). It is logged as z_loss."""
     init_method_std: float = field(
         default=0.02, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
     )

@@ -95,6 +95,7 @@ CASES = {
         attn_logit_softcapping=50.0,
         softmax_type="learnable",
         attention_output_gate=True,
+        z_loss_coeff=1e-3,
         final_logit_softcapping=30.0,
         window_size=(9, 0),
         window_attn_skip_freq=(2,),

@@ -366,6 +366,14 @@ def _with_all_logits(logits: Tensor, targets: Tensor, vocab_size: int, tp: Any) 
     return (gather_from_tensor_parallel(logits, tp) if tp.size > 1 else logits), targets, vocab_size, tp
 
 
+def _with_own_log_sums(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def losses_and_log_sums(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        own = logits.logsumexp(-1)  # before the logits are overwritten
+        return original(logits.clone(), *rest)[0], own
+
+    return losses_and_log_sums
+
+
 def _of_slices(scales: Any, topology: Topology) -> Any:
     """Return Muon's scales of matrices of which a rank has some rows."""
 
@@ -691,6 +699,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(_other_vector), "gpt-oss"),
         ("gates of a shared group are those of another rank", "tp4", attention.Attention,
          "_split_shared_group", after(lambda heads, *_: (heads[0], heads[1].flip(2), *heads[2:])), "gpt-oss"),
+        ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
+         _with_own_log_sums, "gpt-oss"),
         ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
          lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
          "gpt-oss"),
