@@ -178,6 +178,17 @@ class ModelConfig:
     (0.1 A ln f + 1)."""
     yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
     """The A of --yarn-mscale."""
+    llama_4_scaling_beta: float | None = field(
+        default=None,
+        metadata=option(
+            allowed=POSITIVE,
+            same_shapes=True,
+            only_with=("rope_scaling", ("llama3", "yarn")),
+            in_megatron=False,
+        ),
+    )
+    """Multiply queries by 1 + this x ln(1 + floor(position / --original-max-position-embeddings)), as in
+    Ministral 3."""
     no_rope_freq: tuple[int, ...] | None = field(default=None, metadata=option(allowed=NOT_NEGATIVE, **_ROPE))
     """Layers without rotary positions: every Nth. Or a list with 1 for each layer without them and 0 for each
     other layer."""

@@ -98,6 +98,8 @@ class Attention(nn.Module):
         """
         angles = positions.angles_of(self.own_rotary)
         q, k = self.rotate(q, angles), self.rotate(k, angles)
+        if positions.query_factors is not None:
+            q = q * positions.query_factors
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
         first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)

@@ -31,6 +31,7 @@ from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
     Angles,
     PositionInfo,
+    build_query_scale,
     build_rotations,
     distance_bias,
     local_slopes,
@@ -96,6 +97,7 @@ class AttentionCore(ABC):
         self.context = context
         self.scale = config.score_scale
         self.rotations = build_rotations(config, context)
+        self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
@@ -105,7 +107,21 @@ class AttentionCore(ABC):
         angles = None
         if positions is not None:
             angles = {own: rotation.look_up(positions) for own, rotation in self.rotations.items()}
-        return PositionInfo(self.visible_keys(microbatch.tokens.shape, ids, self.windows), angles)
+        shape = microbatch.tokens.shape
+        factors = self.query_factors(shape[1], positions)
+        return PositionInfo(self.visible_keys(shape, ids, self.windows), angles, factors)
+
+    def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
+        """Return the factors of the queries of `PositionInfo`.
+
+        Args:
+            position_ids: ``[b, s]``; None for positions within the sample.
+        """
+        if self.query_scale is None:
+            return None
+        if position_ids is None:
+            return self.query_scale.table(seq_length)
+        return self.query_scale.compute(position_ids)
 
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
@@ -140,6 +156,7 @@ class AttentionCore(ABC):
         """Build the tables for samples of this length, for layers that are then compiled."""
         for rotation in self.rotations.values():
             rotation.table(seq_length)
+        self.query_factors(seq_length, None)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)
@@ -149,6 +166,8 @@ class AttentionCore(ABC):
         for rotation in self.rotations.values():
             for angles in rotation.tables.values():
                 yield from angles
+        if self.query_scale is not None:
+            yield from self.query_scale.tables.values()
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 

@@ -94,7 +94,8 @@ class CachedCore(SdpaCore):
                 keys = self._after_padding().within(window, self.length, device)
                 visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
         ids = microbatch.position_ids
-        return PositionInfo(visible, {own: each.compute(ids) for own, each in self.rotations.items()})
+        angles = {own: each.compute(ids) for own, each in self.rotations.items()}
+        return PositionInfo(visible, angles, self.query_factors(num_tokens, ids))
 
     def _after_padding(self) -> VisibleKeys:
         """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""

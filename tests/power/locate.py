@@ -209,9 +209,11 @@ PLACES: dict[str, tuple[str, str]] = {
     "rotary positions continue over the replicas' samples": (
         r"output of layers\.0\.attention\.attend", WHOLE),
     "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
-    "gates of a shared group are those of another rank": (
-        r"output( \d)? of layers\.0\.attention\.(queries_keys_values|attend)", WHOLE),
+    "ranks of a shared group take queries for gates": (
+        r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
     "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
+    "factors of queries continue over the replicas' samples": (
+        r"input \d of layers\.0 ", WHOLE),
     "sinks have the gradient of the first replica's samples": (
         r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
     "the gradient of sinks is a mean over the microbatch's samples": (

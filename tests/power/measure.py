@@ -40,7 +40,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"rope_scaling": "linear", "rope_scaling_factor": 4.0},
     },
     "olmo": {"norm_position": "output", "qk_layernorm": True, "qk_layernorm_width": "all_heads"},
-    "gpt-oss": {"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
+    "gpt-oss": {
+        **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
+        **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}

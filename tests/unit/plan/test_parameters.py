@@ -86,6 +86,7 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gemma2-2b", 2_614_341_888),
         ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
+        ("ministral3-8b", 8_489_553_920),
         ("pythia-6.9b", 6_857_302_016),
     ],
 )

@@ -122,6 +122,6 @@ def test_a_z_loss_is_refused_if_the_model_would_ignore_it(one_rank: Topology) ->
     config = replace(MODEL, z_loss_coeff=0.1)
     for model in (GPT, ResidualModel, BERT):
         check_stage(model(config, context, range(1)), model)
-    with pytest.raises(UserError, match="--z-loss-coeff 0.1 with OwnLosses, whose own losses does"):
+    with pytest.raises(UserError, match=r"--z-loss-coeff 0\.1 with OwnLosses, whose own losses does"):
         check_stage(OwnLosses(config, context, range(1)), OwnLosses)
     check_stage(OwnLosses(MODEL, context, range(1)), OwnLosses)
