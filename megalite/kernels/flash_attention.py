@@ -363,8 +363,8 @@ def _query_ends(starts: Tensor | None) -> Tensor | None:
     return torch.searchsorted(starts, positions.contiguous(), right=True)
 
 
-def _with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the operator's implementation: a forward without sinks, whose results then get the sinks."""
+def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the operator's implementation from a forward without sinks, whose results then get them."""
 
     def run(
         q: Tensor,
@@ -389,10 +389,10 @@ def _with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
     return run
 
 
-torch.library.impl(_OP, "default", _with_sinks(reference))  # on every device without Triton
+torch.library.impl(_OP, "default", with_sinks(reference))  # on every device without Triton
 torch.library.impl(_BACKWARD, "default", reference_backward)
 if has_triton():
-    torch.library.impl(_OP, "CUDA", _with_sinks(launch))
+    torch.library.impl(_OP, "CUDA", with_sinks(launch))
     torch.library.impl(_BACKWARD, "CUDA", launch_backward)
 
 
