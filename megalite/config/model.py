@@ -31,13 +31,13 @@ NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "quick_geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _MOST_LAYERS = 10_000
@@ -47,6 +47,10 @@ _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_
 _SCALED: dict[str, Any] = {
     "same_shapes": True,
     "only_with": ("rope_scaling", ("linear", "llama3", "yarn")),
+}
+_GATED: dict[str, Any] = {
+    "same_shapes": True,
+    "only_with": ("activation", ("swiglu", "geglu", "quick_geglu")),
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
@@ -214,13 +218,20 @@ class ModelConfig:
     activation: Activation = field(
         default="gelu",
         metadata=option(
-            sets={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+            sets={"--swiglu": "swiglu", "--quick-geglu": "quick_geglu", "--squared-relu": "squared_relu"},
             same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
             in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
-    (Gemma) are gated."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma)
+    and quick_geglu (GPT-OSS) are gated."""
+    activation_func_clamp_value: float | None = field(
+        default=None, metadata=option(allowed=POSITIVE, **_GATED)
+    )
+    """Bound the gate of a gated activation from above, and the values that it multiplies from both sides
+    (GPT-OSS: 7)."""
+    glu_linear_offset: float = field(default=0.0, metadata=option(allowed=NOT_NEGATIVE, **_GATED))
+    """Number to add to the values that the gate of a gated activation multiplies (GPT-OSS: 1)."""
     embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
     logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))

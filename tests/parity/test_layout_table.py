@@ -59,6 +59,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "llama-tiny, gpt-oss": {
         **{"softmax_type": "learnable", "add_bias_linear": True, "attention_output_gate": True},
         **{"window_size": (10, 0), "window_attn_skip_freq": (2,), "z_loss_coeff": 0.1},
+        **{"activation": "quick_geglu", "activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0},
     },
 }
 """Fields of models with other options than their preset."""

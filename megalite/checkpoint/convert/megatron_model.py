@@ -30,8 +30,6 @@ _REFUSED = {
     "multi_latent_attention": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
     "num_experts": None,
     "glu_activation": None,
 }
@@ -129,6 +127,8 @@ def _positions(arguments: Arguments) -> str:
 def _activation(arguments: Arguments) -> str:
     if arguments.get("swiglu"):
         return "swiglu"
+    if arguments.get("quick_geglu"):
+        return "quick_geglu"
     if arguments.get("squared_relu"):
         return "squared_relu"
     # Megatron's default, the fused GELU, is the tanh form; its unfused GELU is the erf form.

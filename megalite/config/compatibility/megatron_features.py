@@ -178,13 +178,13 @@ UNSUPPORTED = (
         "this model option",
         "remove it, or choose another --preset",
         """
-        quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
+        apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
         embedding-init-method-std use-mup mup
         data-parallel-random-init freeze-all-layers
         """,
-        "mup- yarn- relative-attention- activation-func- glu-linear- qk-clip mscale",
+        "mup- yarn- relative-attention- activation-func-fp8- qk-clip mscale",
     ),
     UnsupportedFeature(
         "training",

@@ -13,7 +13,7 @@ from tests.stages import build_stage
 SWITCHES = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu"),
+    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "quick_geglu"),
     "add_bias_linear": (True, False),
     "embed_layernorm": (True, False),
     "untie_embeddings_and_output_weights": (True, False),

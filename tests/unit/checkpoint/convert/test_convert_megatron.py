@@ -114,6 +114,10 @@ def test_switches_of_a_model():
     arguments = {"num_attention_heads": 2, "hidden_size": 8, "squared_relu": True, "apply_layernorm_1p": True}
     fields = model_of(arguments, ModelConfig())
     assert (fields["activation"], fields["zero_centered_norms"]) == ("squared_relu", True)
+    arguments |= {"squared_relu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0}
+    fields = model_of({**arguments, "glu_linear_offset": 1.0}, ModelConfig())
+    names = ("activation", "activation_func_clamp_value", "glu_linear_offset")
+    assert [fields[name] for name in names] == ["quick_geglu", 7.0, 1.0]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -146,8 +150,6 @@ def test_a_bert_is_refused(tmp_path):
     [
         ("rotary_seq_len_interpolation_factor", 1, 2),
         ("qk_l2_norm", False, True),
-        ("activation_func_clamp_value", None, 7.0),
-        ("glu_linear_offset", 0.0, 1.0),
     ],
 )
 def test_an_option_that_changes_the_model_is_refused(name, default, other):
