@@ -48,6 +48,9 @@ MODELS = {
     "gemma": replace(
         PRESETS["gemma3-1b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
     ),
+    "gates and sinks": replace(
+        PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
