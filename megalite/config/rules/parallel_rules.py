@@ -95,7 +95,7 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
     elif tp > groups:
         # The ranks of a group divide its query heads, since tp divides all query heads.
-        ranks, rows = tp // groups, (model.num_attention_heads // groups + 2) * model.head_dim
+        ranks, rows = tp // groups, sum(model.group_heads) * model.head_dim
         if rows % ranks:
             yield Problem(
                 names,
