@@ -13,6 +13,8 @@ from torch import Tensor
 
 LM_LOSS = "lm_loss"
 """Name of the loss of the predicted tokens."""
+Z_LOSS = "z_loss"
+"""Name of the term of --z-loss-coeff."""
 
 
 class LossTerm(NamedTuple):
@@ -52,6 +54,11 @@ class WithTerms(NamedTuple):
     def of(output: Tensor | WithTerms) -> WithTerms:
         """Return the output of a layer, or of a stage before the last."""
         return output if isinstance(output, WithTerms) else WithTerms(output, {})
+
+    @staticmethod
+    def if_any(hidden: Tensor, terms: Terms) -> Tensor | WithTerms:
+        """Return the output of a layer that computes these terms, which can be none."""
+        return WithTerms(hidden, terms) if terms else hidden
 
     @staticmethod
     def of_last(output: Tensor | WithTerms) -> WithTerms:

@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.no_rope,
     model_rules.query_groups,
     model_rules.bert,
+    model_rules.experts,
     model_rules.norm_position,
     model_rules.qk_norm,
     model_rules.mup,

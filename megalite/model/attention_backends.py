@@ -95,6 +95,8 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
         return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
+    if case.config.softmax_type != "vanilla":
+        return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors

@@ -17,13 +17,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
+from megalite.kernels import (
+    CausalSoftmax,
+    Drop,
+    VisibleKeys,
+    add_sinks_,
+    flash_attention,
+    sinks_gradient,
+)
 from megalite.kernels.packed_heads import gradients_of
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
     Angles,
     PositionInfo,
+    build_query_scale,
     build_rotations,
     distance_bias,
     local_slopes,
@@ -39,12 +47,21 @@ class LayerCore(Protocol):
     def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
         """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
+            sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
         """
 
 
@@ -80,6 +97,7 @@ class AttentionCore(ABC):
         self.context = context
         self.scale = config.score_scale
         self.rotations = build_rotations(config, context)
+        self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
@@ -89,7 +107,21 @@ class AttentionCore(ABC):
         angles = None
         if positions is not None:
             angles = {own: rotation.look_up(positions) for own, rotation in self.rotations.items()}
-        return PositionInfo(self.visible_keys(microbatch.tokens.shape, ids, self.windows), angles)
+        shape = microbatch.tokens.shape
+        factors = self.query_factors(shape[1], positions)
+        return PositionInfo(self.visible_keys(shape, ids, self.windows), angles, factors)
+
+    def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
+        """Return the factors of the queries of `PositionInfo`.
+
+        Args:
+            position_ids: ``[b, s]``; None for positions within the sample.
+        """
+        if self.query_scale is None:
+            return None
+        if position_ids is None:
+            return self.query_scale.table(seq_length)
+        return self.query_scale.compute(position_ids)
 
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
@@ -124,6 +156,7 @@ class AttentionCore(ABC):
         """Build the tables for samples of this length, for layers that are then compiled."""
         for rotation in self.rotations.values():
             rotation.table(seq_length)
+        self.query_factors(seq_length, None)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)
@@ -133,6 +166,8 @@ class AttentionCore(ABC):
         for rotation in self.rotations.values():
             for angles in rotation.tables.values():
                 yield from angles
+        if self.query_scale is not None:
+            yield from self.query_scale.tables.values()
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
@@ -143,7 +178,15 @@ class AttentionCore(ABC):
         return self
 
     @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
 
 
@@ -181,9 +224,18 @@ class SdpaCore(AttentionCore):
             self._distances[s] = distance_bias(self.config, self.context, s)
         return self._distances[s][:, first:]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
+        assert sinks is None, "this backend does not support sinks"
         bias = visible.bias
         with self.kernels():
             return F.scaled_dot_product_attention(
@@ -207,17 +259,25 @@ class _BlockwiseAttention(torch.autograd.Function):
         softmax: CausalSoftmax,
         blocking: Blocking,
         largest: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out, sums = attend(q, k, v, softmax, blocking, largest)
-        ctx.save_for_backward(q, k, v, sums)
+        if sinks is not None:
+            add_sinks_(out, sums, sinks)
+        of_sinks = (out, sinks) if sinks is not None and sinks.requires_grad else ()
+        ctx.save_for_backward(q, k, v, sums, *of_sinks)
         ctx.softmax, ctx.blocking = softmax, blocking
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
+        (grad,), (q, k, v, sums, *of_sinks) = grads, ctx.saved_tensors
         results = attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking)
-        return *gradients_of(results), None, None, None
+        grad_sinks = None
+        if of_sinks:
+            out, sinks = of_sinks
+            grad_sinks = sinks_gradient(grad, out, sums, sinks)
+        return *gradients_of(results), None, None, None, grad_sinks
 
 
 class SoftmaxCore(AttentionCore):
@@ -248,9 +308,17 @@ class UnfusedCore(SoftmaxCore):
         core = super().for_layer(layer, kind)
         return MeasuredCore(self) if self.config.qk_clip else core
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return self.attend(q, k, v, visible, drop)
+        return self.attend(q, k, v, visible, drop, sinks)
 
     def attend(
         self,
@@ -259,13 +327,14 @@ class UnfusedCore(SoftmaxCore):
         v: Tensor,
         visible: VisibleKeys,
         drop: Drop,
+        sinks: Tensor | None = None,
         largest: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, and raise the `largest` scores of the heads, ``[n]``; see `LayerCore`."""
         softmax = self.softmax(q, visible, drop)
         if torch.compiler.is_compiling():
-            return traced_attention(q, k, v, softmax, self.blocking)
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest)
+            return traced_attention(q, k, v, softmax, self.blocking, sinks)
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest, sinks)
         return out
 
 
@@ -288,14 +357,30 @@ class MeasuredCore:
             device=context.device,
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return self.core.attend(q, k, v, visible, drop, self.largest)
+        return self.core.attend(q, k, v, visible, drop, sinks, self.largest)
 
 
 class TritonCore(SoftmaxCore):
     """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(q, visible, drop))
+        return flash_attention(q, k, v, self.softmax(q, visible, drop), sinks)

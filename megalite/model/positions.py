@@ -33,10 +33,12 @@ class PositionInfo(NamedTuple):
         visible: keys that each query sees, by the window of a layer's kind.
         angles: angles of rotary embedding, by the `own_rotary` of a layer's kind; None for positions within
             the sample.
+        query_factors: ``[s, b or 1, 1, 1]``, factors of the queries; None without them.
     """
 
     visible: dict[int | None, VisibleKeys]
     angles: dict[bool, Angles | None] | None = None
+    query_factors: Tensor | None = None
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""
@@ -126,6 +128,38 @@ def build_rotations(config: ModelConfig, context: LayerContext) -> dict[bool, Ro
         )
         rotations[True] = build(of_windows, context)
     return rotations
+
+
+class QueryScale:
+    """Computes the factor of a query by its position, 1 + beta log(1 + floor(position / original length)).
+
+    With more keys, the softmax is flatter; the factor sharpens it again (Llama 4, Ministral 3).
+    """
+
+    def __init__(self, beta: float, original_length: int, context: LayerContext) -> None:
+        self.beta, self.original_length = beta, original_length
+        self.context = context
+        self.tables: dict[int, Tensor] = {}
+
+    def compute(self, position_ids: Tensor) -> Tensor:
+        """Return the factors of tokens at any positions ``[b, s]``, ``[s, b, 1, 1]``."""
+        lengths = position_ids.t()[:, :, None, None] // self.original_length
+        return (1.0 + self.beta * lengths.double().log1p()).to(self.context.dtype)
+
+    def table(self, seq_length: int) -> Tensor:
+        """Return the factors of the positions in a sample, ``[s, 1, 1, 1]``, computed at the first call."""
+        if seq_length not in self.tables:
+            positions = torch.arange(seq_length, device=self.context.device)
+            self.tables[seq_length] = self.compute(positions[None])
+        return self.tables[seq_length]
+
+
+def build_query_scale(config: ModelConfig, context: LayerContext) -> QueryScale | None:
+    """Return the factors of queries by position, or None for a model without them."""
+    beta = config.llama_4_scaling_beta
+    if beta is None or config.rope_scaling not in ("llama3", "yarn"):
+        return None
+    return QueryScale(beta, config.original_max_position_embeddings, context)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

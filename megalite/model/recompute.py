@@ -6,7 +6,7 @@
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
-    selective      core_attn    rotary embedding and attention      queries, keys and values
+    selective      core_attn    rotary embedding and attention      queries, keys, values and gates
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -36,6 +36,7 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
+from megalite.model.mlp import MLP
 from megalite.model.positions import PositionInfo
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
@@ -75,17 +76,21 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
     if "layernorm" in config.modules:
-        recompute_output(layer.mlp_norm, "forward", mlp, "project_up")
-    if "mlp_act" in config.modules:
+        first = "project_up" if isinstance(mlp, MLP) else "transform"
+        recompute_output(layer.mlp_norm, "forward", mlp, first)
+    if "mlp_act" in config.modules and isinstance(mlp, MLP):
         mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
         recompute_output(mlp, "activate", mlp, "project_down")
 
 
 def _recompute_attend(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def recompute_attend(
-        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
+        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo, *gate: Tensor
     ) -> Tensor:
-        return recompute(partial(attend, sample_numbers=sample_numbers, positions=positions), q, k, v)
+        def attend_again(q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
+            return attend(q, k, v, sample_numbers, positions, *gate)
+
+        return recompute(attend_again, q, k, v, *gate)
 
     return recompute_attend
 

@@ -18,6 +18,7 @@ from megalite.hardware.host_buffers import HostBuffers
 from megalite.model import (
     activation_offload,
     attention,
+    attention_core,
     bert_stage,
     embedding,
     head,
@@ -365,6 +366,14 @@ def _with_all_logits(logits: Tensor, targets: Tensor, vocab_size: int, tp: Any) 
     return (gather_from_tensor_parallel(logits, tp) if tp.size > 1 else logits), targets, vocab_size, tp
 
 
+def _with_own_log_sums(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def losses_and_log_sums(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        own = logits.logsumexp(-1)  # before the logits are overwritten
+        return original(logits.clone(), *rest)[0], own
+
+    return losses_and_log_sums
+
+
 def _of_slices(scales: Any, topology: Topology) -> Any:
     """Return Muon's scales of matrices of which a rank has some rows."""
 
@@ -686,6 +695,20 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("rotary positions continue over the replicas' samples", "dp2", positions.Rotary, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "qwen"),
+        ("a rank has the sinks of another rank's heads", "tp2", parameter_spec.ParameterSpec, "box",
+         after(_other_vector), "gpt-oss"),
+        ("ranks of a shared group take queries for gates", "tp4", attention.Attention, "_split_shared_group",
+         after(lambda heads, *_: (heads[1], heads[0], *heads[2:])), "gpt-oss"),
+        ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
+         _with_own_log_sums, "gpt-oss"),
+        ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
+         lambda original, topology: lambda self, ids: original(
+             self, ids * (1 + topology.replicas.rank)), "gpt-oss"),
+        ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
+         lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
+         "gpt-oss"),
+        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
+         "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",

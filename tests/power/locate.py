@@ -208,6 +208,16 @@ PLACES: dict[str, tuple[str, str]] = {
     "a rank rotates its share of the rotated part": (r"output of layers\.0\.attention\.attend", WHOLE),
     "rotary positions continue over the replicas' samples": (
         r"output of layers\.0\.attention\.attend", WHOLE),
+    "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "ranks of a shared group take queries for gates": (
+        r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
+    "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
+    "factors of queries continue over the replicas' samples": (
+        r"input \d of layers\.0 ", WHOLE),
+    "sinks have the gradient of the first replica's samples": (
+        r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
+    "the gradient of sinks is a mean over the microbatch's samples": (
+        r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
     "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (

@@ -150,6 +150,56 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a mixture of experts has enough of them, and no options that it cannot have."""
+    model, recompute = config.model, config.recompute
+    if model.num_experts is None or model.num_experts <= 1:
+        return
+    given = f"--num-experts {model.num_experts}"
+    if model.moe_router_topk > model.num_experts:
+        yield Problem(
+            ("moe_router_topk", "num_experts"),
+            f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
+        )
+    if model.moe_layer_freq is not None:
+        if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
+            yield from problems
+        elif not any(kind.has_experts for kind in model.layer_kinds):
+            pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
+            yield Problem(
+                ("moe_layer_freq", "num_experts"),
+                f"{pattern} leaves no layer with experts: remove both it and --num-experts",
+            )
+    if model.mup_base_width is not None:
+        yield Problem(
+            ("num_experts", "mup_base_width"),
+            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
+            "it",
+        )
+    if model.add_bias_linear:
+        yield Problem(
+            ("num_experts", "add_bias_linear"),
+            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
+            "keys and values need them",
+        )
+    if config.training.compile:
+        yield Problem(
+            ("num_experts", "compile"),
+            f"--compile with {given}: the shapes of an expert's GEMMs depend on its tokens; remove it",
+        )
+    if config.training.fp8_format is not None:
+        yield Problem(
+            ("num_experts", "fp8_format"),
+            f"--fp8-format {config.training.fp8_format} with {given}: experts have no 8-bit GEMMs; remove it",
+        )
+    if "mlp_act" in recompute.modules:
+        yield Problem(
+            ("num_experts", "recompute_modules"),
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
+            "part of an MLP; pass mlp",
+        )
+
+
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
@@ -270,7 +320,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout and capped scores.
+    """Check that the attention backend supports dropout, capped scores and sinks.
 
     Only our own backends have counter-based masks.
     """
@@ -289,6 +339,13 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
             f"--attention-backend {model.attention_backend} cannot cap scores, and "
             f"{flag_with_value('attn_logit_softcapping', model.attn_logit_softcapping)} is set: pass "
             "--attention-backend auto, or remove it",
+        )
+    if model.softmax_type != "vanilla" and model.attention_backend not in (*own, "flex"):
+        yield Problem(
+            ("attention_backend", "softmax_type"),
+            f"--attention-backend {model.attention_backend} has no sinks in its softmax, and "
+            f"{flag_with_value('softmax_type', model.softmax_type)} adds them: pass --attention-backend "
+            "auto, or remove it",
         )
 
 
@@ -351,7 +408,7 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             "GEMMs is in bf16; pass --bf16",
         )
     heads = model.num_attention_heads * model.head_dim
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    qkv = model.num_kv_heads * sum(model.group_heads) * model.head_dim
     dimensions = (
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
         (

@@ -67,6 +67,13 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--num-attention-heads {model.num_attention_heads} is not divisible by --tp {tp}: "
             "each rank takes whole heads",
         )
+    width = model.expert_ffn_size
+    if model.has_experts and width != model.ffn_size and width % tp:
+        yield Problem(
+            ("moe_ffn_hidden_size", "num_experts", _TP),
+            f"--moe-ffn-hidden-size {width} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-width // tp) * tp}",
+        )
     if model.ffn_size % tp:
         yield Problem(
             ("ffn_hidden_size", "hidden_size", "activation", _TP),
@@ -88,7 +95,7 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
     elif tp > groups:
         # The ranks of a group divide its query heads, since tp divides all query heads.
-        ranks, rows = tp // groups, (model.num_attention_heads // groups + 2) * model.head_dim
+        ranks, rows = tp // groups, sum(model.group_heads) * model.head_dim
         if rows % ranks:
             yield Problem(
                 names,

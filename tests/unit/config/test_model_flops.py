@@ -64,14 +64,18 @@ def test_flops_are_those_that_torch_counts(model: ModelConfig, build) -> None:
     assert flops_per_token(whole_square, tp=1) == pytest.approx(_counted_per_token(build()), rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+GATED = "llama-tiny, gates"
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, GATED])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
-    model = PRESETS[preset]
+    has_gates = preset == GATED
+    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], attention_output_gate=has_gates)
     vocabulary = model.vocab_size or 30522
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)
     matrices = [weight.shape for weight in units.layers[0].weights if len(weight.shape) > 1]
-    assert model.layer_weights == sum(map(math.prod, matrices))
+    assert model.layer_weights(model.layer_kinds[0]) == sum(map(math.prod, matrices))
     # BERT predicts a whole number of tokens, and has a small matrix for the order of its two segments.
     tolerance = 2 / model.seq_length if model.architecture == "bert" else 1e-9
     expected = 3 * units.forward_flops / model.seq_length

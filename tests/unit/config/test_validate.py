@@ -658,6 +658,10 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
             "--attn-logit-softcapping 30 --attention-dropout 0 --attention-backend flash",
             "flash cannot cap scores, and --attn-logit-softcapping 30.0 is set: pass",
         ),
+        (
+            "--softmax-type learnable --attention-dropout 0 --attention-backend flash",
+            "flash has no sinks in its softmax, and --softmax-type learnable adds them: pass",
+        ),
     ],
 )
 def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:

@@ -25,19 +25,28 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
@@ -52,6 +61,7 @@ MODELS = {
     "bloom": BloomForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "olmo2": Olmo2ForCausalLM,
@@ -60,11 +70,18 @@ MODELS = {
     "gemma2": Gemma2ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
     "gpt_neox": GPTNeoXForCausalLM,
+    "mixtral": MixtralForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+    "olmoe": OlmoeForCausalLM,
 }
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 
 
 class InDoublePrecision(TorchFunctionMode):
-    """Runs code that asks for fp32 by name (softmax, norms, angles, the loss) in fp64 instead."""
+    """Runs code that asks for fp32 by name (softmax, norms, angles, the loss) in fp64 instead.
+
+    Quotients of whole numbers, which are in fp32 by default, are in fp64 too.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def widen(value):
@@ -72,6 +89,9 @@ class InDoublePrecision(TorchFunctionMode):
 
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        is_quotient = func in (torch.Tensor.div, torch.Tensor.__truediv__)
+        if is_quotient and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point():
+            args = (args[0].double(), *args[1:])
         args = tuple(widen(value) for value in args)
         return func(*args, **{name: widen(value) for name, value in (kwargs or {}).items()})
 
@@ -148,6 +168,18 @@ def mistral_config(choose):
     fields = llama_config(choose).to_dict()
     del fields["model_type"], fields["attention_bias"], fields["mlp_bias"]
     return MistralConfig(**fields, sliding_window=choose((2, 9, 17)))
+
+
+def ministral3_config(choose):
+    fields = llama_config(choose).to_dict()
+    for name in ("model_type", "architectures", "attention_bias", "mlp_bias"):
+        fields.pop(name, None)
+    fields["rope_parameters"] = {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+        **{"original_max_position_embeddings": choose((9, 16)), "llama_4_scaling_beta": choose((0.1, 0.7))},
+        **choose(({}, {"mscale": 1.0, "mscale_all_dim": 1.0})),
+    }
+    return Ministral3Config(**fields, sliding_window=choose((None, 9)))
 
 
 def like_llama(kind, choose, *omitted, **more):
@@ -253,6 +285,31 @@ def gpt_neox_config(choose):
     )
 
 
+def experts(choose, width):
+    return {
+        "num_local_experts": choose((3, 4, 7)),
+        "num_experts_per_tok": choose((2, 3)),  # the only expert of a token has weight 1, without a gradient
+        width: choose((5, 18)),
+        "router_aux_loss_coef": 0.0,
+    }
+
+
+def mixtral_config(choose):
+    window = choose((None, 2, 9))
+    return like_llama(MixtralConfig, choose, sliding_window=window, **experts(choose, "intermediate_size"))
+
+
+def qwen3_moe_config(choose):
+    window = {"use_sliding_window": True, "sliding_window": choose((2, 9))} if choose((True, False)) else {}
+    more = {**window, **experts(choose, "moe_intermediate_size")}
+    return like_llama(Qwen3MoeConfig, choose, norm_topk_prob=choose((True, False)), **more)
+
+
+def olmoe_config(choose):
+    more = {**whole_heads(choose), **experts(choose, "intermediate_size")}
+    return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -263,9 +320,13 @@ CONFIGS = {
     "olmo2": olmo2_config,
     "olmo3": olmo3_config,
     "smollm3": smollm3_config,
+    "ministral3": ministral3_config,
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
     "gpt_neox": gpt_neox_config,
+    "mixtral": mixtral_config,
+    "qwen3_moe": qwen3_moe_config,
+    "olmoe": olmoe_config,
 }
 
 
@@ -276,7 +337,8 @@ def random_ids(hf_config, num_samples, length, seed):
 
 def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
-    model = MODELS[kind]._from_config(hf_config, attn_implementation="eager")
+    more = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
+    model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
@@ -286,11 +348,17 @@ def build_theirs(kind, hf_config, seed):
     return model
 
 
+def as_saved(hf_model, tensors):
+    """Their tensors under the names of their files, where each expert has tensors of its own."""
+    has_experts = hf_model.config.model_type in WITH_EXPERTS
+    return revert_weight_conversion(hf_model, dict(tensors)) if has_experts else dict(tensors)
+
+
 def build_ours(hf_model, topology, **changes):
     config = dataclasses.replace(config_of(hf_model.config.to_dict()), **changes)
     has_documents = not config.is_causal  # BERT's padding
     stage = build_stage(config, topology, range(config.num_layers), seed=0, has_documents=has_documents)
-    weights = from_hf(hf_model.state_dict(), config)
+    weights = from_hf(as_saved(hf_model, hf_model.state_dict()), config)
     assert set(weights) == {name for name, _ in stage.named_parameters()}
     stage.load_state_dict(weights)
     return stage
@@ -300,7 +368,7 @@ def run_theirs(model, ids):
     """Logits [b, s, v], mean loss of the tokens, gradients by name; theirs shifts the labels by itself."""
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = as_saved(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     return result.logits[:, :-1], result.loss, gradients
 
 
@@ -372,7 +440,8 @@ def test_weights_return_to_transformers(kind, one_rank):
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[1]), 0)
     ours = build_ours(theirs, one_rank)
     returned = to_hf(dict(ours.named_parameters()), ours.config)
-    named = {family_of(ours.config).full_name(name): each for name, each in theirs.named_parameters()}
+    tensors = as_saved(theirs, theirs.named_parameters())
+    named = {family_of(ours.config).full_name(name): each for name, each in tensors.items()}
     assert returned.keys() == named.keys()
     for name, parameter in named.items():
         assert torch.equal(returned[name], parameter), name
