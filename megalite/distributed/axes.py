@@ -131,7 +131,7 @@ class Factoring:
 
     def combinations(self) -> tuple[tuple[str, ...], ...]:
         """Return the sets of axes whose ranks need a process group together, each outermost first."""
-        roles: tuple[Role, ...] = ("samples", "losses", "replicas")
+        roles: tuple[Role, ...] = ("samples", "positions", "losses", "replicas")
         wanted = (*(self.with_role(role) for role in roles), *map(self.ordered, self.groups))
         return tuple(dict.fromkeys(names for names in wanted if len(names) > 1))
 
@@ -187,6 +187,12 @@ MODEL = Factoring(
             always_in_file_names=True,
         ),
         AxisEntry("dp", "data-parallel", "data_parallel_size", _ALL_OF_DATA, takes_rest=True),
+        AxisEntry(
+            "cp",
+            "context-parallel",
+            "context_parallel_size",
+            frozenset({"positions", "losses", "replicas"}),
+        ),
         AxisEntry(
             "tp",
             "tensor-parallel",

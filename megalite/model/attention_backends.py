@@ -53,6 +53,11 @@ class Case:
         has_distances = config.position_embedding_type == "alibi"
         return has_window or has_distances or self.context.has_documents or not config.is_causal
 
+    @property
+    def has_slice_of_queries(self) -> bool:
+        """Return whether a rank has some of the queries and all keys."""
+        return self.context.attention_queries.count > 1
+
 
 class Backend(NamedTuple):
     """Describes one way to compute attention.
@@ -113,18 +118,20 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
+_SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return queries, keys and bias of one sample, as expanded tensors that need little memory."""
     config, context = case.config, case.context
-    heads = config.num_attention_heads // context.tp.size
-    groups = max(1, config.num_kv_heads // context.tp.size)
+    heads = config.num_attention_heads // context.attention_heads.count
+    groups = max(1, config.num_kv_heads // context.attention_heads.count)
     s, d = config.seq_length, config.head_dim
+    m = s // context.attention_queries.count  # queries
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
-    q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
-    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
+    q, k = one.expand(1, heads, m, d), one.expand(1, groups, s, d)
+    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, m, s)
     return q, k, mask if case.has_bias else None
 
 
@@ -153,6 +160,8 @@ def cudnn_version(number: int) -> str:
 
 
 def _flex_refusal(case: Case) -> str:
+    if case.has_slice_of_queries:
+        return _SLICE.format("FlexAttention")
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.device == "cpu":
@@ -167,6 +176,8 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
+    if case.has_slice_of_queries:
+        return _SLICE.format("the Triton kernel")
     if case.device == "cpu":
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
@@ -248,7 +259,6 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
-    assert context.topology.positions.count == 1, "a query would not see the keys of other ranks"
     case = Case(config, context)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)

@@ -1,6 +1,7 @@
 """The attention core, softmax(scale q k^T + bias) v, that the layers of a stage share.
 
-Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size.
+Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size. With
+all-gathered keys of context parallelism, there are m = s/cp queries, and m = s otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from megalite.config import LayerKind, ModelConfig
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
@@ -40,7 +42,7 @@ class LayerCore(Protocol):
         """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
-        """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
+        """Map ``[b, n, m, d]`` and twice ``[b, g', s, d]`` to ``[b, n, m, d]``.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
@@ -81,15 +83,25 @@ class AttentionCore(ABC):
         self.scale = config.score_scale
         self.rotations = build_rotations(config, context)
         self.windows: list[int | None] = []
+        self.own_positions, self.own_queries = context.topology.positions, context.attention_queries
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
-        ids, positions = microbatch.document_ids, microbatch.position_ids
-        angles = None
+        ids, positions, own = microbatch.document_ids, microbatch.position_ids, self.own_positions
+        b, s = microbatch.tokens.shape[0], microbatch.tokens.shape[1] * own.count
+        angles: dict[bool, Angles | None] | None = None
         if positions is not None:
-            angles = {own: rotation.look_up(positions) for own, rotation in self.rotations.items()}
-        return PositionInfo(self.visible_keys(microbatch.tokens.shape, ids, self.windows), angles)
+            angles = {kind: rotation.look_up(positions, s) for kind, rotation in self.rotations.items()}
+        elif own.count > 1:
+            angles = {kind: rotation.of_slice(own, s) for kind, rotation in self.rotations.items()}
+        return PositionInfo(self.visible_keys((b, s), ids, self.windows), angles)
+
+    def queries(self, s: int) -> range:
+        """Return the positions of the queries that attend on this rank."""
+        num_queries = s // self.own_queries.count
+        first = self.own_queries.index * num_queries
+        return range(first, first + num_queries)
 
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
@@ -105,6 +117,7 @@ class AttentionCore(ABC):
         if document_ids is None:
             return {window: self.in_whole_sample(s, window).expand(b) for window in windows}
         documents = VisibleKeys.in_documents(document_ids, is_causal=self.config.is_causal)
+        documents = documents._replace(first=self.queries(s).start)
         return {
             window: self.translate(documents.within(window, s, document_ids.device), s) for window in windows
         }
@@ -113,7 +126,8 @@ class AttentionCore(ABC):
         """Return the keys of the queries of one sample without documents, computed at the first call."""
         assert self.config.is_causal, "bidirectional attention must know the padding"
         if (s, window) not in self._whole:
-            self._whole[s, window] = self.translate(VisibleKeys().within(window, s, self.context.device), s)
+            whole = VisibleKeys(first=self.queries(s).start).within(window, s, self.context.device)
+            self._whole[s, window] = self.translate(whole, s)
         return self._whole[s, window]
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
@@ -150,7 +164,7 @@ class AttentionCore(ABC):
 class SdpaCore(AttentionCore):
     """Calls PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
 
-    ALiBi, documents and windows are passed as a bias ``[b or 1, n or 1, s, s]``; layers of a kind share it.
+    ALiBi, documents and windows are passed as a bias ``[b or 1, n or 1, m, s]``; layers of a kind share it.
 
     Args:
         kernels: kernels that it may use, the preferred one first; by default any kernel.
@@ -167,31 +181,39 @@ class SdpaCore(AttentionCore):
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
         """Return the keys as a bias, unless they are those of causal attention."""
         is_causal = visible.starts is None and visible.ends is None
-        return visible if is_causal and not self.has_bias else VisibleKeys(bias=self._bias(visible, s))
+        if is_causal and not self.has_bias:
+            return visible
+        return VisibleKeys(bias=self._bias(visible, s, self.queries(s)))
 
-    def _bias(self, visible: VisibleKeys, s: int, first: int = 0) -> Tensor:
-        """Return the bias of the queries from `first` on, ``[b or 1, n or 1, s - first, s]``."""
-        hidden = visible.hidden(range(first, s), range(s), self.context.device)
-        return self._distance_bias(s, first).masked_fill(hidden[:, None], -torch.inf)
+    def _bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
+        """Return the bias of these queries, ``[b or 1, n or 1, m, s]``."""
+        hidden = visible.hidden(queries, range(s), self.context.device)
+        return self._distance_bias(s, queries).masked_fill(hidden[:, None], -torch.inf)
 
-    def _distance_bias(self, s: int, first: int) -> Tensor:
+    def _distance_bias(self, s: int, queries: range) -> Tensor:
         if not self.context.has_documents:  # the bias itself is a table
-            return distance_bias(self.config, self.context, s, first)
+            return distance_bias(self.config, self.context, s, queries)
         if s not in self._distances:
-            self._distances[s] = distance_bias(self.config, self.context, s)
-        return self._distances[s][:, first:]
+            self._distances[s] = distance_bias(self.config, self.context, s, range(s))
+        return self._distances[s][:, queries.start : queries.stop]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
-        bias = visible.bias
+        bias: Tensor | None = visible.bias
+        is_causal = bias is None
+        if bias is None and q.shape[2] < k.shape[2]:
+            last = visible.first + q.shape[2]
+            k, v = k[:, :, :last], v[:, :, :last]
+            if visible.first > 0:
+                bias, is_causal = causal_lower_right(q.shape[2], last), False
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
                 attn_mask=bias,
-                is_causal=bias is None,
+                is_causal=is_causal,
                 scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -225,9 +247,9 @@ class SoftmaxCore(AttentionCore):
         )
         self.cap = config.attn_logit_softcapping
 
-    def softmax(self, q: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
-        """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop, self.cap)
+    def softmax(self, k: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
+        """Return the softmax of the scores of queries ``[b, n, m, d]`` with keys ``[b, g', s, d]``."""
+        return CausalSoftmax(k.shape[2], self.scale, self.slopes, visible, drop, self.cap)
 
 
 class UnfusedCore(SoftmaxCore):
@@ -239,7 +261,7 @@ class UnfusedCore(SoftmaxCore):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        softmax = self.softmax(q, visible, drop)
+        softmax = self.softmax(k, visible, drop)
         if torch.compiler.is_compiling():
             return traced_attention(q, k, v, softmax, self.blocking)
         out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
@@ -251,4 +273,4 @@ class TritonCore(SoftmaxCore):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(q, visible, drop))
+        return flash_attention(q, k, v, self.softmax(k, visible, drop))

@@ -20,7 +20,7 @@ from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
 _REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, float scale, "
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, float scale, "
     "float p, int base, float? cap, int num_queries, int num_bytes"
 )
 
@@ -33,23 +33,25 @@ torch.library.define(
 
 def traced_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking) -> Tensor:
     """Compute `attend` differentiably, with the dropout key in a tensor."""
-    _, scale, slopes, (starts, ends, window, *_), drop, cap = softmax
+    _, scale, slopes, visible, drop, cap = softmax
+    starts, ends, window = visible[:3]
     assert drop is not None and drop.key_tensor is not None
     p, _, samples, base, key = drop
     out: Tensor = torch.ops.megalite.attention(
-        q, k, v, slopes, starts, ends, samples, key, window, scale, p, base, cap, *blocking
+        q, k, v, slopes, starts, ends, samples, key, window, visible.first, scale, p, base, cap, *blocking
     )[0]
     return out
 
 
 def _arguments(
-    q: Tensor,
+    k: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
     samples: Tensor,
     key: Tensor,
     window: int | None,
+    first: int,
     scale: float,
     p: float,
     base: int,
@@ -57,16 +59,16 @@ def _arguments(
     *blocking: int,
 ) -> tuple[CausalSoftmax, Blocking]:
     drop = Drop(p, key_of(key), samples, base)
-    visible = VisibleKeys(starts, ends, window)
-    return CausalSoftmax(q.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
+    visible = VisibleKeys(starts, ends, window, first=first)
+    return CausalSoftmax(k.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, *_arguments(q, *rest))
+    return attend(q, k, v, *_arguments(k, *rest))
 
 
 def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any) -> list[Tensor]:
-    return attend_backward(grad, q, k, v, sums, *_arguments(q, *rest))
+    return attend_backward(grad, q, k, v, sums, *_arguments(k, *rest))
 
 
 torch.library.register_kernel(_OP, None, _forward)
@@ -91,7 +93,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     grads = torch.ops.megalite.attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients_of(grads), *(None,) * 12
+    return *gradients_of(grads), *(None,) * 13
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
