@@ -150,6 +150,11 @@ class ParallelConfig:
         return self.pipeline_schedule
 
     @property
+    def has_slice_of_queries(self) -> bool:
+        """Return whether a rank's attention has some of the queries and all keys of a sample."""
+        return self.cp > 1 and self.cp_comm_type == "all_gather"
+
+    @property
     def num_hidden_slices(self) -> int:
         """Return the number of slices into which hidden states are cut along the sequence."""
         return self.mesh.num_position_slices * (self.tp if self.sequence_parallel else 1)

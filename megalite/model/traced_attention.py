@@ -20,8 +20,8 @@ from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 _OP = "megalite::attention"
 _BACKWARD = "megalite::attention_backward"
 _REST = (
-    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, float scale, "
-    "float p, int base, float? cap, int num_queries, int num_bytes"
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, "
+    "float scale, float p, int base, float? cap, int num_queries, int num_bytes"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")

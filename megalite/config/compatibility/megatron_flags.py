@@ -297,13 +297,12 @@ ACCEPTED_IF_OFF = (
         _MOE,
     ),
     FlagIfOff("model", "mlp-type", "standard", "mixture of experts", _MOE),
-    FlagIfOff("parallel", "context-parallel-size", "1", "context parallelism", "remove it"),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",
         "1",
         "context parallelism, as in DeepSpeed's Ulysses",
-        "remove it; --sequence-parallel shards activations over tensor-parallel ranks",
+        "pass --context-parallel-size with --cp-comm-type a2a instead",
     ),
     FlagIfOff(
         "optimizer",

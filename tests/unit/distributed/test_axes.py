@@ -17,9 +17,8 @@ from megalite.errors import UserError
 from megalite.recording.traffic import CollectiveCall, Traffic
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
-PP, DP, TP = MODEL.axes
-CP = AxisEntry("cp", "context-parallel", "cp", frozenset({"positions", "losses", "replicas"}))
-WITH_CP = Factoring("model", (PP, DP, CP, TP), groups=(("tp", "cp"),))
+PP, DP, CP, TP = MODEL.axes
+WITH_CP = replace(MODEL, groups=(("tp", "cp"),))
 EXPERTS = Factoring(
     "experts",
     (
@@ -39,7 +38,7 @@ def options(table: tuple[Factoring, ...] = AXES, **sizes: int) -> MeshOptions:
 def test_the_config_gives_each_axis_its_size() -> None:
     parallel = ParallelConfig(2, 3, 4, zero_stage=1, distributed_timeout_minutes=7)
     assert parallel.mesh == MeshOptions(
-        {"pp": 3, "dp": 4, "tp": 2}, zero_stage=1, timeout_minutes=7, backend="auto"
+        {"pp": 3, "dp": 4, "cp": 1, "tp": 2}, zero_stage=1, timeout_minutes=7, backend="auto"
     )
     assert parallel.mesh.smallest_world == 24
     assert parallel.with_sizes({"dp": 2}) == replace(
