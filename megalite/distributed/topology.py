@@ -181,8 +181,13 @@ class Topology:
         return self.model.axes
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each of the model's axes that messages name, in the table's order."""
+        return {name: axis.size for name, axis in self.model.named.items()}
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's coordinate along each of the model's axes, in the table's order."""
+        """Return this rank's coordinate along each of the axes of `sizes`."""
         return self.model.coordinates
 
     def over(self, *names: str) -> Axis:

@@ -75,14 +75,15 @@ class PlannedRun:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Return the size of each axis, in the order of layout names; dp has the ranks that others leave."""
+        """Return the size of each named axis, in the order of layout names; dp has the other ranks."""
         mesh = self.config.parallel.mesh
         fixed = {axis.name: mesh.sizes[axis.name] or 1 for axis in mesh.model.axes if not axis.takes_rest}
         rest = self.cluster.world_size // math.prod(fixed.values())
-        return {axis.name: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
+        sizes = {axis: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
+        return {axis.name: size for axis, size in sizes.items() if axis.is_named(size)}
 
     def _num_ranks(self, role: Role) -> int:
-        return math.prod(self.sizes[name] for name in self.config.parallel.mesh.model.with_role(role))
+        return math.prod(self.sizes.get(name, 1) for name in self.config.parallel.mesh.model.with_role(role))
 
     @cached_property
     def dp(self) -> int:

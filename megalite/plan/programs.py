@@ -79,12 +79,8 @@ def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = Fa
         has_slice_of_queries: a rank's attention has some of the queries and all keys of a sample.
     """
     has_dropout = model.attention_dropout > 0.0
-    can_run_triton = (
-        not has_slice_of_queries
-        and gpu.has_triton
-        and model.params_dtype != "fp64"
-        and model.head_dim <= MAX_TRITON_HEAD
-    )
+    fits_triton = model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    can_run_triton = gpu.has_triton and fits_triton and not has_slice_of_queries
     is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
     return Program(
         fused_attention=not is_written_out,

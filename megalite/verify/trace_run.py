@@ -412,7 +412,7 @@ def trace_rank(
         return RankTrace(
             topology.rank,
             topology.coordinates,
-            {name: axis.size for name, axis in topology.axes.items()},
+            topology.sizes,
             trainer.chunks[0].context.sequence_slice,
             tuple(part.name for part in topology.replicas.parts),
             steps.loss_collectives,

@@ -131,7 +131,6 @@ def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> No
     line = f"{SMALL} --program megatron-core --context-parallel-size 2 --tp 4 --zero-stage 1"
     text = lines(line)
     assert "tp 4 x pp 1 x dp 2 x cp 2, 32 microbatches of 1 sample per replica" in text
-    assert "note: --context-parallel-size 2 is planned; megalite has no context parallelism" in text
     kinds, alone = (
         plan(each)["memory_gb_by_stage_and_kind"][0]
         for each in (line, line.replace("--context-parallel-size 2", ""))

@@ -130,7 +130,6 @@ def test_megatrons_example_of_bert_is_accepted_but_for_its_stages() -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--ds-sequence-parallel-size 1", "--ds-sequence-parallel-size 1 is not needed: it is always so"),
         ("--train-sync-interval 1", "--train-sync-interval 1 is not needed: cached memory"),
         ("--no-mmap-bin-files", "--no-mmap-bin-files is not needed: files are memory-mapped"),
         ("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion is not needed: the fastest kernel"),
