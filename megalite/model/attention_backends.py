@@ -51,7 +51,8 @@ class Case:
         config = self.config
         has_window = any(kind.window is not None for kind in config.layer_kinds)
         has_distances = config.position_embedding_type == "alibi"
-        return has_window or has_distances or self.context.has_documents or not config.is_causal
+        is_packed = self.context.has_documents or not config.is_causal
+        return has_window or has_distances or is_packed or self.has_slice_of_queries
 
     @property
     def has_slice_of_queries(self) -> bool:
@@ -105,7 +106,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if any(_PROBES[kernel](_parameters(case), False) for kernel in kernels):
         return ""
     gpu = torch.cuda.get_device_name(case.context.device)
-    bias = ", ALiBi, a window or packed documents" if case.has_bias else ""
+    bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
         f"for head size {case.config.head_dim} in {case.config.params_dtype}{bias}"

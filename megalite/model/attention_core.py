@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from megalite.config import LayerKind, ModelConfig
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
@@ -179,11 +178,15 @@ class SdpaCore(AttentionCore):
         )
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
-        """Return the keys as a bias, unless they are those of causal attention."""
+        """Return the keys as a bias, unless they are those of all queries in causal attention."""
         is_causal = visible.starts is None and visible.ends is None
-        if is_causal and not self.has_bias:
+        queries = self.queries(s)
+        if is_causal and not self.has_bias and len(queries) == s:
             return visible
-        return VisibleKeys(bias=self._bias(visible, s, self.queries(s)))
+        bias = self._bias(visible, s, queries)
+        if visible.ends is None and queries.stop < s:
+            bias = bias[..., : queries.stop].contiguous()  # no query sees a later key
+        return VisibleKeys(bias=bias)
 
     def _bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
         """Return the bias of these queries, ``[b or 1, n or 1, m, s]``."""
@@ -200,20 +203,16 @@ class SdpaCore(AttentionCore):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
-        bias: Tensor | None = visible.bias
-        is_causal = bias is None
-        if bias is None and q.shape[2] < k.shape[2]:
-            last = visible.first + q.shape[2]
-            k, v = k[:, :, :last], v[:, :, :last]
-            if visible.first > 0:
-                bias, is_causal = causal_lower_right(q.shape[2], last), False
+        bias = visible.bias
+        if bias is not None and bias.shape[-1] < k.shape[2]:
+            k, v = k[:, :, : bias.shape[-1]], v[:, :, : bias.shape[-1]]
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
                 attn_mask=bias,
-                is_causal=is_causal,
+                is_causal=bias is None,
                 scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
