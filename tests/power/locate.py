@@ -106,7 +106,6 @@ PLACES: dict[str, tuple[str, str]] = {
     "exchanged heads have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
     "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
     "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
-    "every slice adds an order loss": ("sop_loss", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),

@@ -23,7 +23,14 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.parallel_rules import batch, replicas, sample_ranks, sequence, shard_groups
+from megalite.config.rules.parallel_rules import (
+    batch,
+    exchanged_heads,
+    replicas,
+    sample_ranks,
+    sequence,
+    shard_groups,
+)
 from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
@@ -660,3 +667,20 @@ def test_options_without_effect_name_the_other_option() -> None:
         "--rope-scaling-factor 2.0 has no effect: --rope-scaling is none, not linear or llama3 or yarn"
         in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "heads", "groups", "expected"),
+    [
+        (1, 4, 8, 2, ""),
+        (2, 2, 8, 2, ""),
+        (1, 3, 8, 2, "the 8 query and 2 key/value heads cannot be split: use --cp 2, or "),
+        (2, 4, 12, 2, "the 6 query and 1 key/value heads of each of 2 tensor-parallel ranks .* --cp 3, or "),
+    ],
+)
+def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, expected: str) -> None:
+    parallel = ParallelConfig(tp, context_parallel_size=cp, cp_comm_type="a2a")
+    model = ModelConfig(num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * 8)
+    problems = [problem.text for problem in exchanged_heads(Config(model=model, parallel=parallel), None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(f"{expected}--cp-comm-type all_gather", problem) for problem in problems)
