@@ -141,6 +141,20 @@ def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> No
         plan(line.replace("--context-parallel-size 2", "--context-parallel-size 3"))
 
 
+def test_slices_of_samples_need_less_memory_and_communication() -> None:
+    line = "--preset llama3-8b --gpu h100-80 --world-size 16 --global-batch-size 16 --seq-length 32768 --bf16 --tp 2"
+    alone, gathered, exchanged = (
+        plan(f"{line} {more}") for more in ("", "--cp 4", "--cp 4 --cp-comm-type a2a")
+    )
+    saved = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in (alone, gathered, exchanged)]
+    assert saved[0] / 4 < saved[2] < saved[1] < saved[0] / 3  # whole keys are saved for backward
+    assert exchanged["layout"] == {"tp": 2, "pp": 1, "dp": 2, "cp": 4}
+    seconds = [each["seconds_by_kind"] for each in (alone, gathered, exchanged)]
+    assert seconds[0]["cp"] == 0.0 < seconds[1]["cp"] < seconds[2]["cp"]  # few key/value heads
+    # The last slice sees 7/4 times as many keys as the average one.
+    assert seconds[1]["attention"] == pytest.approx(7 / 4 * seconds[2]["attention"], rel=1e-3)
+
+
 def test_a_search_shards_over_all_replicas() -> None:
     line = f"{SMALL} --context-parallel-size 16 --tp 1 --pp 1 --search --top 100"
     layouts = re.findall(r"tp1pp1dp1cp16(shard\d+)?mbs\d+(?:\+zero([123]))?", lines(line))
