@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.model import MODEL_OPTIONS, resolved_fields
+from megalite.config.model_fields import MODEL_OPTIONS, resolved_fields
 from megalite.config.option import OnResume, Option
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.config.resume_rules import RESUME_RULES, fields_with

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megalite.config.flags import flag_of
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -16,9 +14,7 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     OnResume,
-    Option,
     option,
-    option_of,
 )
 from megalite.errors import UserError
 
@@ -39,8 +35,6 @@ AttentionBackend = Literal[
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
-_MOST_LAYERS = 10_000
-"""Layers up to which patterns of layers are compared."""
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
 _SCALED: dict[str, Any] = {
@@ -393,61 +387,6 @@ class ModelConfig:
         padded = self.padded_vocab_size(tp)
         assert self.vocab_size is not None  # otherwise padded_vocab_size raises
         return padded - self.vocab_size
-
-
-MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
-"""What each field of `ModelConfig` declares besides its flags."""
-
-
-def inactive_options(model: ModelConfig) -> dict[str, str]:
-    """Return the fields without effect, each with the value of another field that causes it, as text."""
-    reasons = {}
-    for name, declared in MODEL_OPTIONS.items():
-        if declared.only_with is not None:
-            other, needed = declared.only_with
-            if (value := getattr(model, other)) not in needed:
-                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
-    return reasons
-
-
-def resolved_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that determine the model, with resolved defaults, and None if without effect."""
-    fields = {
-        name: getattr(model, name)
-        for name, declared in MODEL_OPTIONS.items()
-        if declared.on_resume is OnResume.MODEL
-    }
-    scalar = model.query_pre_attn_scalar
-    return {
-        **fields,
-        "ffn_hidden_size": model.ffn_size,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
-        "max_position_embeddings": model.num_positions,
-        **_resolved_patterns(model),
-        **dict.fromkeys(inactive_options(model)),
-    }
-
-
-def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that select layers, as a mark for each layer, and those of layers with a window.
-
-    A pattern that makes no difference between layers is None.
-    """
-    # A damaged checkpoint may name any number of layers.
-    kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
-    windows = tuple(int(kind.window is not None) for kind in kinds)
-    unrotated = tuple(int(not kind.rotary) for kind in kinds)
-    rotary = {
-        "window_rotary_base": model.window_rotary_base or model.rotary_base,
-        "window_rope_scaling": model.window_rope_scaling,
-    }
-    return {
-        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
-        "no_rope_freq": unrotated if any(unrotated) else None,
-        **(rotary if any(windows) else dict.fromkeys(rotary)),
-    }
 
 
 def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.config import Config
 from megalite.config.fields import MAX_INT, ConfigField, config_fields
 from megalite.config.flags import flag_of
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.config.option import (
     ABOVE_ONE,
     AT_LEAST_TWO,

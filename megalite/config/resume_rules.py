@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megalite.config.data import CORPUS_FIELDS, TOKENIZER_FIELDS
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.config.option import OnResume
 from megalite.distributed.axes import AXES
 

@@ -9,7 +9,7 @@ from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, DataConfig
 from megalite.config.flags import flag_with_value
 from megalite.config.logging import LoggingConfig
-from megalite.config.model import inactive_options
+from megalite.config.model_fields import inactive_options
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.parallel_rules import replicas
 from megalite.config.stage_layers import SPLITS

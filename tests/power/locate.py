@@ -73,7 +73,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "the gradient of shared keys and values is not summed": (
         r"gradient of the output of layers\.3\.attention\.qkv", f"reduce-scatter over tp|{MISSING_TP}"),
     "queries of a shared group are those of another rank": (
-        r"input of layers\.0\.attention\.query_norm", WHOLE),
+        r"output of layers\.0\.attention\.queries_keys_values", WHOLE),
     "every rank has the ALiBi slopes of the first heads": (r"layers\.0\.attention\.attend", WHOLE),
     "partial gradients are not summed": ("after all sums", MISSING_TP),
     "partial gradients are means": ("after all sums", "all-reduce over tp|mean over tp"),

@@ -13,6 +13,7 @@ SAMPLE = (
     "gradients are not summed over replicas",
     "a stage reads the message before",
     "updated weights are not gathered",
+    "input gradients of column layers are not summed",
 )
 WRONG_OPERATION = {
     "groups of shards are not summed",

@@ -20,7 +20,7 @@ from megalite.checkpoint.convert.model_settings import (
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.errors import UserError, few
 
 Arguments = Mapping[str, Any]

@@ -20,7 +20,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.fields import ConfigField, config_fields
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.config.resume_rules import RESUME_RULES

@@ -10,7 +10,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.model import resolved_fields
+from megalite.config.model_fields import resolved_fields
 
 
 def test_layers_are_of_one_kind_by_default() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from megalite.config import OptimizerConfig
 from megalite.config.fields import config_fields
-from megalite.config.model import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.config.option import OnResume
 from megalite.config.resume_rules import _NAMES, MAY_DIFFER_BETWEEN_RANKS, RESUME_RULES
 

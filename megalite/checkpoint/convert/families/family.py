@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.config import ModelConfig
-from megalite.config.model import resolved_fields
+from megalite.config.model_fields import resolved_fields
 from megalite.errors import UserError
 
 Parts = Sequence[Tensor]

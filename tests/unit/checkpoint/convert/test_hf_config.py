@@ -17,7 +17,7 @@ from megalite.checkpoint.convert.hf_tensors import (
     to_hf,
 )
 from megalite.config import ModelConfig
-from megalite.config.model import resolved_fields
+from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from tests.stages import build_stage
