@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config import ModelConfig
+from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config.presets import PRESETS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
@@ -15,6 +19,7 @@ from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
 from megalite.model.context_parallel import KEY_ACCESS
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.train.trainer import start_trainer
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
 
@@ -61,3 +66,36 @@ def test_attention_is_that_of_the_whole_sequence(
     for slices, whole in zip(zip(*ranks, strict=True), expected, strict=True):
         error = (torch.cat(slices).double() - whole).abs().max() / whole.abs().max()
         assert error < bound
+
+
+def _losses(topology: Topology, config: Config, num_steps: int) -> list[float]:
+    """Continue from the last checkpoint, if there is one, and save another one."""
+    with start_trainer(config, topology) as trainer:
+        trainer.load()
+        losses = [trainer.step().loss for _ in range(num_steps)]
+        trainer.save()
+    return losses
+
+
+def test_a_checkpoint_continues_with_any_context_parallel_size(tmp_path: Path) -> None:
+    model = dataclasses.replace(
+        PRESETS["gpt-tiny"], num_layers=2, vocab_size=64, seq_length=16, params_dtype="fp64"
+    )
+    found: dict[str, list[float]] = {}
+    for name, sizes in {"one": (1,), "others": (2, 1, 4)}.items():
+        (tmp_path / name).mkdir()
+        for size in sizes:
+            parallel = ParallelConfig(context_parallel_size=size, zero_stage=1)
+            config = Config(
+                model=model,
+                parallel=parallel,
+                data=DataConfig(mock_data=True),
+                training=TrainingConfig(global_batch_size=2, train_iters=6, eval_iters=0),
+                checkpoint=CheckpointConfig(save=str(tmp_path / name), load=str(tmp_path / name)),
+            )
+            ranks = run_ranks(_losses, parallel.mesh, size, config, 6 // len(sizes))
+            assert ranks == [ranks[0]] * size
+            found[name] = [*found.get(name, []), *ranks[0]]
+    assert found["others"] == pytest.approx(found["one"], rel=1e-12)
+    names = {file.name for file in tmp_path.glob("one/iter_*/*.safetensors")}
+    assert not any("cp" in name for name in names)

@@ -142,7 +142,8 @@ def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> No
 
 
 def test_slices_of_samples_need_less_memory_and_communication() -> None:
-    line = "--preset llama3-8b --gpu h100-80 --world-size 16 --global-batch-size 16 --seq-length 32768 --bf16 --tp 2"
+    line = "--preset llama3-8b --gpu h100-80 --world-size 16 --global-batch-size 16 --bf16 --tp 2"
+    line += " --seq-length 32768"
     alone, gathered, exchanged = (
         plan(f"{line} {more}") for more in ("", "--cp 4", "--cp 4 --cp-comm-type a2a")
     )
