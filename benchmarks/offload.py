@@ -102,7 +102,9 @@ def _offload(num_elements: int, folder: str | None, topology: Topology) -> Optim
 
 def _update(offload: OptimizerOffload, num_elements: int) -> Callable[[], None]:
     states = [
-        OffloadedUpdate(torch.randn(size.numel), torch.zeros(size.numel, dtype=torch.bfloat16), 1e-4, 0.1)
+        OffloadedUpdate(
+            torch.randn(size.numel), torch.zeros(size.numel, dtype=torch.bfloat16), 1e-4, 0.1, 1e-8
+        )
         for size in _sizes(num_elements)
     ]
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints"),
     "verify": Command("tools/verify_layout.py", "verify that a config trains the same run in any layout"),
     "report": Command("tools/report.py", "write an HTML page about runs"),
+    "ladder": Command("tools/ladder.py", "train one family of models at several sizes, and fit its losses"),
     "launch": Command("tools/make_sbatch.py", "write a Slurm script or a Kubernetes job for a planned run"),
     "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine"),
     "scaling": Command("tools/measure_scaling.py", "measure how a run scales over nodes, beside its plan"),

@@ -54,6 +54,11 @@ class WithTerms(NamedTuple):
         return output if isinstance(output, WithTerms) else WithTerms(output, {})
 
     @staticmethod
+    def if_any(hidden: Tensor, terms: Terms) -> Tensor | WithTerms:
+        """Return the output of a layer that computes these terms, which can be none."""
+        return WithTerms(hidden, terms) if terms else hidden
+
+    @staticmethod
     def of_last(output: Tensor | WithTerms) -> WithTerms:
         """Return the output of the last stage: a tensor is the total of `LM_LOSS`."""
         return output if isinstance(output, WithTerms) else WithTerms(None, {LM_LOSS: LossTerm(output)})

@@ -1,6 +1,9 @@
 """Update the generated parts of the documentation: command output, pictures and tables.
 
-python -m docs.make [PAGE.md …]     run from the repository root; the default is every page of docs/
+python -m docs.make                       every page of docs/, and every picture
+python -m docs.make docs/PAGE.md …        these pages, and the pictures that they show
+
+Run it from the repository root.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ DOCS = Path(__file__).parents[1]
 
 def main(pages: Sequence[str]) -> None:
     """Rewrite the files that are out of date, and print their names."""
+    chosen = [Path(page).resolve() for page in pages]
+    shown = "".join(page.read_text(encoding="utf-8") for page in chosen)
     for name, draw in PICTURES.items():
-        _write(DOCS / "pictures" / name, draw())
-    for page in [Path(page).resolve() for page in pages] or sorted(DOCS.glob("*.md")):
+        if not chosen or f"pictures/{name})" in shown:
+            _write(DOCS / "pictures" / name, draw())
+    for page in chosen or sorted(DOCS.glob("*.md")):
         _write(page, with_figures(with_tables(renewed(page))))
 
 

@@ -103,7 +103,7 @@ def _table(topic: str, title: str) -> Iterator[str]:
     for feature in UNSUPPORTED:
         if feature.topic == topic:
             names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]
-            alone = f"no effect without {_code('--' + feature.switch)}, else " if feature.switch else ""
+            alone = "no effect in a dense model, else " if feature.of_experts else ""
             yield f"| {_code(*names)} | {alone}refused, {feature.what}: {feature.fix} |"
     yield ""
 

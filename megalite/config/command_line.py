@@ -260,7 +260,8 @@ def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:
 def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnostics: Diagnostics) -> None:
     line = CommandLine(config, {flag.flag: flag for flag in flags}, _world_size())
     for flag in line.flags.values():
-        if rule := rule_of(flag.flag) or REMARKS.get(flag.flag):
+        of_other = None if flag.flag in fields_by_flag() else rule_of(flag.flag)
+        if rule := of_other or REMARKS.get(flag.flag):
             rule(flag, line, diagnostics)
 
 

@@ -12,6 +12,7 @@ from megalite.config.option import (
     NOT_NEGATIVE,
     OPEN_SHARE,
     POSITIVE,
+    SHARE,
     SIZE,
     OnResume,
     option,
@@ -28,6 +29,8 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
+RouterScores = Literal["softmax", "sigmoid"]
+LoadBalancing = Literal["seq_aux_loss", "none"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
@@ -43,6 +46,8 @@ _SCALED: dict[str, Any] = {
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+_EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
+_ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,13 @@ class LayerKind:
         rotary: whether queries and keys are rotated by their position, in a model with rope.
         own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
             from those of other layers.
+        has_experts: whether the MLP is a mixture of experts.
     """
 
     window: int | None = None
     rotary: bool = True
     own_rotary: bool = False
+    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +210,7 @@ class ModelConfig:
     )
     """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
     (Gemma) are gated."""
-    embedding_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
+    embedding_multiplier: float = field(default=1.0, metadata=option("--mup-embedding-mult", **_NUMBER))
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
     logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
     """Factor of the output layer's input, and so of the logits."""
@@ -213,6 +220,14 @@ class ModelConfig:
     """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
     query_pre_attn_scalar: float | None = field(default=None, metadata=option(**_NUMBER))
     """Divide attention scores by the square root of this. By default of the head size."""
+    mup_base_width: int | None = field(
+        default=None, metadata=option("--mup-base-hidden-size", **{**_NUMBER, "allowed": SIZE})
+    )
+    """Use muP: initial weights, learning rates and logits are scaled so that hyperparameters tuned at this
+    hidden size fit --hidden-size."""
+    mup_base_head_dim: int | None = field(default=None, metadata=option(**{**_NUMBER, "allowed": SIZE}))
+    """With --mup-base-width: head size B of the base model. Scores are divided by d / sqrt(B), where d is the
+    head size. By default B is d."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -224,6 +239,19 @@ class ModelConfig:
     )
     """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
     (all_heads: OLMo 2)."""
+    qk_clip: bool = field(default=False, metadata=option(on_resume=OnResume.SETTING))
+    """After each update, scale down the queries and keys of heads whose largest attention score was above
+    --qk-clip-threshold."""
+    qk_clip_threshold: float = field(
+        default=100.0,
+        metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Largest attention score, after scaling, that --qk-clip leaves."""
+    qk_clip_alpha: float = field(
+        default=0.5,
+        metadata=option(allowed=SHARE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
+    )
+    """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
     embed_layernorm: bool = False
     """Normalize the embeddings before the first layer, as BLOOM does."""
     untie_embeddings_and_output_weights: bool = False
@@ -244,6 +272,36 @@ class ModelConfig:
     )
     """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
     other layer, such as [1]*3+[0]. By default all layers have it."""
+    num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
+    """Replace MLPs by this many experts each, of which a router selects some for each token
+    (docs/experts.md). 1 is a dense model."""
+    moe_router_topk: int = field(default=2, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of experts for each token."""
+    moe_ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
+    """Width of one expert. By default that of the MLP."""
+    moe_layer_freq: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, **_EXPERTS)
+    )
+    """Layers with experts: the first and every Nth after it. Or a list with 1 for each of them and 0 for each
+    other layer, such as [0]+[1]*11. By default all layers."""
+    moe_router_score_function: RouterScores = field(default="softmax", metadata=option(**_ROUTER))
+    """Function of the router's logits."""
+    moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
+    """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_load_balancing_type: LoadBalancing = field(
+        default="seq_aux_loss",
+        metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
+    )
+    """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
+    any micro-batch size, or none."""
+    moe_aux_loss_coeff: float = field(
+        default=0.01, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """Weight of that loss. Megatron-LM's default is 0."""
+    moe_z_loss_coeff: float = field(
+        default=0.0, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """Weight of the squared log-sum-exp of the router's logits in the loss, which keeps them small."""
     attention_backend: AttentionBackend = field(
         default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
     )
@@ -277,7 +335,22 @@ class ModelConfig:
             window=None if window is None else window[0],
             rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
             own_rotary=window is not None and self.windows_differ_in_rotary,
+            has_experts=self._has_experts(number),
         )
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether layers can have experts."""
+        return self.num_experts is not None and self.num_experts > 1
+
+    def _has_experts(self, number: int) -> bool:
+        """Return whether a layer's MLP is a mixture of experts."""
+        pattern = self.moe_layer_freq or (1,)
+        if not self.has_experts:
+            return False
+        if len(pattern) > 1:
+            return pattern[number] == 1
+        return pattern[0] > 0 and number % pattern[0] == 0
 
     @property
     def windows_differ_in_rotary(self) -> bool:
@@ -332,12 +405,30 @@ class ModelConfig:
         return 4 * self.hidden_size
 
     @property
-    def layer_weights(self) -> int:
-        """Return the number of elements of a layer's matrices."""
+    def expert_ffn_size(self) -> int:
+        """Return the width of one expert, resolved."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    def layer_weights(self, kind: LayerKind, *, active: bool = False) -> int:
+        """Return the number of elements of a layer's matrices.
+
+        Args:
+            active: count of the experts only as many as each token has.
+        """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
         attention = 2 * self.hidden_size * (self.num_attention_heads + self.num_kv_heads) * self.head_dim
-        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_size
+        rows = self.ffn_size * self._num_halves
+        if kind.has_experts:
+            assert self.num_experts is not None
+            count = self.moe_router_topk if active else self.num_experts
+            rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
+        return attention + self.hidden_size * rows
+
+    @property
+    def _num_halves(self) -> int:
+        """Return the number of matrices of the MLP's width."""
+        return 3 if self.is_gated else 2
 
     @property
     def head_dim(self) -> int:
@@ -347,7 +438,21 @@ class ModelConfig:
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        return 1.0 / math.sqrt(self.squared_score_divisor)
+
+    @property
+    def squared_score_divisor(self) -> float:
+        """Return --query-pre-attn-scalar, resolved: d by default, d^2 / B with muP's base head size B."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar
+        if self.mup_base_width is None or self.mup_base_head_dim is None:
+            return self.head_dim
+        return self.head_dim**2 / self.mup_base_head_dim
+
+    @property
+    def width_ratio(self) -> float:
+        """Return how many times wider the model is than the base model of muP; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
     def rotary_dim(self) -> int:

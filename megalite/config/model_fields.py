@@ -22,7 +22,10 @@ def inactive_options(model: ModelConfig) -> dict[str, str]:
     for name, declared in MODEL_OPTIONS.items():
         if declared.only_with is not None:
             other, needed = declared.only_with
-            if (value := getattr(model, other)) not in needed:
+            value = getattr(model, other)
+            if not needed and (value is None or value <= 1):
+                reasons[name] = f"{flag_of(other)} is not above 1"
+            elif needed and value not in needed:
                 reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
     return reasons
 
@@ -34,14 +37,18 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         for name, declared in MODEL_OPTIONS.items()
         if declared.on_resume is OnResume.MODEL
     }
-    scalar = model.query_pre_attn_scalar
+    scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
     return {
         **fields,
         "ffn_hidden_size": model.ffn_size,
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
+        "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
+        "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
         "max_position_embeddings": model.num_positions,
+        "num_experts": model.num_experts if model.has_experts else None,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
         **_resolved_patterns(model),
         **dict.fromkeys(inactive_options(model)),
     }
@@ -56,6 +63,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
     windows = tuple(int(kind.window is not None) for kind in kinds)
     unrotated = tuple(int(not kind.rotary) for kind in kinds)
+    with_experts = tuple(int(kind.has_experts) for kind in kinds)
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
         "window_rope_scaling": model.window_rope_scaling,
@@ -63,5 +71,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     return {
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
         "no_rope_freq": unrotated if any(unrotated) else None,
+        "moe_layer_freq": with_experts if not all(with_experts) else None,
+        **({"ffn_hidden_size": None} if all(with_experts) else {}),
         **(rotary if any(windows) else dict.fromkeys(rotary)),
     }

@@ -13,15 +13,15 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
 
     By the convention of "model FLOPs", a multiply-add is two operations. Only GEMMs count, and backward
     counts twice the forward. Causal attention counts half of the scores, and with a window the scores within
-    it. Recomputation does not count. Logits count with the padded vocabulary, which depends on `tp`; in BERT
-    they count for the predicted tokens only.
+    it. Of a layer's experts, those of one token count. Recomputation does not count. Logits count with the
+    padded vocabulary, which depends on `tp`; in BERT they count for the predicted tokens only.
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
     hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
     scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, model.layer_kinds))
-    layers = model.num_layers * model.layer_weights
+    layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
     multiply_adds = layers + scores_and_context + head * model.predicted_share
     return 3 * 2 * multiply_adds
 

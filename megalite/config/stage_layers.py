@@ -148,7 +148,7 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
         return even_partition(model.num_layers, stages)
     if method == "parameters":
         table = model.padded_vocab_size(tp) * model.hidden_size
-        return balanced_partition([model.layer_weights] * model.num_layers, stages, table, table)
+        return balanced_partition([*map(model.layer_weights, model.layer_kinds)], stages, table, table)
     before, each, after = weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)
 

@@ -57,6 +57,10 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if model.window_size is None:
         for name in ("window_rotary_base", "window_rope_scaling"):
             yield name, "no layer has a window (--window-size)"
+    if model.moe_router_score_function != "softmax":
+        yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
+    if model.mup_base_width is None:
+        yield "mup_base_head_dim", "--mup-base-width is not set"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"

@@ -25,12 +25,12 @@ def to_yaml(config: Config, unset: Collection[str] = ()) -> str:
     lines: list[str] = []
     for group in fields(config):
         part = getattr(config, group.name)
-        lines.append(f"{group.name}:")
-        lines += [
+        values = [
             f"  {field.name}: {yaml_value(getattr(part, field.name))}"
             for field in fields(part)
             if field.name not in unset
         ]
+        lines += [f"{group.name}:", *values] if values else []
     return "\n".join(lines) + "\n"
 
 

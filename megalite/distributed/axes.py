@@ -207,6 +207,7 @@ MODEL = Factoring(
             always_named=True,
         ),
     ),
+    groups=(("cp", "tp"),),  # they cut hidden states along the sequence, whose tokens routers count
 )
 """The axes that divide the model and its data."""
 

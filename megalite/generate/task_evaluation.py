@@ -36,13 +36,14 @@ from megalite.generate.benchmark_tasks import (
     data_loaded,
     token_scores,
 )
-from megalite.log import THIS_RANK, log
+from megalite.log import log
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import Stopped
+from megalite.train.telemetry.metrics import TaskScores
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer, build_pipeline
@@ -97,9 +98,8 @@ class TaskEvaluation(Callback):
         # The harness returns results on the first rank of each node only.
         found = [{} if results is None else scores_of(results["results"])]
         dist.broadcast_object_list(found, src=0)
-        if trainer.topology.is_reporter:
-            log.info(score_line(loop.iteration, found[0]), extra=THIS_RANK)
-        self.writers.scalars(loop.iteration, {f"tasks/{name}": score for name, score in found[0].items()})
+        scores = TaskScores(loop.iteration, trainer.progress.consumed_samples, found[0])
+        self.writers.task_scores(scores)
 
 
 def _interval(loop: TrainingLoop) -> int:
@@ -178,12 +178,6 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         for metric, score in metrics.items()
         if "," in metric and "_stderr" not in metric and isinstance(score, int | float)
     }
-
-
-def score_line(iteration: int, scores: Mapping[str, float]) -> str:
-    """Return the log line of an evaluation."""
-    fields = "".join(f" {name.replace('/', ' ')}: {score:.6E} |" for name, score in scores.items())
-    return f"task scores at iteration {iteration} |{fields}"
 
 
 class TrainingModel(TaskModel):

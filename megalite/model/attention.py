@@ -52,7 +52,13 @@ class Attention(nn.Module):
         qkv_size = self.num_groups * (self.heads_per_group + 2) * self.head_dim
         group_rows = self.heads_per_group * self.head_dim, self.head_dim, self.head_dim
         self.qkv = ColumnParallelLinear(
-            h, qkv_size, context, bias=config.has_qkv_bias, std=std, fused_rows=group_rows
+            h,
+            qkv_size,
+            context,
+            bias=config.has_qkv_bias,
+            std=std,
+            fused_rows=group_rows,
+            width_ratio=config.width_ratio,
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
         self.key_norm = build_head_norm(config, context, self.num_groups)
@@ -63,6 +69,7 @@ class Attention(nn.Module):
             bias=bias,
             std=depth_scaled_std(std, config.num_layers),
             skip_bias_add=True,
+            width_ratio=config.width_ratio,
         )
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")

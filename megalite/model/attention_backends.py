@@ -97,6 +97,8 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
+    if case.config.qk_clip:
+        return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
     if case.device == "cpu":
@@ -120,6 +122,7 @@ _PROBES = {
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
 _SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
+_MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
@@ -165,6 +168,8 @@ def _flex_refusal(case: Case) -> str:
         return _SLICE.format("FlexAttention")
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
+    if case.config.qk_clip:
+        return _MAXIMA
     if case.device == "cpu":
         return "FlexAttention has no backward on a CPU"
     if case.context.dtype == torch.float64:
@@ -179,6 +184,8 @@ def _flex_refusal(case: Case) -> str:
 def _triton_refusal(case: Case) -> str:
     if case.has_slice_of_queries:
         return _SLICE.format("the Triton kernel")
+    if case.config.qk_clip:
+        return _MAXIMA
     if case.device == "cpu":
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:

@@ -221,9 +221,15 @@ class SdpaCore(AttentionCore):
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax: CausalSoftmax,
+        blocking: Blocking,
+        largest: Tensor | None,
     ) -> Tensor:
-        out, sums = attend(q, k, v, softmax, blocking)
+        out, sums = attend(q, k, v, softmax, blocking, largest)
         ctx.save_for_backward(q, k, v, sums)
         ctx.softmax, ctx.blocking = softmax, blocking
         return out
@@ -232,7 +238,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
         results = attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking)
-        return *gradients_of(results), None, None
+        return *gradients_of(results), None, None, None
 
 
 class SoftmaxCore(AttentionCore):
@@ -258,13 +264,56 @@ class UnfusedCore(SoftmaxCore):
         super().__init__(config, context)
         self.blocking = Blocking.for_device(context.device, context.dtype)
 
+    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
+        """Return the core of one layer, which has a state of its own only for QK-clip."""
+        core = super().for_layer(layer, kind)
+        return MeasuredCore(self) if self.config.qk_clip else core
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
         """Compute attention; see `LayerCore`."""
+        return self.attend(q, k, v, visible, drop)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        largest: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention, and raise the `largest` scores of the heads, ``[n]``; see `LayerCore`."""
         softmax = self.softmax(k, visible, drop)
         if torch.compiler.is_compiling():
             return traced_attention(q, k, v, softmax, self.blocking)
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking)
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest)
         return out
+
+
+class MeasuredCore:
+    """Computes attention of one layer, and keeps the largest score of each head.
+
+    Attributes:
+        largest: largest scaled score of a query and a key that it sees, by query head of this rank,
+            ``[n/tp]``. A cap of the scores and ALiBi's bias are not included.
+    """
+
+    def __init__(self, core: UnfusedCore) -> None:
+        self.core = core
+        self.rotations = core.rotations
+        context = core.context
+        self.largest = torch.full(
+            (core.config.num_attention_heads // context.tp.size,),
+            -torch.inf,
+            dtype=torch.promote_types(context.dtype, torch.float32),
+            device=context.device,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+        """Compute attention; see `LayerCore`."""
+        of_ranks = self.largest.view(-1, q.shape[1])  # several rows if ranks exchange heads for tokens
+        own = of_ranks[self.core.context.attention_heads.index % len(of_ranks)]
+        return self.core.attend(q, k, v, visible, drop, own)
 
 
 class TritonCore(SoftmaxCore):

@@ -101,7 +101,7 @@ class BertStage(TransformerStage):
     ) -> None:
         super().__init__(config, context, layers, **more)
         if config.bert_binary_head:
-            self.loss_names = (LM_LOSS, SOP_LOSS)
+            self.loss_names = (*self.loss_names, SOP_LOSS)
 
     def build_last_part(self) -> None:
         """Build the final norm, the output layer and the heads of both predictions."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
+
+from megalite.loss_terms import Terms
 
 
 class BlockOutput(NamedTuple):
@@ -13,7 +16,9 @@ class BlockOutput(NamedTuple):
     Attributes:
         x: ``[s, b, h]``.
         bias: ``[h]``; None if the block has no bias.
+        terms: terms of the loss that the block computes.
     """
 
     x: Tensor
     bias: nn.Parameter | None
+    terms: Terms = MappingProxyType({})

@@ -122,13 +122,19 @@ def _times(x: Tensor, factor: float) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax: CausalSoftmax,
+    blocking: Blocking,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention.
 
     Args:
         q: ``[b, n, s', d]``: s' queries from position `softmax.visible.first` on.
         k, v: ``[b, g, s, d]``.
+        largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip it.
 
     Returns:
         The output ``[b, n, s', d]`` and, for backward, the logarithm of each query's sum of exponentials,
@@ -145,10 +151,24 @@ def attend(
             queries = _times(tile.queries(q, first, last), factor)
             seen = softmax.visible.key_slice(offset + first, offset + last, k.shape[2])
             scores = queries @ keys[:, :, seen]  # [c, r m, e]
-            log_sums = part.weights_(tile.scores(scores, last - first), offset + first, seen.start)
+            block = tile.scores(scores, last - first)
+            if largest is not None:
+                _raise_largest(largest[tile.heads], block, part, offset + first, seen.start)
+            log_sums = part.weights_(block, offset + first, seen.start)
             sums[tile.samples, tile.heads, first:last] = log_sums
             tile.put_queries(out, first, last, scores @ values[:, seen])
     return out, sums
+
+
+def _raise_largest(
+    largest: Tensor, scores: Tensor, softmax: CausalSoftmax, first: int, first_key: int
+) -> None:
+    """Raise the largest scaled scores, ``[n]``, to those of a block's visible keys, ``[b, n, m, e]``."""
+    num_queries, num_keys = scores.shape[2:]
+    queries, keys = range(first, first + num_queries), range(first_key, first_key + num_keys)
+    hidden = softmax.visible.hidden(queries, keys, scores.device)  # [b or 1, m, e]
+    of_block = scores.masked_fill(hidden[:, None], -torch.inf).amax((0, 2, 3))
+    torch.maximum(largest, of_block.to(largest.dtype) * softmax.scale, out=largest)
 
 
 def attend_backward(

@@ -47,7 +47,7 @@ class OutputLayer(nn.Module):
             num_padding=config.num_padding_rows(context.tp.size),
             is_vocabulary=True,
         )
-        self.multiply = multiplier(config.logit_multiplier)
+        self.multiply = multiplier(config.logit_multiplier / config.width_ratio)
         cap = config.final_logit_softcapping
         self.bound = nn.Identity() if cap is None else SoftCap(cap)
         self.weight = None if is_tied else new_parameter(spec, context)  # [v/tp, h]

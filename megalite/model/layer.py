@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.loss_terms import WithTerms
 from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
+from megalite.model.experts import MixtureOfExperts
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
@@ -41,56 +43,56 @@ class TransformerLayer(nn.Module):
             config.hidden_dropout, context, f"layers.{layer}.attention.output"
         )
         self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.mlp = MLP(config, context)
+        self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
         self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
 
         # x = x + dropout(attention(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias = self.attention(normed, sample_numbers, positions)
+        y, bias, _ = self.attention(normed, sample_numbers, positions)
         total = self.attention_output_dropout.sum_for_norm(x, y, bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
-        y, bias = self.mlp(normed)
-        return self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)
+        y, bias, terms = self.mlp(normed)
+        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers), terms)
 
 
 class PostNormLayer(TransformerLayer):
     """Computes one post-norm transformer layer (Vaswani et al. 2017; Devlin et al. 2019)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = norm(x + dropout(attention(x) + bias))
-        y, bias = self.attention(x, sample_numbers, positions)
+        y, bias, _ = self.attention(x, sample_numbers, positions)
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
-        y, bias = self.mlp(x)
+        y, bias, terms = self.mlp(x)
         normed: Tensor = self.mlp_norm(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
-        return normed
+        return WithTerms.if_any(normed, terms)
 
 
 class OutputNormLayer(TransformerLayer):
     """Computes one layer whose norms are applied to the outputs of its blocks (OLMo 2: Walsh et al. 2025)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(attention(x) + bias))
-        y, bias = self.attention(x, sample_numbers, positions)
+        y, bias, _ = self.attention(x, sample_numbers, positions)
         normed = self.attention_norm(y if bias is None else y + bias)
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(x) + bias))
-        y, bias = self.mlp(x)
+        y, bias, terms = self.mlp(x)
         normed = self.mlp_norm(y if bias is None else y + bias)
-        return self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)
+        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers), terms)
 
 
 class SandwichNormLayer(TransformerLayer):
@@ -102,34 +104,34 @@ class SandwichNormLayer(TransformerLayer):
         self.mlp_output_norm = build_norm(config, context)
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(attention(norm(x)) + bias))
         normed, x = self.attention_norm(x)
-        y, bias = self.attention(normed, sample_numbers, positions)
+        y, bias, _ = self.attention(normed, sample_numbers, positions)
         y = self.attention_output_norm(y if bias is None else y + bias)
         total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(norm(x)) + bias))
         normed, x = self.mlp_norm(total)
-        y, bias = self.mlp(normed)
+        y, bias, terms = self.mlp(normed)
         y = self.mlp_output_norm(y if bias is None else y + bias)
-        return self.mlp_output_dropout.add_to(x, y, None, sample_numbers)
+        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms)
 
 
 class ParallelLayer(TransformerLayer):
     """Computes one layer whose blocks have the same input (Wang and Komatsuzaki 2021; Black et al. 2022)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         of_attention, x = self.attention_norm(x)
         of_mlp, x = self.mlp_norm(x)
-        y, bias = self.attention(of_attention, sample_numbers, positions)
+        y, bias, _ = self.attention(of_attention, sample_numbers, positions)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
-        y, bias = self.mlp(of_mlp)
-        return self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)
+        y, bias, terms = self.mlp(of_mlp)
+        return WithTerms.if_any(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers), terms)
 
 
 LAYERS: Mapping[str, type[TransformerLayer]] = {

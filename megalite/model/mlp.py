@@ -86,9 +86,17 @@ class MLP(nn.Module):
             std=std,
             skip_bias_add=self.activation.adds_bias,
             fuses_gelu=self.activation.is_gelu,
+            width_ratio=config.width_ratio,
         )
-        down_std = depth_scaled_std(std, config.num_layers)
-        self.down = RowParallelLinear(ffn, h, context, bias=bias, std=down_std, skip_bias_add=True)
+        self.down = RowParallelLinear(
+            ffn,
+            h,
+            context,
+            bias=bias,
+            std=depth_scaled_std(std, config.num_layers),
+            skip_bias_add=True,
+            width_ratio=config.width_ratio,
+        )
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""

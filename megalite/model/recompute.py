@@ -36,6 +36,7 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
+from megalite.model.mlp import MLP
 from megalite.model.positions import PositionInfo
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
@@ -75,8 +76,9 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
     if "layernorm" in config.modules:
-        recompute_output(layer.mlp_norm, "forward", mlp, "project_up")
-    if "mlp_act" in config.modules:
+        first = "project_up" if isinstance(mlp, MLP) else "transform"
+        recompute_output(layer.mlp_norm, "forward", mlp, first)
+    if "mlp_act" in config.modules and isinstance(mlp, MLP):
         mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
         recompute_output(mlp, "activate", mlp, "project_down")
 

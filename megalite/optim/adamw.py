@@ -139,10 +139,16 @@ class _Update(NamedTuple):
     gradient: Tensor
     learning_rate: float
     weight_decay: float
+    epsilon: float
 
     def offloaded(self) -> OffloadedUpdate:
         weight = self.state.main if self.state.rounded is None else self.state.rounded
-        return OffloadedUpdate(self.gradient, weight, self.learning_rate, self.weight_decay)
+        return OffloadedUpdate(self.gradient, weight, *self.settings)
+
+    @property
+    def settings(self) -> tuple[float, float, float]:
+        """Return learning rate, weight decay and epsilon."""
+        return self.learning_rate, self.weight_decay, self.epsilon
 
 
 class AdamW:
@@ -225,8 +231,7 @@ class AdamW:
             own_rate = learning_rate if decoupled_learning_rate is None else decoupled_learning_rate
             updates = self._updates(gradients, learning_rate, own_rate, weight_decay)
             for group in _alike(updates[num_offloaded:]):
-                rate, decay = group[0].learning_rate, group[0].weight_decay
-                self._update(group, rate, decay, number, divisor, is_good)
+                self._update(group, number, divisor, is_good)
             if update_others is not None:
                 update_others(divisor, is_good)
             if self.offload is not None and updates_host:
@@ -242,8 +247,10 @@ class AdamW:
             _Update(
                 state,
                 gradient,
-                vocabulary_rate if state.kind.is_vocabulary else learning_rate,
-                weight_decay if state.kind.decay else 0.0,
+                (vocabulary_rate if state.kind.is_vocabulary else learning_rate) / state.kind.width_ratio,
+                # Decay does not depend on the width: it is multiplied by the divided learning rate.
+                weight_decay * state.kind.width_ratio if state.kind.decay else 0.0,
+                self.config.adam_eps / state.kind.width_ratio,
             )
             for state, gradient in zip(self.states, gradients, strict=True)
         ]
@@ -259,14 +266,13 @@ class AdamW:
     def _update(
         self,
         updates: Sequence[_Update],
-        learning_rate: float,
-        weight_decay: float,
         number: Tensor,
         divisor: Tensor | None,
         is_good: Tensor,
     ) -> None:
-        """Update states with equal rate and decay; the last three arguments are scalars on the device."""
+        """Update states with equal settings; the last three arguments are scalars on the device."""
         states = [update.state for update in updates]
+        learning_rate, weight_decay, epsilon = updates[0].settings
         adamw_(
             [state.main for state in states],
             [state.moments["exp_avg"] for state in states],
@@ -279,15 +285,15 @@ class AdamW:
             learning_rate=learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             weight_decay=weight_decay,
-            epsilon=self.config.adam_eps,
+            epsilon=epsilon,
         )
 
 
 def _alike(updates: Sequence[_Update]) -> list[list[_Update]]:
-    """Group updates with equal rate and decay."""
-    groups: dict[tuple[float, float], list[_Update]] = {}
+    """Group updates with equal learning rate, weight decay and epsilon."""
+    groups: dict[tuple[float, float, float], list[_Update]] = {}
     for update in updates:
-        groups.setdefault((update.learning_rate, update.weight_decay), []).append(update)
+        groups.setdefault(update.settings, []).append(update)
     return list(groups.values())
 
 

@@ -44,22 +44,26 @@ class ParameterKind(NamedTuple):
         parameter_axes: which ranks hold the parameters, and over which axes their gradients are partial.
         is_vocabulary: whether they are weights of the vocabulary with a learning rate of their own.
         is_matrix: whether they are matrices that Muon updates.
+        width_ratio: divisor of AdamW's learning rate and epsilon in muP.
     """
 
     decay: bool
     parameter_axes: ParameterAxes
     is_vocabulary: bool
     is_matrix: bool
+    width_ratio: float
 
 
 def kind_for(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> ParameterKind:
     """Return a parameter's kind: weights that the optimizer updates alike have one kind."""
     spec, config = spec_of(parameter), config or OptimizerConfig()
+    is_matrix = config.optimizer == "muon" and spec.is_matrix
     return ParameterKind(
         spec.decay,
         spec.parameter_axes,
         config.decoupled_lr is not None and spec.is_vocabulary,
-        config.optimizer == "muon" and spec.is_matrix,
+        is_matrix,
+        1.0 if is_matrix else spec.width_ratio,  # Muon scales its updates by the matrix's shape
     )
 
 

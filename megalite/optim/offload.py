@@ -37,12 +37,14 @@ class OffloadedUpdate(NamedTuple):
             weights, it holds the old ones.
         learning_rate: learning rate of this state.
         weight_decay: weight decay of this state.
+        epsilon: AdamW's epsilon for this state.
     """
 
     gradient: Tensor
     weight: Tensor
     learning_rate: float
     weight_decay: float
+    epsilon: float
 
 
 class OffloadBytes(NamedTuple):
@@ -302,7 +304,7 @@ class _HostUpdate(NamedTuple):
             learning_rate=state.learning_rate,
             betas=(self.config.adam_beta1, self.config.adam_beta2),
             weight_decay=state.weight_decay,
-            epsilon=self.config.adam_eps,
+            epsilon=state.epsilon,
         )
         if self.config.ema_decay is not None:
             share = ema_share(self.number, self.config.ema_decay)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
-from importlib import resources
-from typing import Any
 
 from megalite.errors import UserError
 from megalite.report.chart import COLOURS, figure_of, short_number
+from megalite.report.html_page import html_figure, html_page, html_table
 from megalite.report.panels import SMOOTHED_SHARE, charts_of
 from megalite.report.plan_comparison import waterfall_figure
 from megalite.report.run_folder import Run
@@ -43,14 +42,7 @@ def page(runs: Sequence[Run], x: str = "iteration", comparisons: Sequence[TimeCo
     Raises:
         UserError: plotly is not installed, or a run has no metric `x`.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("the report needs plotly: pip install plotly") from None
-    title = escape(", ".join(run.name for run in runs))
-    style = resources.files(__package__).joinpath("page.css").read_text()
     parts = [
-        f"<h1>{title}</h1>",
         _summary(runs),
         "<h2>Curves</h2>",
         *_curves(runs, x),
@@ -63,29 +55,7 @@ def page(runs: Sequence[Run], x: str = "iteration", comparisons: Sequence[TimeCo
         "<h2>Config</h2>",
         *map(_config, runs),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{style}</style><script>{get_plotlyjs()}</script></head>"
-        f'<body><button id="theme" type="button" onclick="{_SWITCH_THEME}">light / dark</button>'
-        f"<main>{''.join(parts)}</main></body></html>\n"
-    )
-
-
-_SWITCH_THEME = (
-    "const style = document.documentElement.style, dark = matchMedia('(prefers-color-scheme: dark)').matches;"
-    "style.colorScheme = (style.colorScheme || (dark ? 'dark' : 'light')) === 'dark' ? 'light' : 'dark'"
-)
-
-
-def _plotly(figure: Mapping[str, Any], name: str) -> str:
-    """Return a figure as HTML without Plotly's library, which is in the page's head."""
-    from plotly.io import to_html
-
-    config = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
-    config["showSendToCloud"] = False  # plotly's default is a button that uploads the figure
-    html: str = to_html(figure, config=config, include_plotlyjs=False, full_html=False, div_id=name)
-    return f"<figure>{html}</figure>"
+    return html_page(", ".join(run.name for run in runs), parts)
 
 
 def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
@@ -96,7 +66,7 @@ def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
             "dashed grey: repeated after a restart; dotted vertical: a restart. "
             "Drag to zoom, double-click to zoom out.</p>"
         )
-        yield _plotly(figure_of(charts, [run.name for run in runs], x), "charts")
+        yield html_figure(figure_of(charts, [run.name for run in runs], x), "charts")
     notes = [f"{chart.title}: {note}" for chart in charts if (note := chart.note())]
     yield "".join(f'<p class="note">{escape(line)}</p>' for line in (*notes, "; ".join(constants)) if line)
 
@@ -272,9 +242,9 @@ def _iteration_times(runs: Sequence[Run], comparisons: Sequence[TimeComparison |
             continue
         yield f"<h2>Time of an iteration of {escape(run.name)}</h2>"
         yield "".join(f"<p><b>{escape(line)}</b></p>" for line in comparison.findings())
-        yield _plotly(waterfall_figure(comparison), f"waterfall{index}")
+        yield html_figure(waterfall_figure(comparison), f"waterfall{index}")
         heads, *rows = comparison.table()
-        yield _table(Table("", heads, tuple(rows)))
+        yield html_table(Table("", heads, tuple(rows)))
         yield f'<p class="note">{escape(comparison.note())}</p>'
 
 
@@ -293,7 +263,7 @@ def _traces(runs: Sequence[Run]) -> Iterator[str]:
             continue
         figure, legend, note = trace_figure(trace)
         yield f"<p><b>{escape(trace.verdict)}</b></p>{_legend(legend)}"
-        yield _plotly(figure, f"trace{index}")
+        yield html_figure(figure, f"trace{index}")
         yield f'<p class="note">{escape(", ".join(filter(None, (note, str(run.trace)))))}</p>'
 
 
@@ -301,15 +271,9 @@ def _slow(run: Run, is_one_of_many: bool) -> Iterator[str]:
     if is_one_of_many:
         yield f"<h3>{escape(run.name)}</h3>"
     for table in tables(run):
-        yield f"<h4>{escape(table.title)}</h4>{_table(table)}"
+        yield f"<h4>{escape(table.title)}</h4>{html_table(table)}"
     if broken := run.history.num_broken:
         yield f'<p class="note">{broken} broken lines of {escape(str(run.source))} were skipped</p>'
-
-
-def _table(table: Table) -> str:
-    heads = "".join(f"<th>{escape(head)}</th>" for head in table.heads)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
-    return f"<table><tr>{heads}</tr>{rows}</table>"
 
 
 def _config(run: Run) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from megalite.errors import UserError
 from megalite.report.chart import DASHES, Chart, Curve, short_number
 from megalite.report.run_folder import Run
-from megalite.report.run_history import HistoryRow
+from megalite.report.run_history import TASKS, HistoryRow
 from megalite.report.series import Floats, Series
 
 SMOOTHED_SHARE = 0.04
@@ -107,7 +107,8 @@ def charts_of(runs: Sequence[Run], x: str) -> tuple[list[Chart], list[str]]:
             raise UserError(f"--x {x}: {run.source} has no {X_NAMES[x]}: remove --x")
     evaluations = [curve for index, run in enumerate(runs) for curve in _evaluations(index, run, x)]
     found_curves = [(panel, _curves(panel, runs, x)) for panel in (LOSS, *PANELS, *_others(runs))]
-    found_curves.insert(1, (Panel("Validation loss", ()), evaluations))
+    scores = [curve for index, run in enumerate(runs) for curve in _task_scores(index, run, x)]
+    found_curves[1:1] = [(Panel("Validation loss", ()), evaluations), (Panel("Task scores", ()), scores)]
     for panel, curves in found_curves:
         kept = tuple(curve for curve in curves if len(curve.series) or curve.lost)
         if len({curve.dash for curve in kept}) == 1:
@@ -164,6 +165,14 @@ def _evaluations(index: int, run: Run, x: str) -> Iterator[Curve]:
     names = dict.fromkeys(row.name for row in rows)
     for dash, name in enumerate(names):
         series = _series([row for row in rows if row.name == name], "lm_loss", 1.0, to_x)
+        yield Curve(f"{run.name} {name}", index, series, name, dash % len(DASHES), has_dots=True)
+
+
+def _task_scores(index: int, run: Run, x: str) -> Iterator[Curve]:
+    rows, to_x = [row for row in run.history.evaluations if row.name == TASKS], _x_of(run, x)
+    names = dict.fromkeys(name for row in rows for name in row.values if "/" in name)
+    for dash, name in enumerate(names):
+        series = _series(rows, name, 1.0, to_x)
         yield Curve(f"{run.name} {name}", index, series, name, dash % len(DASHES), has_dots=True)
 
 

@@ -18,6 +18,8 @@ _MAX_ITERATION = 2**53
 """Above this, a float cannot represent every integer."""
 _SMALLEST, _LARGEST = 1e-100, 1e100
 """Smaller values are read as 0, and larger values as infinite, so that ratios stay within a float's range."""
+TASKS = "tasks"
+"""Name of the rows with scores of benchmark tasks, whose values have names such as `arc_easy/acc`."""
 _POSITIONS = {
     "num_iterations",
     "train_iters",
@@ -35,7 +37,7 @@ class HistoryRow:
 
     Attributes:
         values: the metrics in the line, by their names in the file.
-        name: split and dataset of an evaluation; empty for an iteration.
+        name: split and dataset of an evaluation, or `TASKS`; empty for an iteration.
         device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
         sample: where the iteration's time went; None if it was not recorded.
     """
@@ -182,6 +184,8 @@ def _row(line: str) -> HistoryRow | None:
         if weights := validation.get("weights"):
             split = f"{split} {weights}"
         name = f"{split} {validation['name']}" if validation.get("name") else split
+    elif isinstance(tasks := record.get("tasks"), dict) and isinstance(scores := tasks.get("scores"), dict):
+        values, name = {**scores, **record, **tasks}, TASKS
     iteration = values.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None

@@ -54,7 +54,7 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
         fill_normal_(
             part,
             site_key(seed, name),
-            std=spec.std,
+            std=spec.initial_std,
             mean=spec.mean,
             base=base + sum(i * stride for i, stride in zip(index, strides, strict=False)),
             run_length=math.prod(shape[last:]),

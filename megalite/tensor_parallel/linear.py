@@ -422,6 +422,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: do not add `bias`; the next kernel adds it.
         fuses_gelu: add `bias` and apply GELU (tanh form) in the GEMM, if the device supports it.
         fused_rows: numbers of output features of the matrices that the weight fuses; see `ParameterSpec`.
+        width_ratio: how many times wider the model is than the base model of muP; see `ParameterSpec`.
     """
 
     def __init__(
@@ -435,13 +436,14 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         fuses_gelu: bool = False,
         fused_rows: tuple[int, ...] = (),
+        width_ratio: float = 1.0,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
         out_shape = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         cut = Cut("tp", len(out_shape) - 1)
         shape = (*out_shape, in_features)
-        weight = ParameterSpec(shape, cut, std=std, fused_rows=fused_rows)  # [..., out, in]
+        weight = ParameterSpec(shape, cut, std=std, fused_rows=fused_rows, width_ratio=width_ratio)
         self.weight = new_parameter(weight, context)  # [..., out/tp, in]
         self.bias = (
             new_parameter(ParameterSpec(out_shape, cut, decay=False), context) if bias else None
@@ -463,7 +465,7 @@ class RowParallelLinear(nn.Module):
 
     Args:
         bias: add a bias, which is replicated on every rank and starts at zero.
-        std: std of the initial weights; `ModelConfig.init_method_std` has the same default.
+        std, width_ratio: as in `ColumnParallelLinear`.
         skip_bias_add: do not add `bias`; the next kernel adds it.
     """
 
@@ -476,10 +478,11 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         std: float = 0.02,
         skip_bias_add: bool = False,
+        width_ratio: float = 1.0,
     ) -> None:
         super().__init__()
         self.context = LinearContext.of(context)
-        weight = ParameterSpec((out_features, in_features), Cut("tp", 1), std=std)
+        weight = ParameterSpec((out_features, in_features), Cut("tp", 1), std=std, width_ratio=width_ratio)
         self.weight = new_parameter(weight, context)  # [out, in/tp]
         self.bias = (
             new_parameter(ParameterSpec((out_features,), decay=False), context) if bias else None

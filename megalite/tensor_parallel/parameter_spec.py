@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,8 @@ class ParameterSpec:
         full_shape: shape of the full parameter over all ranks.
         cut: how it is cut: one cut, several, or None if it is replicated on every rank. Of several along one
             dim, the first is the outermost.
-        mean, std: mean and std of the normal distribution of its initial values (std 0: a constant).
+        mean, std: mean and std of the normal distribution of its initial values (std 0: a constant), without
+            muP.
         decay: whether weight decay applies; it does not apply to biases and norms.
         num_padding: number of unused indices at the end of dim 0; it depends on the layout.
         is_vocabulary: whether the rows are tokens: the word embedding's or the output layer's weight, which
@@ -36,6 +38,8 @@ class ParameterSpec:
             neither do output layers. See `is_matrix`.
         fused_rows: numbers of consecutive rows (of the last dim but one) of several matrices that are fused
             into one weight. They repeat until the last row: a QKV weight has them for each key/value head.
+        width_ratio: in muP, how many times more inputs a matrix has than in the base model. It divides the
+            variance of the initial values and AdamW's learning rate.
         initial: initial values, instead of mean and std, until the optimizer has read them.
         partial_over: names of axes over which a rank's gradient is a partial sum even if its samples are
             complete. None for the axes along which the context cuts the sequence, except for those that cut
@@ -51,6 +55,7 @@ class ParameterSpec:
     is_vocabulary: bool = False
     maps_features: bool = True
     fused_rows: tuple[int, ...] = ()
+    width_ratio: float = 1.0
     initial: Tensor | None = field(default=None, compare=False, repr=False)
     partial_over: tuple[str, ...] | None = None
 
@@ -65,6 +70,11 @@ class ParameterSpec:
     def used_shape(self) -> tuple[int, ...]:
         """Return the full shape without padding: the same in every layout."""
         return (*(rows - self.num_padding for rows in self.full_shape[:1]), *self.full_shape[1:])
+
+    @property
+    def initial_std(self) -> float:
+        """Return the std of the initial values, scaled by muP."""
+        return self.std / math.sqrt(self.width_ratio)
 
     @property
     def is_matrix(self) -> bool:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
+from megalite.model.attention import Attention
+from megalite.model.attention_core import MeasuredCore
 from megalite.model.stage import DTYPES, Stage
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.qk_clip import MeasuredHeads, QKClip
 from megalite.optim.sharded_weights import ChunkModules
 from megalite.tensor_parallel.parameter_spec import forget_initial_values
 from megalite.tensor_parallel.tied_embedding import TiedWeight
@@ -43,10 +46,22 @@ def build_optimizer(
         chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         keeps_weights=keeps_weights,
     )
+    if config.model.qk_clip:
+        optimizer.qk_clip = QKClip(config.model, topology, _measured_heads(chunks), optimizer.updated)
     optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)
     return optimizer
+
+
+def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:
+    """Return the attention layers of the chunks whose scores are measured."""
+    return [
+        MeasuredHeads(module.qkv.weight, module.qkv.bias, module.core.largest)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Attention) and isinstance(module.core, MeasuredCore)
+    ]
 
 
 def _tied_weight(chunks: Sequence[Stage], topology: Topology) -> TiedWeight | None:

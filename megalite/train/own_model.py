@@ -14,7 +14,7 @@ from megalite.errors import UserError, few, kind_of
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
 from megalite.model.stage import Stage, StageProvider, provider_name
-from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.tensor_parallel.placement import Box
 
 
@@ -22,7 +22,8 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
     """Check a stage that a model provider has built.
 
     Raises:
-        UserError: it is not a stage, or has frozen parameters, or names the terms of its loss wrongly.
+        UserError: it is not a stage, or has frozen parameters, or ignores muP, or names the terms of its loss
+            wrongly.
     """
     if not isinstance(stage, Stage):
         raise UserError(
@@ -32,6 +33,13 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
         raise UserError(
             f"{few(frozen)} of {type(stage).__name__}: requires_grad is False, and every parameter is "
             "trained: use register_buffer(…, persistent=False) for constants"
+        )
+    matrices = [spec for spec in map(spec_of, stage.parameters()) if spec.is_matrix]
+    is_scaled = any(spec.width_ratio != 1.0 for spec in matrices)
+    if stage.config.width_ratio != 1.0 and matrices and not is_scaled:
+        raise UserError(
+            f"--mup-base-width {stage.config.mup_base_width} has no effect on {type(stage).__name__}: pass "
+            "width_ratio=config.width_ratio to its linear layers, or remove the flag"
         )
     names = stage.loss_names
     if LM_LOSS not in names or not all(name.endswith("_loss") for name in names):

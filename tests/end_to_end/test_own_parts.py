@@ -168,6 +168,11 @@ MODELS = {
 }
 
 
+def test_mup_without_layers_that_know_it() -> None:
+    with pytest.raises(UserError, match=r"^--mup-base-width 4 has no effect on Model: pass width_ratio="):
+        _train("--mock-data", "--mup-base-width", "4", model_provider=Model)
+
+
 @pytest.mark.parametrize(("model", "message"), MODELS.values(), ids=MODELS)
 def test_mistakes_of_a_model(model: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}") as caught:

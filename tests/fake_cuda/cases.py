@@ -138,6 +138,7 @@ CASES = {
     "all axes": _small("tp2pp2dp2+sp+zero1+gather"),
     "offloaded activations": _small("tp2", cpu_offload_activations=1),
     "offloaded activations zb-v recomputed": Case("pp2zbv+selective", options={"cpu_offload_activations": 1}),
+    "qk-clip": _small("tp2dp2+zero1", preset="llama-tiny", qk_clip=True, qk_clip_threshold=0.1),
     "averages": _small("dp2+zero1", ema_decay=0.99),
     "zero 3 averages": _small("dp2+zero3", ema_decay=0.99),
     "offloaded state": replace(

@@ -32,6 +32,7 @@ OTHER_MICRO_BATCHES = [
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
+MIXTRAL = "llama-tiny, experts"
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -56,6 +57,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
         **{"attn_logit_softcapping": 2.0},
     },
+    MIXTRAL: {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_z_loss_coeff": 1e-2},
+        **{"moe_layer_freq": (0, 1, 1, 0)},
+    },
+    "gpt-tiny, sigmoid": {
+        **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
+        **{"add_bias_linear": False, "norm_position": "sandwich"},
+    },
+    "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
+    "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
@@ -63,7 +74,9 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, MIXTRAL: 0.0, "gpt-tiny, sigmoid": 0.1},
+    **{"gpt-tiny, mup": 0.0},
+    **{"llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = (

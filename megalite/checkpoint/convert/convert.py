@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megalite.checkpoint.convert.folded_mup import FoldedMup
 from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
@@ -58,8 +59,10 @@ class Conversion:
         """
         kind = self.source or kind_of(self.load)
         target = self.target or ("hf" if kind == "megalite" else "megalite")
-        source = self._open(kind)
+        source = original = self._open(kind)
         if target == "hf":
+            if source.config.model.mup_base_width is not None:
+                source = FoldedMup(original)
             family_of(source.config.model)
         specs = parameters_of(source.config.model)
         plan = ConversionPlan(
@@ -76,7 +79,7 @@ class Conversion:
         with whole_folder(self.save, plan.num_bytes) as folder:
             TARGETS[target](folder, plan, converted_parameters(source, plan))
             if self.check:
-                self._check(kind, target, source, plan, folder)
+                self._check(kind, target, original, plan, folder)
         log.info("wrote %s", self.save)
 
     def _open(self, kind: str) -> ConversionSource:

@@ -1,4 +1,7 @@
-"""Read a model from a Hugging Face folder: config.json beside safetensors or pytorch_model.bin files."""
+"""Read a model from a Hugging Face folder: config.json beside safetensors or pytorch_model.bin files.
+
+The safetensors files may be shards of torch.distributed.checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
 from megalite.checkpoint.convert.families.family import VOCABULARY
 from megalite.checkpoint.convert.foreign_files import open_weights
 from megalite.checkpoint.convert.hf_config import config_of, recorded_of, rounding_note
@@ -83,6 +87,9 @@ class HFFolder:
                 return self._indexed(index)
             if (self.folder / file).exists():
                 return dict.fromkeys(self._open(file), file)
+        if any(self.folder.glob(SHARDS)):
+            self._opened[SHARDS] = ShardedTensors(self.folder)
+            return dict.fromkeys(self._opened[SHARDS], SHARDS)
         raise UserError(f"{self.folder} holds none of {', '.join(WEIGHT_FILES)}, and no .index.json of one")
 
     def _indexed(self, index: Path) -> dict[str, str]:

@@ -16,10 +16,13 @@ from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
 from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.mistral import MISTRAL
+from megalite.checkpoint.convert.families.mixtral import MIXTRAL
 from megalite.checkpoint.convert.families.olmo2 import OLMO2
 from megalite.checkpoint.convert.families.olmo3 import OLMO3
+from megalite.checkpoint.convert.families.olmoe import OLMOE
 from megalite.checkpoint.convert.families.qwen2 import QWEN2
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
+from megalite.checkpoint.convert.families.qwen3_moe import QWEN3_MOE
 from megalite.checkpoint.convert.families.smollm3 import SMOLLM3
 from megalite.config import ModelConfig
 from megalite.errors import UserError
@@ -28,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3, GPT_NEOX, BERT),
+        *(MIXTRAL, QWEN3_MOE, OLMOE),
     )
 }
 """All architectures by `model_type`. Of several that can be a model, the first one is written."""

@@ -22,7 +22,8 @@ from megalite.errors import UserError
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _FILES = ("model_optim_rng.safetensors", "model_optim_rng.pt", "model_rng.safetensors", "model_rng.pt")
-_NEW_FORMAT = (".metadata", "common.pt", "metadata.json")
+_NEW_FORMAT = ("common.pt", "metadata.json")
+"""Files of the distributed format, besides those of torch.distributed.checkpoint."""
 
 State = Mapping[str, Any]
 ModelChunk = Sequence[Mapping[str, Tensor]]
@@ -31,7 +32,9 @@ ModelChunk = Sequence[Mapping[str, Tensor]]
 
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder looks like Megatron-LM's, for all iterations or for one."""
-    return (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*/model_*rng.*")) or _is_new(folder)
+    return (
+        (folder / TRACKER).is_file() or any(folder.glob("mp_rank_*/model_*rng.*")) or _has_new_files(folder)
+    )
 
 
 def find_in_megatron(folder: Path, iteration: int | None) -> MegatronCheckpoint:
@@ -103,8 +106,13 @@ def _iteration_folder(folder: Path, iteration: int | None) -> Path:
     return chosen
 
 
+def _has_new_files(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _NEW_FORMAT)
+
+
 def _is_new(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _NEW_FORMAT) or any(folder.glob("*.distcp"))
+    """Return whether an iteration has the distributed format, which torch.distributed.checkpoint writes."""
+    return _has_new_files(folder) or (folder / ".metadata").is_file() or any(folder.glob("*.distcp"))
 
 
 def _read_states(folder: Path) -> dict[tuple[int, int], State]:

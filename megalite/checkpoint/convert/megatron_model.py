@@ -36,6 +36,7 @@ _REFUSED = {
     "glu_linear_offset": 0.0,
     "num_experts": None,
     "glu_activation": None,
+    "use_mup": False,
 }
 """Switches that our model does not have, with the only supported value; missing switches have it too."""
 

@@ -24,6 +24,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
 from megalite.log import LineInterval, log
+from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
@@ -99,7 +100,8 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
     inputs = stage.layer_inputs(batch)
     for number, layer in stage.layers.items():
         with filled(stage, layer.parameters(), load):
-            x = layer(x, *inputs)
+            x, _ = WithTerms.of(layer(x, *inputs))
+        assert x is not None  # a layer's output
         yield f"layer {number}", x[:, 0]
     with filled(stage, stage.last_parameters(), load):
         normed = stage.last_module(x)
@@ -138,6 +140,7 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
     theirs = transformers.AutoConfig.from_pretrained(
         folder, attn_implementation="eager", local_files_only=True
     )
+    theirs._experts_implementation = "eager"  # their fused GEMMs need sizes that are multiples of 16 bytes
     # BLOOM's sums in slices leave out the biases of the sliced layers, so they are no reference.
     theirs.slow_but_exact = False
     (class_name,) = hf_config_of(config)["architectures"]
@@ -145,15 +148,19 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         model = getattr(transformers, class_name)(theirs).eval()
     family, files = family_of(config), HFFolder(folder)
     in_file = {family.full_name(name): name for name in files.files}
-    names = dict[nn.Parameter, list[str]]()  # a tied weight has several
+    names = dict[nn.Parameter, list[list[tuple[str, ...]]]]()  # a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(family.full_name(name))
+        names.setdefault(parameter, []).append(family.names_in_files(name, config.num_experts or 1))
 
     def load(parameter: nn.Parameter) -> Tensor:
-        found = [in_file[name] for name in names[parameter] if name in in_file]
+        found = [
+            each for each in names[parameter] if all(part in in_file for parts in each for part in parts)
+        ]
         if not found:
-            raise UserError(f"{folder} lacks {names[parameter][0]}, which transformers' {class_name} reads")
-        return given.rounded(files.tensor(found[0]))
+            ((first, *_), *_) = names[parameter][0]
+            raise UserError(f"{folder} lacks {first}, which transformers' {class_name} reads")
+        whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
+        return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
     prefix = family.layer[0].theirs[0].split(".{}")[0]
     layers = list(model.get_submodule(prefix))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.dcp_folder import check_index
 from megalite.checkpoint.convert.hf_config import RECORDED, recorded_of
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFSource
 from megalite.checkpoint.convert.megatron_deepspeed import find_in_deepspeed, is_deepspeed
@@ -162,7 +163,7 @@ def kind_of(folder: Path) -> str:
     """Return the kind of a folder.
 
     Raises:
-        UserError: it is not a folder, or its kind is unknown.
+        UserError: it is not a folder, its kind is unknown, or its index is a pickle.
     """
     if not folder.is_dir():
         fault = "is not a folder" if folder.exists() else "does not exist"
@@ -170,6 +171,12 @@ def kind_of(folder: Path) -> str:
     for name, kind in KINDS.items():
         if kind.matches(folder):
             return name
+    check_index(folder)
+    if any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"--load {folder} has weights but no {CONFIG_FILE}: copy the model's {CONFIG_FILE} and its "
+            "tokenizer into it"
+        )
     raise UserError(
         f"--load {folder} is not a checkpoint of megalite, Megatron-LM or Megatron-DeepSpeed, nor a Hugging "
         "Face folder (config.json and weights): if you know its kind, pass it with --from"

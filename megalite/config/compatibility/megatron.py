@@ -71,13 +71,6 @@ def _has_values_of(flag: FlagTokens, entry: FlagIfOff) -> bool:
     )
 
 
-def _is_off(flag: FlagTokens) -> bool:
-    """Return whether a flag is accepted because its values turn its feature off."""
-    return any(
-        _has_values_of(flag, entry) for entry in ACCEPTED_IF_OFF if flag.flag[2:] in entry.flags.split()
-    )
-
-
 def _is_same(text: str, value: str) -> bool:
     """Return whether two values are equal, as numbers if both are numbers: 1.0 is 1."""
     try:
@@ -87,17 +80,16 @@ def _is_same(text: str, value: str) -> bool:
 
 
 def _unsupported(feature: UnsupportedFeature) -> FlagRule:
-    """Return the rule of an unsupported feature's flags. The feature may have a flag that turns it on."""
+    """Return the rule of an unsupported feature's flags."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if not feature.switch:
+        if feature.of_experts and not line.config.model.has_experts:
+            values = " ".join((flag.name, *flag.values))
+            diagnostics.notices.append(f"{values} has no effect: the model has no experts")
+        else:
             diagnostics.add_problem(
                 f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
             )
-        elif f"--{feature.switch}" not in line.flags or _is_off(line.flags[f"--{feature.switch}"]):
-            values = " ".join((flag.name, *flag.values))
-            diagnostics.notices.append(f"{values} has no effect: there is no {feature.what}")
-        # Otherwise the switch is refused, which is enough.
 
     return rule
 
@@ -128,6 +120,15 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
         diagnostics.notices.append(
             f"{flag.name} 0: every data-parallel rank holds the whole optimizer state. BLOOM's bf16 "
             "optimizer sharded it at stage 0 too: pass --zero-stage 1 to shard it"
+        )
+
+
+def _balance(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Tell that Megatron-LM's loss of a microbatch is replaced."""
+    if flag.values == ("aux_loss",) and line.config.model.has_experts:
+        diagnostics.notices.append(
+            f"{flag.name} aux_loss is taken as seq_aux_loss: a balance loss over each microbatch depends on "
+            "its size"
         )
 
 
@@ -164,7 +165,24 @@ def _local_rank(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
         )
 
 
+def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    model = line.config.model
+    if model.mup_base_width is None:
+        diagnostics.add_problem(
+            f"{flag.name} needs --mup-base-width (--mup-base-hidden-size): pass the hidden size for which "
+            "the hyperparameters were tuned"
+        )
+    elif model.mup_base_head_dim is None and model.query_pre_attn_scalar is None:
+        diagnostics.add_problem(
+            f"{flag.name} without --mup-base-head-dim: Megatron-LM divides scores by the head size, megalite "
+            "by its root; pass --mup-base-head-dim 1 for Megatron-LM's scores, or the base model's head size"
+        )
+    else:
+        _not_needed("--mup-base-width turns it on")(flag, line, diagnostics)
+
+
 _RULES: dict[str, FlagRule] = {
+    "--use-mup": _use_mup,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,
     "--no-position-embedding": _no_position_embedding,
@@ -173,7 +191,11 @@ _RULES: dict[str, FlagRule] = {
 }
 """Flags whose value is checked against other settings."""
 
-REMARKS: dict[str, FlagRule] = {"--zero-stage": _zero_stage, "--deepspeed": _deepspeed}
+REMARKS: dict[str, FlagRule] = {
+    "--zero-stage": _zero_stage,
+    "--deepspeed": _deepspeed,
+    "--moe-router-load-balancing-type": _balance,
+}
 """Flags that set fields, but behave differently than users of other programs may expect."""
 
 

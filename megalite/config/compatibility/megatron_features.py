@@ -14,7 +14,7 @@ class UnsupportedFeature(NamedTuple):
         fix: what to do instead.
         flags: the flags that request it, without their dashes.
         prefixes: prefixes of further flags that request it.
-        switch: the flag that turns the feature on. Without it the other flags change nothing.
+        of_experts: whether the flags change nothing in a dense model.
     """
 
     topic: str
@@ -22,7 +22,7 @@ class UnsupportedFeature(NamedTuple):
     fix: str
     flags: str
     prefixes: str = ""
-    switch: str = ""
+    of_experts: bool = False
 
 
 UNSUPPORTED = (
@@ -125,15 +125,15 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
-        "mixture of experts",
-        "remove it to train a dense model",
+        "this option of experts",
+        "remove it; docs/experts.md lists the options",
         """
-        num-experts-switch overlap-moe-expert-parallel-comm create-moe-param-group use-tutel
+        num-experts-switch overlap-moe-expert-parallel-comm create-moe-param-group use-tutel topk mlp-type
         enable-expert-tensor-parallelism overlap-dispatch-backward-with-experts-wgrad
         high-priority-a2a-comm-stream save-tokens-per-expert-interval
         """,
         "moe- expert- ep- use-grouped-gemm-for-",
-        "num-experts",
+        of_experts=True,
     ),
     UnsupportedFeature(
         "model",
@@ -181,10 +181,13 @@ UNSUPPORTED = (
         quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
-        attention-output-gate embedding-init-method-std use-mup mup
+        attention-output-gate embedding-init-method-std mup
         data-parallel-random-init freeze-all-layers
         """,
-        "mup- yarn- relative-attention- activation-func- glu-linear- qk-clip mscale",
+        """
+        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func- glu-linear-
+        mscale
+        """,
     ),
     UnsupportedFeature(
         "training",

@@ -88,6 +88,19 @@ ACCEPTED = (
         """,
     ),
     AcceptedFlags(
+        "model",
+        "experts compute every token that they get, and the router computes in fp32",
+        """
+        moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-router-dtype=1
+        moe-token-dispatcher-type=1 moe-per-layer-logging
+        """,
+    ),
+    AcceptedFlags(
+        "model",
+        "experts are cut over --tp like an MLP, which no result depends on",
+        "expert-tensor-parallel-size=1",
+    ),
+    AcceptedFlags(
         "optimizer",
         "torch updates the state in host memory; copies overlap with the update, with backward and with "
         "forward; gradients and buffers are pinned",
@@ -277,7 +290,6 @@ ACCEPTED = (
         "logging", "there is one level of messages", "logging-level=1 log-level=1 log-level-replica=1"
     ),
 )
-_MOE = "remove it to train a dense model"
 ACCEPTED_IF_OFF = (
     FlagIfOff(
         "model",
@@ -287,16 +299,22 @@ ACCEPTED_IF_OFF = (
         "pass --rope-scaling linear and --rope-scaling-factor",
     ),
     FlagIfOff("model", "rope-type", "rope", "another kind of rotary positions", "remove it"),
+    FlagIfOff(
+        "model",
+        "mup-attn-scale-power",
+        "1",
+        "muP with another power of the head size",
+        "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
+    ),
     FlagIfOff("model", "softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
     FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "model",
-        "num-experts expert-model-parallel-size expert-tensor-parallel-size moe-expert-parallel-size topk",
+        "expert-model-parallel-size moe-expert-parallel-size",
         "1",
-        "mixture of experts",
-        _MOE,
+        "expert parallelism",
+        "remove it: each rank has a slice of every expert (--tp)",
     ),
-    FlagIfOff("model", "mlp-type", "standard", "mixture of experts", _MOE),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",

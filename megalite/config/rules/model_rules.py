@@ -150,6 +150,56 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
+def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a mixture of experts has enough of them, and no options that it cannot have."""
+    model, recompute = config.model, config.recompute
+    if model.num_experts is None or model.num_experts <= 1:
+        return
+    given = f"--num-experts {model.num_experts}"
+    if model.moe_router_topk > model.num_experts:
+        yield Problem(
+            ("moe_router_topk", "num_experts"),
+            f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
+        )
+    if model.moe_layer_freq is not None:
+        if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
+            yield from problems
+        elif not any(kind.has_experts for kind in model.layer_kinds):
+            pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
+            yield Problem(
+                ("moe_layer_freq", "num_experts"),
+                f"{pattern} leaves no layer with experts: remove both it and --num-experts",
+            )
+    if model.mup_base_width is not None:
+        yield Problem(
+            ("num_experts", "mup_base_width"),
+            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
+            "it",
+        )
+    if model.add_bias_linear:
+        yield Problem(
+            ("num_experts", "add_bias_linear"),
+            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
+            "keys and values need them",
+        )
+    if config.training.compile:
+        yield Problem(
+            ("num_experts", "compile"),
+            f"--compile with {given}: the shapes of an expert's GEMMs depend on its tokens; remove it",
+        )
+    if config.training.fp8_format is not None:
+        yield Problem(
+            ("num_experts", "fp8_format"),
+            f"--fp8-format {config.training.fp8_format} with {given}: experts have no 8-bit GEMMs; remove it",
+        )
+    if "mlp_act" in recompute.modules:
+        yield Problem(
+            ("num_experts", "recompute_modules"),
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
+            "part of an MLP; pass mlp",
+        )
+
+
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
@@ -170,6 +220,60 @@ def qk_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("qk_layernorm", "qk_layernorm_width", "normalization"),
             f"--qk-layernorm-width all_heads with --normalization {model.normalization}: pass "
             "--normalization RMSNorm, or --qk-layernorm-width head",
+        )
+
+
+def mup(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the model and the optimizer have rules for muP."""
+    model, optimizer = config.model, config.optimizer
+    if model.mup_base_width is None:
+        return
+    current = flag_with_value("mup_base_width", model.mup_base_width)
+    if model.architecture != "gpt":
+        yield Problem(
+            ("mup_base_width", "architecture"),
+            f"{current} with a {model.architecture}, whose heads muP does not scale here: remove it",
+        )
+    if optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
+        yield Problem(
+            ("mup_base_width", "optimizer", "muon_scale_mode"),
+            f"{current} with --muon-scale-mode spectral, whose updates grow with the width: pass "
+            "--muon-scale-mode unit_rms_norm or shape_scaling",
+        )
+    if model.mup_base_head_dim is not None and model.query_pre_attn_scalar is not None:
+        yield Problem(
+            ("mup_base_head_dim", "query_pre_attn_scalar"),
+            f"{flag_with_value('mup_base_head_dim', model.mup_base_head_dim)} and "
+            f"{flag_with_value('query_pre_attn_scalar', model.query_pre_attn_scalar)} both set the scale of "
+            "attention scores: remove one",
+        )
+
+
+def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that queries and keys depend on their weights' size, and that the update can scale these."""
+    model, optimizer = config.model, config.optimizer
+    if not model.qk_clip:
+        return
+    if model.qk_layernorm:
+        yield Problem(
+            ("qk_clip", "qk_layernorm"),
+            "--qk-clip with --qk-layernorm, which bounds the scores itself: remove one of them",
+        )
+    if model.attention_backend not in ("auto", "unfused", "local"):
+        yield Problem(
+            ("qk_clip", "attention_backend"),
+            f"--qk-clip with --attention-backend {model.attention_backend}, which does not return the "
+            "largest scores: pass --attention-backend auto",
+        )
+    if config.training.compile:
+        yield Problem(("qk_clip", "compile"), "--qk-clip with --compile is not supported: remove one of them")
+    if optimizer.offloads_optimizer:
+        name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_nvme_offload"
+        flag = flag_with_value(name, getattr(optimizer, name))
+        yield Problem(
+            ("qk_clip", name),
+            f"--qk-clip with {flag}: weights are only scaled on the device; remove {flag}, and pass "
+            "--zero-stage 1 to shard the optimizer state",
         )
 
 

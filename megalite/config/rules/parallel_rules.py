@@ -68,6 +68,13 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--num-attention-heads {model.num_attention_heads} is not divisible by --tp {tp}: "
             "each rank takes whole heads",
         )
+    width = model.expert_ffn_size
+    if model.has_experts and width != model.ffn_size and width % tp:
+        yield Problem(
+            ("moe_ffn_hidden_size", "num_experts", _TP),
+            f"--moe-ffn-hidden-size {width} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-width // tp) * tp}",
+        )
     if model.ffn_size % tp:
         yield Problem(
             ("ffn_hidden_size", "hidden_size", "activation", _TP),

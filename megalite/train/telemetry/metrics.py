@@ -193,6 +193,15 @@ class ValidationMetrics:
         return math.exp(min(self.lm_loss, 20.0))
 
 
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of benchmark tasks, by task and metric: ``arc_easy/acc``."""
+
+    iteration: int
+    consumed_samples: int
+    scores: Mapping[str, float]
+
+
 class IntervalMeter:
     """Collects iterations from one log line to the next.
 

@@ -18,7 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
 from megalite.train.telemetry.machine_load import MachineLoad
-from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.metrics import IterationMetrics, TaskScores, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
 
@@ -34,6 +34,13 @@ class MetricsWriter(Protocol):
 
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics, and whether the run has failed."""
+
+
+class LogWriter(MetricsWriter, Protocol):
+    """Writes metrics to an output that has a line for each."""
+
+    def task_scores(self, metrics: TaskScores) -> None:
+        """Write the scores of benchmark tasks."""
 
 
 class DashboardWriter(MetricsWriter, Protocol):
@@ -101,6 +108,12 @@ def validation_block(metrics: ValidationMetrics) -> str:
     return f"{dashes}\n{line}\n{dashes}"
 
 
+def task_line(metrics: TaskScores) -> str:
+    """Return the log line of an evaluation of benchmark tasks."""
+    fields = "".join(f" {name.replace('/', ' ')}: {score:.6E} |" for name, score in metrics.scores.items())
+    return f"task scores at iteration {metrics.iteration} |{fields}"
+
+
 class LogLineWriter:
     """Logs metrics, whichever rank this is."""
 
@@ -117,12 +130,17 @@ class LogLineWriter:
     def validation(self, metrics: ValidationMetrics) -> None:
         log.info(validation_block(metrics), extra=THIS_RANK)
 
+    def task_scores(self, metrics: TaskScores) -> None:
+        log.info(task_line(metrics), extra=THIS_RANK)
+
     def close(self, *, has_failed: bool = False) -> None:
         """Do nothing: nothing is open."""
 
 
 class MetricsFile:
-    """Appends one JSON object per line: the metrics of an interval, or ``{"validation": {...}}``.
+    """Appends one JSON object per line: the metrics of an interval, or of an evaluation.
+
+    An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks.
 
     Floats keep their full precision. JSON cannot represent floats that are not finite: they are the strings
     "NaN", "Infinity" and "-Infinity". `wall_time` is the time at which the line was written, and `start_time`
@@ -163,6 +181,9 @@ class MetricsFile:
             record["weights"] = "ema"
         record |= record.pop("other_losses")
         self._write({"validation": record})
+
+    def task_scores(self, metrics: TaskScores) -> None:
+        self._write({"tasks": dataclasses.asdict(metrics)})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._file.close()
@@ -225,7 +246,7 @@ class Writers:
         of_dashboards = (config.dashboard_interval,) if has_dashboards else ()
         self.intervals = tuple(dict.fromkeys((config.log_interval, *of_dashboards)))
         self._times: TimesByRank = {}  # not yet written to the dashboards
-        self._logs: list[MetricsWriter] = []
+        self._logs: list[LogWriter] = []
         self._dashboards: list[DashboardWriter] = []
         if not topology.is_reporter:
             return
@@ -285,6 +306,13 @@ class Writers:
         self._stop_if_lost()
         for writer in (*self._logs, *self._dashboards):
             writer.validation(metrics)
+
+    def task_scores(self, metrics: TaskScores) -> None:
+        """Write the scores of benchmark tasks."""
+        self._stop_if_lost()
+        for writer in self._logs:
+            writer.task_scores(metrics)
+        self.scalars(metrics.iteration, {f"tasks/{name}": score for name, score in metrics.scores.items()})
 
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics and close the files; a second call does nothing."""

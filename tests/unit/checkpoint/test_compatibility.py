@@ -239,8 +239,8 @@ def test_longer_samples_are_for_a_run_of_its_own_and_for_positions_without_a_tab
 
 def test_fields_that_one_version_does_not_know(compare, topology: Topology) -> None:
     model = json.loads(json.dumps(compatibility_record(CONFIG, topology)["model"]))
-    with pytest.raises(UserError, match=r"has another model: num_experts 8 \(now None\); use the"):
-        compare(CONFIG, CONFIG, model=model | {"num_experts": 8})
+    with pytest.raises(UserError, match=r"has another model: num_ideas 8 \(now None\); use the"):
+        compare(CONFIG, CONFIG, model=model | {"num_ideas": 8})
     del model["norm_epsilon"]  # of a time when it had no name, and the value that is now the default
     assert compare(CONFIG, CONFIG, model=model) == []
 
@@ -328,16 +328,23 @@ WSD: Changes = {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9}}
 RISING: Changes = {
     "optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
 }
+EXPERTS: Changes = {"model": {"num_experts": 4, "add_bias_linear": False}}
 BY_CONTEXT: list[tuple[str, Changes]] = [
     *(
         (name, {"model": {declared.only_with[0]: declared.only_with[1][0]}})
         for name, declared in MODEL_OPTIONS.items()
-        if declared.only_with is not None
+        if declared.only_with is not None and declared.only_with[1]
+    ),
+    *(
+        (name, EXPERTS)
+        for name, declared in MODEL_OPTIONS.items()
+        if declared.only_with is not None and not declared.only_with[1]
     ),
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
     ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
+    ("mup_base_head_dim", {"model": {"mup_base_width": 32}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
     ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),
     ("start_weight_decay end_weight_decay weight_decay_incr_iters", RISING),

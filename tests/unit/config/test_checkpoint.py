@@ -141,8 +141,8 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 def test_a_config_of_a_later_version_is_told_by_line(folder: Path) -> None:
     file = folder / "iter_0000020" / "config.yaml"
-    file.write_text(file.read_text().replace("model:\n", "model:\n  num_experts: 8\n"))
-    with pytest.raises(ConfigError, match=r"config.yaml line 2: 'num_experts' is not a field of model"):
+    file.write_text(file.read_text().replace("model:\n", "model:\n  num_heads: 8\n"))
+    with pytest.raises(ConfigError, match=r"config.yaml line 2: 'num_heads' is not a field of model"):
         read(f"--load {folder} --use-checkpoint-args")
 
 

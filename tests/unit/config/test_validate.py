@@ -196,6 +196,34 @@ RULES = [
         None,
         "--lr-warmup-init 0.0001 is above --decoupled-lr 1e-05",
     ),
+    (
+        "--mup-base-width 256 --optimizer muon",
+        None,
+        "--mup-base-width 256 with --muon-scale-mode spectral, whose updates grow with the width: pass "
+        "--muon-scale-mode unit_rms_norm or shape_scaling",
+    ),
+    (
+        "--mup-base-width 256 --mup-base-head-dim 32 --query-pre-attn-scalar 9",
+        None,
+        "--mup-base-head-dim 32 and --query-pre-attn-scalar 9.0 both set the scale of attention scores",
+    ),
+    (
+        "--mup-base-width 256 --architecture bert --mock-data",
+        None,
+        "--mup-base-width 256 with a bert, whose",
+    ),
+    ("--qk-clip --qk-layernorm", None, "--qk-clip with --qk-layernorm, which bounds the scores itself"),
+    ("--qk-clip --compile", None, "--qk-clip with --compile is not supported"),
+    (
+        "--qk-clip --attention-backend fused --attention-dropout 0",
+        None,
+        "--qk-clip with --attention-backend fused, which does not return the largest",
+    ),
+    (
+        "--qk-clip --optimizer-cpu-offload",
+        None,
+        "--qk-clip with --optimizer-cpu-offload: weights are only scaled on the device",
+    ),
     ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
     (

@@ -18,7 +18,7 @@ from megalite.recording.traffic import CollectiveCall, Traffic
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
 PP, DP, CP, TP = MODEL.axes
-WITH_CP = replace(MODEL, groups=(("tp", "cp"),))
+WITH_CP = MODEL
 EXPERTS = Factoring(
     "experts",
     (

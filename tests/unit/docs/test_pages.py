@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs.make.__main__ import with_tables
+from docs.make.__main__ import main, with_tables
 from docs.make.blocks import Example, agrees, examples_of, renewed, run
 from docs.make.pictures import PICTURES, SHARED, bytes_a_parameter
 from megalite.plan.estimate import RunPlan
@@ -155,6 +155,21 @@ def test_output_is_renewed(tmp_path: Path) -> None:
     assert text.startswith("# A page\n\n```console\n$ python") and text.endswith("|\n…\n```\n\nEnd.\n")
     assert "old" not in text and text.count("rank 0 |F0F1....B0==") == 2
     assert renewed(page) == text
+
+
+def test_one_page_is_renewed_with_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("docs.make.__main__.DOCS", tmp_path / "docs")
+    monkeypatch.setattr("docs.make.__main__.PICTURES", {"a.svg": lambda: "a", "b.svg": lambda: "b"})
+    (tmp_path / "docs").mkdir()
+    for name in ("one", "two"):
+        command = "python tools/show_schedule.py --schedule 1f1b --stages 2 --microbatches 3"
+        (tmp_path / "docs" / f"{name}.md").write_text(
+            f"![A](pictures/a.svg)\n\n```console\n$ {command}\nold\n```\n"
+        )
+    main([str(tmp_path / "docs" / "one.md")])
+    assert "rank 0 |F0F1" in (tmp_path / "docs" / "one.md").read_text()
+    assert "\nold\n" in (tmp_path / "docs" / "two.md").read_text()
+    assert [file.name for file in (tmp_path / "docs" / "pictures").iterdir()] == ["a.svg"]
 
 
 def test_bloom_summary_matches_its_plans() -> None:

@@ -22,13 +22,15 @@ from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.generate import benchmark_tasks
-from megalite.generate.task_evaluation import load_tasks, score_line, scores_of
+from megalite.generate.task_evaluation import load_tasks, scores_of
 from megalite.pretraining import task_evaluation
+from megalite.report.run_history import TASKS, read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.run_context import resolve_run
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
-from megalite.train.telemetry.writers import Writers
+from megalite.train.telemetry.metrics import TaskScores
+from megalite.train.telemetry.writers import Writers, task_line
 from megalite.train.trainer import start_trainer
 from tests.unit.generate.test_benchmark_tasks import write_task
 
@@ -47,7 +49,9 @@ def config_of(folder: Path, tasks: str | None = "verses", seq_length: int = 128,
         model=replace(PRESETS["gpt-tiny"], num_layers=1, vocab_size=257, seq_length=seq_length),
         data=DataConfig(mock_data=True, tokenizer_type="byte"),
         training=TrainingConfig(global_batch_size=2, eval_iters=0, eval_tasks_folder=str(folder), **fields),
-        logging=LoggingConfig(tensorboard_dir=str(folder / "board")),
+        logging=LoggingConfig(
+            tensorboard_dir=str(folder / "board"), metrics_file=str(folder / "metrics.jsonl")
+        ),
     )
 
 
@@ -67,6 +71,9 @@ def test_scores_are_logged_at_the_interval_and_at_the_end(
     lines = [line for line in caplog.text.splitlines() if "task scores" in line]
     assert [line.partition("iteration ")[2].split()[0] for line in lines] == ["2", "4", "5"]
     assert all("| verses acc: " in line for line in lines)
+    rows = [row for row in read_history(folder / "metrics.jsonl").evaluations if row.name == TASKS]
+    assert [(row.iteration, row.values["consumed_samples"]) for row in rows] == [(2, 4), (4, 8), (5, 10)]
+    assert all(f"| verses acc: {row.values['verses/acc']:.6E} |" in caplog.text for row in rows)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == state
     events = EventAccumulator(str(folder / "board")).Reload()
     assert [event.step for event in events.Scalars("tasks/verses/acc")] == [2, 4, 5]
@@ -117,4 +124,5 @@ def test_scores_have_the_names_of_task_metric_and_filter() -> None:
     metrics = {"acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict-match": 1, "alias": "a", "n,none": "N/A"}
     scores = scores_of({"a": metrics, "b": {"acc,none": 0.25}})
     assert scores == {"a/acc": 0.5, "a/em strict-match": 1.0, "b/acc": 0.25}
-    assert score_line(7, scores).startswith("task scores at iteration 7 | a acc: 5.000000E-01 | a em strict")
+    line = task_line(TaskScores(7, 70, scores))
+    assert line.startswith("task scores at iteration 7 | a acc: 5.000000E-01 | a em strict")

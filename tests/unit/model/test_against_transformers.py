@@ -27,17 +27,24 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
@@ -60,7 +67,11 @@ MODELS = {
     "gemma2": Gemma2ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
     "gpt_neox": GPTNeoXForCausalLM,
+    "mixtral": MixtralForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+    "olmoe": OlmoeForCausalLM,
 }
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -253,6 +264,31 @@ def gpt_neox_config(choose):
     )
 
 
+def experts(choose, width):
+    return {
+        "num_local_experts": choose((3, 4, 7)),
+        "num_experts_per_tok": choose((2, 3)),  # the only expert of a token has weight 1, without a gradient
+        width: choose((5, 18)),
+        "router_aux_loss_coef": 0.0,
+    }
+
+
+def mixtral_config(choose):
+    window = choose((None, 2, 9))
+    return like_llama(MixtralConfig, choose, sliding_window=window, **experts(choose, "intermediate_size"))
+
+
+def qwen3_moe_config(choose):
+    window = {"use_sliding_window": True, "sliding_window": choose((2, 9))} if choose((True, False)) else {}
+    more = {**window, **experts(choose, "moe_intermediate_size")}
+    return like_llama(Qwen3MoeConfig, choose, norm_topk_prob=choose((True, False)), **more)
+
+
+def olmoe_config(choose):
+    more = {**whole_heads(choose), **experts(choose, "intermediate_size")}
+    return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -266,6 +302,9 @@ CONFIGS = {
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
     "gpt_neox": gpt_neox_config,
+    "mixtral": mixtral_config,
+    "qwen3_moe": qwen3_moe_config,
+    "olmoe": olmoe_config,
 }
 
 
@@ -276,7 +315,8 @@ def random_ids(hf_config, num_samples, length, seed):
 
 def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
-    model = MODELS[kind]._from_config(hf_config, attn_implementation="eager")
+    more = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
+    model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
@@ -286,11 +326,17 @@ def build_theirs(kind, hf_config, seed):
     return model
 
 
+def as_saved(hf_model, tensors):
+    """Their tensors under the names of their files, where each expert has tensors of its own."""
+    has_experts = hf_model.config.model_type in WITH_EXPERTS
+    return revert_weight_conversion(hf_model, dict(tensors)) if has_experts else dict(tensors)
+
+
 def build_ours(hf_model, topology, **changes):
     config = dataclasses.replace(config_of(hf_model.config.to_dict()), **changes)
     has_documents = not config.is_causal  # BERT's padding
     stage = build_stage(config, topology, range(config.num_layers), seed=0, has_documents=has_documents)
-    weights = from_hf(hf_model.state_dict(), config)
+    weights = from_hf(as_saved(hf_model, hf_model.state_dict()), config)
     assert set(weights) == {name for name, _ in stage.named_parameters()}
     stage.load_state_dict(weights)
     return stage
@@ -300,7 +346,7 @@ def run_theirs(model, ids):
     """Logits [b, s, v], mean loss of the tokens, gradients by name; theirs shifts the labels by itself."""
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = as_saved(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     return result.logits[:, :-1], result.loss, gradients
 
 
@@ -372,7 +418,8 @@ def test_weights_return_to_transformers(kind, one_rank):
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[1]), 0)
     ours = build_ours(theirs, one_rank)
     returned = to_hf(dict(ours.named_parameters()), ours.config)
-    named = {family_of(ours.config).full_name(name): each for name, each in theirs.named_parameters()}
+    tensors = as_saved(theirs, theirs.named_parameters())
+    named = {family_of(ours.config).full_name(name): each for name, each in tensors.items()}
     assert returned.keys() == named.keys()
     for name, parameter in named.items():
         assert torch.equal(returned[name], parameter), name

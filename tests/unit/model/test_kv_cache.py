@@ -15,6 +15,7 @@ LENGTH, CAPACITY = 18, 24
 WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
 CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logit_softcapping": 2.0}
 OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0}}
+OTHERS["experts"] = {"num_experts": 5, "moe_ffn_hidden_size": 24}
 TINY = (
     "gpt-tiny",
     "bloom-tiny",
@@ -23,6 +24,7 @@ TINY = (
     "llama-tiny, window",
     "llama-tiny, caps",
     "bloom-tiny, caps",
+    "llama-tiny, experts",
 )
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 

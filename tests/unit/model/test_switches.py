@@ -69,6 +69,22 @@ def test_a_number_changes_what_the_model_computes(name, position, one_rank):
         torch.testing.assert_close(changed, 3.0 * torch.tanh(usual / 3.0))
 
 
+def test_mup_scales_initial_weights_scores_and_logits(one_rank):
+    usual, mup = (
+        build(one_rank, mup_base_width=base, mup_base_head_dim=head) for base, head in ((None, None), (2, 1))
+    )
+    ratio, head_dim = usual.config.hidden_size / 2, usual.config.head_dim
+    assert mup.config.score_scale == pytest.approx(1 / head_dim)
+    for name, weight in mup.named_parameters():
+        is_matrix = ".qkv.w" in name or ".projection.w" in name or ".up.w" in name or ".down.w" in name
+        torch.testing.assert_close(
+            weight * ratio**0.5 if is_matrix else weight, usual.get_parameter(name), msg=name
+        )
+        assert weight.spec.width_ratio == (ratio if is_matrix else 1.0), name
+    hidden = torch.randn(3, 2, usual.config.hidden_size)
+    torch.testing.assert_close(mup.logits(hidden) * ratio, usual.logits(hidden))
+
+
 @pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["fused", "plain"])
 def test_no_token_sees_a_later_one(position, dropout, one_rank):

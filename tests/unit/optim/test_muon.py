@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.topology import Topology
+from megalite.optim.flat_buffers import kind_for
 from megalite.optim.muon import COEFFICIENTS, orthogonalize
 from megalite.optim.optimizer import Optimizer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -132,6 +133,15 @@ def test_singular_values_come_close_to_one(kind, shape):
     values = torch.linalg.svdvals(orthogonalize(matrix, kind, 8))
     largest_error = 1e-6 if kind == "polar_express" else 0.5
     assert (values - 1).abs().max() < largest_error
+
+
+def test_mup_does_not_scale_the_update_again(topology):
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for weight, ratio in zip(weights, (1.0, 4.0), strict=True):
+        weight.spec = ParameterSpec((8, 8), width_ratio=ratio)
+    assert kind_for(weights[1], CONFIG) == kind_for(weights[0], CONFIG)
+    adam = dataclasses.replace(CONFIG, optimizer="adam")
+    assert kind_for(weights[1], adam) == kind_for(weights[0], adam)._replace(width_ratio=4.0)
 
 
 def test_a_fused_weight_as_one_matrix(topology):

@@ -88,6 +88,11 @@ def train_with_torch(
         eps=CONFIG.adam_eps,
         foreach=False,
     )
+    return steps_of_torch(net, adamw, iterations, clip, scale)
+
+
+def steps_of_torch(net, adamw, iterations: range, clip: float, scale: float = 1.0) -> list[float]:
+    """Train; each group's rate falls from its `peak`. Returns the norms."""
     norms = []
     for iteration in iterations:
         adamw.zero_grad()
@@ -122,6 +127,27 @@ def test_a_learning_rate_of_its_own_for_the_vocabulary(make_parameter, topology,
     optimizer = optimizer_of(net, topology, dataclasses.replace(CONFIG, decoupled_lr=1e-3), bucket_size)
     norms = train(net, optimizer, range(10), own_rate=1e-3)
     assert norms == pytest.approx(train_with_torch(theirs, range(10), 1.0, 1.0, 1e-3), rel=1e-13)
+    for name, weight in net.named_parameters():
+        torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_mup_divides_rate_and_epsilon_of_matrices_but_not_their_decay(make_parameter, topology, offloads):
+    config = dataclasses.replace(CONFIG, adam_eps=1e-2, optimizer_cpu_offload=offloads)
+    net = Net(lambda *shape, **spec: make_parameter(*shape, **spec, width_ratio=4.0 if spec == {} else 1.0))
+    theirs = copy.deepcopy(net)
+    optimizer = optimizer_of(net, topology, config)
+    train(net, optimizer, range(5))
+    optimizer.finish_weights()
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [theirs.table], "weight_decay": 0.3, "peak": 1e-2, "eps": 1e-2},
+            {"params": [theirs.inner], "weight_decay": 1.2, "peak": 2.5e-3, "eps": 2.5e-3},
+            {"params": [theirs.bias, theirs.norm], "weight_decay": 0.0, "peak": 1e-2, "eps": 1e-2},
+        ],
+        betas=(CONFIG.adam_beta1, CONFIG.adam_beta2),
+    )
+    steps_of_torch(theirs, adamw, range(5), CONFIG.clip_grad)
     for name, weight in net.named_parameters():
         torch.testing.assert_close(weight, theirs.get_parameter(name), rtol=1e-13, atol=1e-13)
 

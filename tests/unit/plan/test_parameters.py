@@ -48,6 +48,9 @@ MODELS = {
     "gemma": replace(
         PRESETS["gemma3-1b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
     ),
+    "experts": replace(
+        PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -81,6 +84,9 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("olmoe-1b-7b", 6_919_161_856),
         ("olmo2-7b", 7_298_617_344),
         ("olmo3-7b", 7_298_011_136),
         ("gemma2-2b", 2_614_341_888),

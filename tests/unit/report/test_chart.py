@@ -61,6 +61,20 @@ def test_an_unknown_metric_has_a_chart(tmp_path: Path) -> None:
     assert chart.curves[0].series.y.tolist() == [1.0, 2.0]
 
 
+def test_each_task_score_is_a_curve(tmp_path: Path) -> None:
+    scores = [{"a/acc": 0.25, "b/em": 0.5}, {"a/acc": 0.75, "b/em": "NaN"}]
+    tasks = [{"iteration": number, "scores": each} for number, each in enumerate(scores, 1)]
+    rows = [iteration(1, 0.0, 1.0), {"tasks": tasks[0]}, iteration(2, 0.0, 2.0), {"tasks": tasks[1]}]
+    run = open_run(write_metrics(tmp_path / "run.jsonl", [row | {"start_time": 0.0} for row in rows]))
+    assert run.history.num_broken == 0
+    found, _ = charts_of([run], "iteration")
+    (chart,) = [chart for chart in found if chart.title == "Task scores"]
+    assert [curve.part for curve in chart.curves] == ["a/acc", "b/em"]
+    assert chart.curves[0].series.x.tolist() == [1, 2] and chart.curves[0].series.y.tolist() == [0.25, 0.75]
+    assert chart.num_not_finite == 1
+    assert "Validation loss" not in [chart.title for chart in found]
+
+
 def _traces(charts: list[Chart], kind: str) -> list[dict[str, Any]]:
     return [trace for trace in figure_of(charts, ["run"], "iteration")["data"] if trace["mode"] == kind]
 

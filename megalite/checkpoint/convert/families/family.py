@@ -61,7 +61,7 @@ CONV_QKV = Transform(
 
 @dataclass(frozen=True)
 class Module:
-    """A module's tensors in both programs; ``{}`` stands for the layer's number.
+    """A module's tensors in both programs; ``{}`` stands for the layer's number, ``{expert}`` for an expert.
 
     Attributes:
         kind: determines whether the module has a bias: a table never has one, a norm does if it is a
@@ -90,7 +90,10 @@ class Module:
             "qkv": config.has_qkv_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
-            theirs = tuple(name.format(layer) + suffix for name in self.theirs)
+            experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
+            theirs = tuple(
+                name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
+            )
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
 
 
@@ -148,6 +151,8 @@ class Family:
         layer: modules of one layer.
         without_effect: their settings that do not change the model.
         other_names: parts of names in older files or in transformers' modules, and the written names.
+        experts: parts of the name of a parameter that holds the matrices of all experts, and the names of an
+            expert's own matrices in files, which are stacked along the rows.
     """
 
     model_type: str
@@ -160,12 +165,27 @@ class Family:
     layer: tuple[Module, ...]
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name with the prefix, which it may lack, and with the name that is written."""
         for old, new in self.other_names.items():
             name = name.replace(old, new)
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
+
+    def names_in_files(self, name: str, num_experts: int) -> list[tuple[str, ...]]:
+        """Return the names of the tensors that transformers reads a parameter from.
+
+        Returns:
+            One for most parameters; for the matrices of all experts, those of each expert.
+        """
+        name = self.full_name(name)
+        for fused, parts in self.experts.items():
+            if name.endswith(fused):
+                block = name.removesuffix(fused)
+                of_experts = (f"{block}experts.{number}" for number in range(num_experts))
+                return [tuple(f"{expert}.{part}.weight" for part in parts) for expert in of_experts]
+        return [(name,)]
 
     def model(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Return our config of a config of this family.

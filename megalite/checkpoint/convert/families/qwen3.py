@@ -14,19 +14,29 @@ from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("qwen3", attention_bias=False, mlp_bias=False)
+    fields = read_qwen3_like(hf, "qwen3")
+    return {**fields, **read_windows(hf, fields)}
+
+
+def read_qwen3_like(hf: HFSettings, kind: str) -> dict[str, Any]:
+    """Return our fields for the settings that all Qwen 3 share; `kind` is the family's name for messages."""
+    hf.require(kind, attention_bias=False, mlp_bias=False)
     fields = read_llama_like(hf, positions=32768)
     usual = fields["hidden_size"] // fields["num_attention_heads"]
     return {
         **fields,
-        **read_windows(hf, fields),
         "kv_channels": none_if_default(hf.get("head_dim", 128), usual),
         "qk_layernorm": True,
     }
 
 
+def write_qwen3_like(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings that all Qwen 3 share."""
+    return {**write_llama_like(config), "head_dim": config.head_dim}
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {**write_llama_like(config), **write_windows(config), "head_dim": config.head_dim}
+    return {**write_qwen3_like(config), **write_windows(config)}
 
 
 QWEN3 = replace(

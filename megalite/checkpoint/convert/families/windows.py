@@ -26,6 +26,17 @@ def read_windows(hf: HFSettings, fields: dict[str, Any]) -> dict[str, Any]:
     return _fields_of(size, marks)
 
 
+def read_one_window(size: int | None, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return our fields for a window in all layers, as Mistral's; its size counts the token itself."""
+    return {} if size is None or size >= fields["seq_length"] else {"window_size": (size - 1, 0)}
+
+
+def write_one_window(config: ModelConfig) -> dict[str, Any]:
+    """Return their setting for a window in all layers."""
+    window = config.layer_kinds[0].window
+    return {"sliding_window": None if window is None else window + 1}
+
+
 def read_layer_types(hf: HFSettings, fields: dict[str, Any], full_every: int) -> dict[str, Any]:
     """Return our fields for the windows, as Gemma and OLMo 3 describe them.
 

@@ -142,7 +142,7 @@ def test_megatrons_example_of_bert_is_accepted_but_for_its_stages() -> None:
         ("--use-flash-attn", "--use-flash-attn is not needed: the fastest attention"),
         ("--disable-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad is not needed: tensor-parallel comm"),
         ("--no-rl-use-sequence-packing", "--no-rl-use-sequence-packing is not needed: it is always so"),
-        ("--moe-loss-coeff 0.01", "--moe-loss-coeff 0.01 has no effect: there is no mixture of experts"),
+        ("--moe-loss-coeff 0.01", "--moe-loss-coeff 0.01 has no effect: the model has no experts"),
         ("--cuda-graph-modules attn mlp", "--cuda-graph-modules attn mlp is not needed: CUDA graphs"),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist is not needed: checkpoints are checksummed"),
     ],
@@ -185,10 +185,21 @@ def test_a_flag_is_refused_by_the_beginning_of_its_name(problems) -> None:
     assert "--rl-of-next-year (another kind of training) is not supp" in problems("--rl-of-next-year 3")[0]
 
 
-def test_a_missing_feature_is_refused_once(problems) -> None:
-    (problem,) = problems("--num-experts 4 --moe-loss-coeff 0.01 --moe-router-topk 2")[:1]
-    assert problem.startswith("--num-experts only accepts 1 in this version, not 4 (mixture of experts)")
-    assert not any("--moe" in each for each in problems("--num-experts 4 4 --moe-loss-coeff 0.01"))
+COMPLETE = "--mock-data --vocab-size 64 --train-iters 2"
+
+
+def test_options_of_experts_are_refused_with_experts_alone(problems) -> None:
+    problem = problems("--num-experts 4 --disable-bias-linear --moe-loss-coeff 0.01")[0]
+    assert problem.startswith("--moe-loss-coeff (this option of experts) is not supported")
+    _, notices = parse(shlex.split(f"--moe-loss-coeff 0.01 {COMPLETE}"))
+    assert "--moe-loss-coeff 0.01 has no effect: the model has no experts" in notices
+
+
+def test_a_balance_loss_over_a_microbatch_is_replaced() -> None:
+    line = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss"
+    config, notices = parse(shlex.split(f"{line} {COMPLETE}"))
+    assert config.model.moe_router_load_balancing_type == "seq_aux_loss"
+    assert [each for each in notices if "aux_loss is taken as seq_aux_loss" in each]
 
 
 def test_a_split_keeps_the_quotes_of_a_shell_array() -> None:
@@ -227,6 +238,9 @@ def test_workers_are_accepted_and_told() -> None:
         ("--num-workers", "--num-workers takes one value"),
         ("--sync-tp-duplicated-parameters 3", "takes no value"),
         ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
+        ("--use-mup", "--use-mup needs --mup-base-width (--mup-base-hidden-size)"),
+        ("--use-mup --mup-base-hidden-size 256", "pass --mup-base-head-dim 1 for Megatron-LM's scores"),
+        ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power only accepts 1 in this version"),
         (
             "--context-parallel-size 2 --cp-comm-type p2p",
             "--cp-comm-type",
@@ -240,7 +254,7 @@ def test_workers_are_accepted_and_told() -> None:
             "--pp 2 --no-pipeline-parallel",
             "--no-pipeline-parallel and --pipeline-model-parallel-size 2 contradict each other",
         ),
-        ("--mlp-type", "--mlp-type only accepts standard in this version, not no value"),
+        ("--rope-type", "--rope-type only accepts rope in this version, not no value"),
     ],
 )
 def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, problems) -> None:

@@ -1,0 +1,120 @@
+#!/usr/bin/env python
+"""Time a mixture of experts, forward and backward, as ratio to an MLP with as many active weights.
+
+python benchmarks/moe.py --threads 1
+
+The MLP is as wide as the experts of a token together, so both have the same GEMM FLOPs apart from the router.
+`loop` is a plain loop over the experts with the same weights, as in transformers' eager experts. The blocks
+run turn by turn, and each figure is the median of its rounds. With one thread, times are the process' CPU
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from clock import Clock
+from torch import Tensor
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.rendezvous import Launch
+from megalite.distributed.topology import Topology
+from megalite.hardware import cpu
+from megalite.model.experts import MixtureOfExperts
+from megalite.model.mlp import MLP
+from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+SHAPES = (
+    (2048, 512, 8, 2, 1024),
+    (2048, 512, 16, 4, 512),
+    (2048, 512, 64, 8, 256),
+    (1024, 1024, 8, 2, 2048),
+)
+"""Tokens, hidden size, experts, experts of a token, width of an expert."""
+Run = Callable[[Tensor], Tensor]
+Block = TypeVar("Block", bound=torch.nn.Module)
+
+
+def loop_over_experts(block: MixtureOfExperts) -> Run:
+    """Return a function that computes the block expert by expert."""
+
+    def run(x: Tensor) -> Tensor:
+        weights, experts, _ = block.router(x)
+        tokens, out = x.flatten(0, 1), torch.zeros_like(x).flatten(0, 1)
+        weights, experts = weights.flatten(0, 1), experts.flatten(0, 1)
+        for number in range(block.router.num_experts):
+            token, place = torch.where(experts == number)
+            gate, up = F.linear(tokens[token], block.up.weight[number].flatten(0, 1)).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, block.down.weight[number])
+            out = out.index_add(0, token, y * weights[token, place, None])
+        return out.view_as(x)
+
+    return run
+
+
+def runs_of(shape: tuple[int, ...], topology: Topology) -> dict[str, Run]:
+    """Return the functions to compare; the first is the baseline."""
+    _, hidden, experts, topk, width = shape
+    model = replace(
+        PRESETS["llama-tiny"],
+        hidden_size=hidden,
+        ffn_hidden_size=topk * width,
+        num_experts=experts,
+        moe_router_topk=topk,
+        moe_ffn_hidden_size=width,
+    )
+    context = LayerContext(topology, torch.float32)
+    dense, block = _built(MLP, model, context), _built(MixtureOfExperts, model, context)
+    return {
+        "dense": lambda x: dense(x).x,
+        "experts": lambda x: block(x).x,
+        "loop": loop_over_experts(block),
+    }
+
+
+def _built(kind: Callable[..., Block], model: ModelConfig, context: LayerContext) -> Block:
+    block = kind(model, context)
+    initialize(block, 1, context.topology)
+    return block
+
+
+def main() -> None:
+    """Time all shapes and print the ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    with Topology.start(
+        ParallelConfig(distributed_backend="gloo").mesh, Launch.from_environment()
+    ) as topology:
+        cpu.limit_threads(args.threads, 1)
+        clock = Clock(topology.device, by_process=args.threads == 1)
+        print("tokens hidden experts of a token width      dense   experts      loop")
+        for shape in SHAPES:
+            runs = runs_of(shape, topology)
+            x = torch.randn(shape[0], 1, shape[1], requires_grad=True)
+            seconds: dict[str, list[float]] = {name: [] for name in runs}
+            for _ in range(args.rounds + 1):
+                for name, run in runs.items():
+                    clock.start()
+                    first = clock.mark()
+                    run(x).sum().backward()
+                    seconds[name].append(clock.seconds(first, clock.mark()))
+            medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+            ratios = "".join(f"{medians[name] / medians['dense']:10.2f}" for name in ("experts", "loop"))
+            sizes = "{:6} {:6} {:7} {:10} {:5}".format(*shape)
+            print(f"{sizes} {medians['dense'] * 1e3:8.1f} ms{ratios}")
+
+
+if __name__ == "__main__":
+    main()

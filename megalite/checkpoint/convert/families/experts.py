@@ -1,0 +1,68 @@
+"""Read and write mixtures of experts, whose matrices are separate tensors in transformers' files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.families.family import Module, Parts, Transform
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.config import ModelConfig
+
+FUSED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+"""See `Family.experts`."""
+
+
+def read_experts(hf: HFSettings, count: tuple[str, ...], width: str) -> dict[str, Any]:
+    """Return our fields for the experts.
+
+    Args:
+        count: their names for the number of experts.
+        width: their name for the width of one.
+    """
+    return {
+        "num_experts": hf.first(*count),
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf[width],
+        "moe_aux_loss_coeff": hf.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def write_experts(config: ModelConfig, count: str, width: str) -> dict[str, Any]:
+    """Return their settings for our experts; see `read_experts`."""
+    return {
+        count: config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        width: config.expert_ffn_size,
+        "router_aux_loss_coef": config.moe_aux_loss_coeff,
+    }
+
+
+def expert_modules(block: str, gate: str, up: str, down: str) -> tuple[Module, ...]:
+    """Return the modules of a layer's experts.
+
+    Args:
+        block: their name of the block, with ``{}`` for the layer.
+        gate, up, down: their names of an expert's matrices.
+    """
+    halves = tuple(f"{block}.experts.{{expert}}.{name}" for name in (gate, up))
+    return (
+        Module("table", "layers.{}.mlp.router", (f"{block}.gate",)),
+        Module("table", "layers.{}.mlp.up", halves, _HALVES),
+        Module("table", "layers.{}.mlp.down", (f"{block}.experts.{{expert}}.{down}",), _SEPARATE),
+    )
+
+
+def _split_halves(full: Tensor, _: ModelConfig) -> Parts:
+    """Split ``[e, 2, ffn, h]`` into gate and up of each expert, each ``[ffn, h]``."""
+    return full.flatten(0, 1).unbind(0)
+
+
+def _join_halves(parts: Parts, _: ModelConfig) -> Tensor:
+    return torch.stack(tuple(parts)).unflatten(0, (-1, 2))
+
+
+_HALVES = Transform(_split_halves, _join_halves)
+_SEPARATE = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))

@@ -1,0 +1,238 @@
+"""Scale a run to other sizes of its model: shapes, length, batch size, learning rate.
+
+The config that is scaled is the reference: its learning rate and batch size suit its size. By default, with N
+the parameters that `scaling_parameters` counts:
+
+    batch size    grows as N^(2/3)
+    learning rate falls as N^(-1/3)
+
+OLMo-core's ladder uses these exponents. They are from Porian et al. 2024 (arXiv 2406.19146).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megalite.config import Config, ModelConfig, OptimizerConfig
+from megalite.config.flags import flag_of
+from megalite.config.model_flops import flops_per_token
+from megalite.data.tokenizers.tokenizer import configured_tokenizer
+from megalite.errors import UserError
+from megalite.plan.units import whole_model
+from megalite.train.run_context import with_vocab_size
+
+Dimension = Literal["depth", "width"]
+
+BATCH_EXPONENT = 2 / 3
+LR_EXPONENT = -1 / 3
+EVAL_ITERS = 10
+"""Global batches of the reference in an evaluation, without --eval-iters."""
+_FFN_MULTIPLE = 64
+_SHARES = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "weight_decay_incr_iters")
+"""Numbers of iterations that keep their share of the run's length."""
+_NOT_SCALED = {
+    **dict.fromkeys(("train_samples", "rampup_batch_size", "step_batch_size_schedule"), "training"),
+    **dict.fromkeys(("exit_interval", "exit_duration_in_mins"), "training"),
+    **dict.fromkeys(("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"), "optimizer"),
+    "weight_decay_incr_samples": "optimizer",
+    **dict.fromkeys(("save", "load"), "checkpoint"),
+    **dict.fromkeys(("metrics_file", "tensorboard_dir"), "logging"),
+}
+"""Fields that a ladder refuses, each with its group: they would be the same for all sizes."""
+
+
+@dataclass(frozen=True)
+class ScalingRules:
+    """How a run changes with its size.
+
+    Attributes:
+        dimension: what the sizes name. A depth changes the width too: their ratio is kept.
+        batch_exponent, lr_exponent: exponents of the parameters, relative to those of the reference.
+    """
+
+    dimension: Dimension
+    batch_exponent: float = BATCH_EXPONENT
+    lr_exponent: float = LR_EXPONENT
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    """A run of a ladder.
+
+    Attributes:
+        parameters: see `scaling_parameters`.
+        all_parameters: parameters with the embedding tables.
+        tokens: tokens that it trains on.
+        flops: model FLOPs of the whole run.
+    """
+
+    name: str
+    config: Config
+    vocab_size: int | None
+    parameters: int
+    all_parameters: int
+    tokens: int
+    flops: float
+
+
+def vocab_size_of(config: Config) -> int | None:
+    """Return the vocabulary size that training will use; None if neither a flag nor a tokenizer has one."""
+    if config.data.resolved_tokenizer_type is None:
+        return config.model.vocab_size
+    tokenizer = configured_tokenizer(config.data, config.model.vocab_size)
+    return with_vocab_size(config, tokenizer).model.vocab_size
+
+
+def measured_run(name: str, config: Config, vocab_size: int | None, tokens: int) -> LadderRun:
+    """Return a run with its counts.
+
+    Args:
+        vocab_size: see `vocab_size_of`.
+
+    Raises:
+        UserError: the vocabulary size is unknown.
+    """
+    model, tp = replace(config.model, vocab_size=vocab_size), config.parallel.tp
+    return LadderRun(
+        name,
+        config,
+        vocab_size,
+        parameters=scaling_parameters(model, tp),
+        all_parameters=whole_model(model, tp).num_parameters,
+        tokens=tokens,
+        flops=tokens * flops_per_token(model, tp),
+    )
+
+
+def scaling_parameters(model: ModelConfig, tp: int) -> int:
+    """Return the parameters of the layers and the output layer, which all take part in a token's GEMMs.
+
+    Tables of tokens and positions are not counted. A tied table counts as the output layer.
+    """
+    units = whole_model(model, tp)
+    return units.head.num_parameters + sum(units.layers[kind].num_parameters for kind in units.kinds)
+
+
+def check_reference(config: Config) -> None:
+    """Refuse options that cannot be scaled.
+
+    Raises:
+        UserError: with the option's flag.
+    """
+    defaults = Config().values()
+    for name, group in _NOT_SCALED.items():
+        value = getattr(getattr(config, group), name)
+        if value != defaults[name]:
+            raise UserError(f"{flag_of(name)} would be the same for all sizes of the ladder: remove it")
+    optimizer = config.optimizer
+    given = [name for name in _SHARES if getattr(optimizer, name)]
+    if given and config.training.train_iters is None:
+        raise UserError(
+            f"{flag_of(given[0])} {getattr(optimizer, given[0])} is a share of a run without a length: pass "
+            "--train-iters of the reference too, or --lr-warmup-fraction"
+        )
+    if config.training.eval_iters == 0:
+        raise UserError("--eval-iters 0: a ladder compares validation losses, pass at least 1")
+
+
+def scaled_run(reference: LadderRun, rules: ScalingRules, size: int, ratio: float, name: str) -> LadderRun:
+    """Return the run of another size.
+
+    Args:
+        reference: `check_reference` has accepted its config; its tokens have no effect.
+        size: its layers or its hidden size, by `rules.dimension`.
+        ratio: tokens to train on, per parameter.
+
+    Raises:
+        UserError: the width has no whole number of heads, or the run has no iterations.
+    """
+    config = reference.config
+    model = scaled_model(config, rules.dimension, size)
+    parameters = scaling_parameters(replace(model, vocab_size=reference.vocab_size), config.parallel.tp)
+    growth = parameters / reference.parameters
+    batch = _scaled_batch(config, growth**rules.batch_exponent)
+    iterations = round(ratio * parameters / (batch * model.seq_length))
+    if iterations < 1:
+        raise UserError(
+            f"{name} trains on {ratio * parameters:,.0f} tokens, less than half of a global batch of {batch} "
+            f"samples: pass a smaller --global-batch-size, or more --tokens-per-parameter"
+        )
+    samples = (config.training.eval_iters or EVAL_ITERS) * _reference_batch(config)
+    training = replace(
+        config.training,
+        global_batch_size=batch,
+        train_iters=iterations,
+        eval_interval=iterations,  # once, so that all sizes evaluate the same first samples
+        eval_iters=-(-samples // batch),
+    )
+    length = iterations / (config.training.train_iters or 1)
+    optimizer = _scaled_optimizer(config.optimizer, growth**rules.lr_exponent, length)
+    scaled = replace(config, model=model, training=training, optimizer=optimizer)
+    return measured_run(name, scaled, reference.vocab_size, iterations * batch * model.seq_length)
+
+
+def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig:
+    """Return the model with `size` layers or this hidden size.
+
+    The ratios of its widths, the size of a head and the query heads of a group are kept.
+
+    Raises:
+        UserError: the width has no whole number of heads or, with tensor parallelism, of heads per rank.
+    """
+    model = config.model
+    shared = model.num_attention_heads // model.num_kv_heads if model.num_kv_heads > 1 else 1
+    heads_per_step = shared * config.parallel.tp
+    step = model.hidden_size // model.num_attention_heads * heads_per_step
+    if dimension == "depth":
+        layers, hidden = size, _round_up(size * model.hidden_size / model.num_layers, step)
+    else:
+        layers, hidden = model.num_layers, size
+    if hidden % step:
+        below = hidden // step * step
+        raise UserError(
+            f"--widths {size} is not a multiple of {step}, the width of {heads_per_step} of the heads: pass "
+            + (f"{below} or {below + step}" if below else str(step))
+        )
+    heads = hidden // step * heads_per_step
+    groups = None if model.num_query_groups is None else max(1, heads // shared)
+    if model.num_kv_heads == 1:
+        groups = model.num_query_groups
+    ffn, factor = model.ffn_hidden_size, model.embedding_multiplier
+    return replace(
+        model,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        ffn_hidden_size=None if ffn is None else _round_up(ffn * hidden / model.hidden_size, _FFN_MULTIPLE),
+        # Gemma's factor is the root of the width.
+        embedding_multiplier=hidden**0.5 if math.isclose(factor, model.hidden_size**0.5) else factor,
+    )
+
+
+def _reference_batch(config: Config) -> int:
+    return config.global_batch(config.parallel.data_parallel_size or 1)
+
+
+def _scaled_batch(config: Config, factor: float) -> int:
+    """Return the nearest global batch that has whole microbatches on each replica."""
+    step = config.training.micro_batch_size * (config.parallel.data_parallel_size or 1)
+    return step * max(1, round(_reference_batch(config) * factor / step))
+
+
+def _scaled_optimizer(optimizer: OptimizerConfig, lr_factor: float, length: float) -> OptimizerConfig:
+    """Return the optimizer with learning rates times `lr_factor`, and with iterations times `length`."""
+    rates = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init")
+    given = {name: value for name in rates if (value := getattr(optimizer, name)) is not None}
+    counts = {name: value for name in _SHARES if (value := getattr(optimizer, name))}
+    return replace(
+        optimizer,
+        **{name: value * lr_factor for name, value in given.items()},
+        **{name: max(1, round(value * length)) for name, value in counts.items()},
+    )
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return math.ceil(value / multiple - 1e-9) * multiple

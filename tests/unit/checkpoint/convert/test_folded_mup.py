@@ -1,0 +1,41 @@
+"""A model of muP is exported as a model without muP that computes the same."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megalite.config.presets import PRESETS
+from megalite.errors import UserError
+from megalite.microbatch import Microbatch
+from tests.stages import build_stage
+from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, logits_of, tensors_of
+from tests.unit.checkpoint.convert.test_convert import convert, save_stage
+
+
+def stage_of(preset, topology, **changes):
+    config = dataclasses.replace(PRESETS[preset], num_layers=2, vocab_size=VOCABULARY, **changes)
+    stage = build_stage(config, topology, range(2), seed=3).eval()
+    for parameter in stage.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.1)
+    return stage
+
+
+@pytest.mark.parametrize("preset", ["gpt-tiny", "llama-tiny"])  # tied and with a norm's bias, and neither
+def test_transformers_computes_the_same(preset, tmp_path, one_rank):
+    stage = stage_of(preset, one_rank, mup_base_width=24)
+    folder = convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")
+    ids = torch.randint(VOCABULARY, (2, 17))
+    with torch.no_grad():
+        ours = stage.logits(stage.hidden_states(Microbatch(ids, ids, torch.arange(2)), None)).transpose(0, 1)
+    theirs = logits_of(folder, ids)
+    assert (ours[..., :VOCABULARY] - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    tied = [name for name in tensors_of(folder) if name.endswith(("wte.weight", "embed_tokens.weight"))]
+    assert torch.equal(tensors_of(folder)[tied[0]], stage.get_parameter("embedding.word.weight")[:VOCABULARY])
+
+
+def test_other_scores_are_refused_by_name(tmp_path, one_rank):
+    stage = stage_of("llama-tiny", one_rank, mup_base_width=24, mup_base_head_dim=4)
+    divisor = stage.config.head_dim**2 / 4
+    with pytest.raises(UserError, match=f"cannot be this model: query_pre_attn_scalar {divisor}"):
+        convert(save_stage(stage, tmp_path / "ours"), tmp_path / "hf")

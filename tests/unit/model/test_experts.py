@@ -1,0 +1,152 @@
+"""Experts compute what each token's own MLPs do, whatever the router selects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megalite.config import ModelConfig, RecomputeConfig
+from megalite.config.presets import PRESETS
+from megalite.loss_terms import WithTerms
+from megalite.microbatch import Microbatch
+from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Rows, grouped_linear
+from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.parameter_spec import LayerContext
+from tests.stages import build_stage
+
+CONFIG = replace(
+    PRESETS["llama-tiny"],
+    hidden_size=12,
+    kv_channels=4,
+    seq_length=9,
+    vocab_size=101,
+    params_dtype="fp64",
+    init_method_std=0.4,
+    num_experts=5,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=7,
+    moe_z_loss_coeff=0.1,
+)
+EXACT = {"rtol": 1e-13, "atol": 1e-13}
+
+
+def experts_of(config: ModelConfig, topology) -> MixtureOfExperts:
+    block = MixtureOfExperts(config, LayerContext(topology, torch.float64))
+    initialize(block, 3, topology)
+    return block
+
+
+def hidden(num_samples: int = 2, length: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(length, num_samples, 12, generator=generator, dtype=torch.float64)
+
+
+def token_by_token(block: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Compute each token's experts one after the other."""
+    out = torch.zeros_like(x)
+    for place in torch.cartesian_prod(*map(torch.arange, x.shape[:2])):
+        token = x[tuple(place)]
+        logits = block.router.weight @ token
+        best = logits.topk(block.router.topk)
+        for weight, number in zip(best.values.softmax(0), best.indices, strict=True):
+            gate, up = (half @ token for half in block.up.weight[number])
+            out[tuple(place)] += weight * (block.down.weight[number] @ (F.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("topk", [1, 3, 5])
+def test_a_token_gets_the_sum_of_its_experts(topk: int, one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_topk=topk), one_rank)
+    ours, theirs = (hidden().requires_grad_() for _ in range(2))
+    y = block(ours).x
+    expected = token_by_token(block, theirs)
+    torch.testing.assert_close(y, expected, **EXACT)
+    weights = list(block.parameters())
+    found = torch.autograd.grad(y.square().sum(), [ours, *weights])
+    wanted = torch.autograd.grad(expected.square().sum(), [theirs, *weights], materialize_grads=True)
+    torch.testing.assert_close(found, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_topk=1), one_rank)
+    with torch.no_grad():
+        block.router.weight.zero_()  # of equal scores, the first counts
+    x = hidden(1, length)
+    y, _, terms = block(x)
+    (gate, up), down = block.up.weight[0], block.down.weight[0]
+    torch.testing.assert_close(y, (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t(), **EXACT)
+    y.sum().backward()
+    assert not block.up.weight.grad[1:].any() and not block.down.weight.grad[1:].any()
+    assert float(terms[BALANCE_LOSS].total) == pytest.approx(length)  # e times a share of 1 / e
+
+
+def test_rows_of_groups_without_rows() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, [0, 4, 0]), (x, weight))
+    torch.testing.assert_close(grouped_linear(x, weight, [1, 0, 3])[1:], x[1:] @ weight[2].t())
+
+
+def test_rows_keep_the_order_of_tokens() -> None:
+    rows = Rows.of(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+    assert rows.order.tolist() == [1, 2, 3, 5, 0, 4] and rows.sizes == [2, 2, 2, 0]
+    x = torch.arange(3.0).unsqueeze(1)
+    assert rows.dispatch(x).flatten().tolist() == [0, 1, 1, 2, 0, 2]
+    assert rows.combine(rows.dispatch(x), torch.ones(3, 2)).flatten().tolist() == [0, 2, 4]
+
+
+def test_balance_loss_is_that_of_transformers_for_one_sample(one_rank) -> None:
+    block = experts_of(CONFIG, one_rank)
+    x = hidden(1)
+    terms = block(x).terms
+    logits = (x @ block.router.weight.t()).flatten(0, 1)
+    expected = load_balancing_loss_func((logits,), num_experts=5, top_k=3)  # its parts add up to topk
+    assert float(terms[BALANCE_LOSS].total) == pytest.approx(float(expected) / 3 * 9, rel=1e-6)
+    torch.testing.assert_close(terms[ROUTER_Z_LOSS].total, logits.logsumexp(-1).square().sum(), **EXACT)
+
+
+def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:
+    block = experts_of(CONFIG, one_rank)
+    x = hidden(3)
+    alone = sum(block(x[:, i : i + 1]).terms[BALANCE_LOSS].total for i in range(3))
+    torch.testing.assert_close(block(x).terms[BALANCE_LOSS].total, alone, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(recompute_granularity="full"),
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "core_attn")),
+    ],
+    ids=["full", "mlp", "layernorm"],
+)
+def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_rank) -> None:
+    tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(5))
+    found = []
+    for each in (None, recompute):
+        stage = build_stage(CONFIG, one_rank, range(CONFIG.num_layers), seed=3, recompute=each)
+        output = stage(Microbatch(tokens, tokens, torch.arange(2)), None)
+        assert isinstance(output, WithTerms) and set(output.terms) == set(stage.loss_names)
+        sum(term.value(18) for term in output.terms.values()).backward()
+        found.append([parameter.grad for parameter in stage.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_layers_without_experts_have_an_mlp(one_rank) -> None:
+    config = replace(CONFIG, num_layers=4)
+    kinds = {
+        None: [1, 1, 1, 1],
+        (3,): [1, 0, 0, 1],
+        (0, 1, 1, 0): [0, 1, 1, 0],
+    }
+    for pattern, expected in kinds.items():
+        stage = build_stage(replace(config, moe_layer_freq=pattern), one_rank, range(4), seed=3)
+        found = [isinstance(layer.mlp, MixtureOfExperts) for layer in stage.layers.values()]
+        assert found == [bool(each) for each in expected]
