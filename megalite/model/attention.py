@@ -1,7 +1,8 @@
 """Self-attention over the heads of one tensor-parallel rank.
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, g key/value heads, r = n/g, d head size,
-tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads.
+tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads. With context parallelism,
+every s is s/cp outside of the attention core.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
+from megalite.model.context_parallel import KEY_ACCESS
 from megalite.model.norm import build_head_norm
 from megalite.model.positions import Angles, PositionInfo
 from megalite.model.sinks import SINKS
@@ -37,7 +39,9 @@ class Attention(nn.Module):
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
         super().__init__()
-        self.tp = context.tp
+        self.tp, self.cp = context.tp, context.cp
+        self.key_access = KEY_ACCESS[context.cp_comm_type]
+        self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)
         self.window = kind.window
         self.own_rotary = kind.own_rotary
@@ -107,12 +111,30 @@ class Attention(nn.Module):
         q, k = self.rotate(q, angles), self.rotate(k, angles)
         if positions.query_factors is not None:
             q = q * positions.query_factors
+        q, k, v = self.reach_keys(q, k, v)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
-        first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
+        first_weight = self.head_slice.index * q.shape[1] * k.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
-        y = self.core(q, k, v, positions.visible[self.window], drop, self.sinks)
-        y = y.permute(2, 0, 1, 3)  # [s, b, n/tp, d]
+        y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
+        y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
         return y if gate is None else y * gate.sigmoid()
+
+    def _sinks_of(self, q: Tensor) -> Tensor | None:
+        """Return the sinks of the heads of queries ``[b, n', m, d]``: ranks may exchange heads for tokens."""
+        if self.sinks is None:
+            return None
+        of_ranks = self.sinks.view(-1, q.shape[1])
+        return of_ranks[self.head_slice.index % len(of_ranks)]
+
+    @communication_point
+    def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the attention core's arguments from this rank's tokens; see `KeyAccess`."""
+        return self.key_access.enter(q, k, v, self.cp)
+
+    @communication_point
+    def keep_own_tokens(self, y: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens from the attention core's output; see `KeyAccess`."""
+        return self.key_access.leave(y, self.cp)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""

@@ -1,7 +1,7 @@
 """The part of a BERT model that one pipeline stage holds.
 
 Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
-every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``; with context parallelism s is that of its tokens.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ class BertStage(TransformerStage):
         scores = self.order_scores(normed)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         loss = F.cross_entropy(wide, microbatch.order_labels, reduction="sum")
+        if self.context.topology.positions.index > 0:
+            loss = loss * 0.0  # the first token is on another rank, whose loss is added
         if not self.context.sequence_parallel:
             return loss
         # The first token is on rank 0. The other ranks' parameters get gradients of zero, and the optimizer

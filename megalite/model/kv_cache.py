@@ -92,7 +92,8 @@ class CachedCore(SdpaCore):
                 visible[window] = VisibleKeys()
             else:
                 keys = self._after_padding().within(window, self.length, device)
-                visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
+                bias = self._bias(keys, self.length, range(first, self.length))
+                visible[window] = VisibleKeys(bias=bias)
         ids = microbatch.position_ids
         angles = {own: each.compute(ids) for own, each in self.rotations.items()}
         return PositionInfo(visible, angles, self.query_factors(num_tokens, ids))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.distributed.axes import Slice
 from megalite.kernels import VisibleKeys, rotate
 from megalite.model.rope_scaling import SCALINGS
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -73,11 +74,16 @@ class Rotary:
             rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((rotate(rotated, *angles), rest), dim=-1)
 
-    def look_up(self, position_ids: Tensor) -> Angles:
-        """Look up the angles of tokens at positions ``[b, s]``, all below s."""
-        cosine, sine = self.table(position_ids.shape[1])
+    def look_up(self, position_ids: Tensor, seq_length: int) -> Angles:
+        """Look up the angles of tokens at positions ``[b, s]`` in samples of this length."""
+        cosine, sine = self.table(seq_length)
         rows = position_ids.t()
         return Angles(cosine[rows, 0], sine[rows, 0])
+
+    def of_slice(self, own: Slice, seq_length: int) -> Angles:
+        """Return the angles of a slice of the positions in a sample, ``[s/count, 1, 1, r]``."""
+        cosine, sine = (x.chunk(own.count)[own.index] for x in self.table(seq_length))
+        return Angles(cosine, sine)
 
     def compute(self, position_ids: Tensor) -> Angles:
         """Compute the angles of tokens at any positions ``[b, s]``."""
@@ -102,7 +108,10 @@ class NoRotation:
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
         return x
 
-    def look_up(self, position_ids: Tensor) -> None:
+    def look_up(self, position_ids: Tensor, seq_length: int) -> None:
+        return None
+
+    def of_slice(self, own: Slice, seq_length: int) -> None:
         return None
 
     def compute(self, position_ids: Tensor) -> None:
@@ -177,20 +186,21 @@ def local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | No
     """Return ALiBi's slopes for this rank's heads, or None for models with another position embedding."""
     if config.position_embedding_type != "alibi":
         return None
-    num_heads = config.num_attention_heads // context.tp.size
-    return alibi_slopes(config.num_attention_heads)[context.tp.rank * num_heads :][:num_heads]
+    own = context.attention_heads
+    num_heads = config.num_attention_heads // own.count
+    return alibi_slopes(config.num_attention_heads)[own.index * num_heads :][:num_heads]
 
 
-def distance_bias(config: ModelConfig, context: LayerContext, seq_length: int, first: int = 0) -> Tensor:
-    """Return ALiBi's bias of the scaled scores, ``[n/tp, s, s]``, or zeros ``[1, s, s]`` without ALiBi.
+def distance_bias(config: ModelConfig, context: LayerContext, seq_length: int, queries: range) -> Tensor:
+    """Return ALiBi's bias of the scaled scores, ``[n/tp, m, s]``, or zeros ``[1, m, s]`` without ALiBi.
 
     ALiBi's bias is slope * (key - query position). It uses distances instead of positions, so that near keys,
     which weigh most, keep their precision in long samples.
 
     Args:
-        first: omit the rows of the queries before this one: ``[n/tp or 1, s - first, s]``.
+        queries: positions of the m queries.
     """
     positions = torch.arange(seq_length, dtype=torch.float64, device=context.device)
-    distances = positions - positions[first:, None]  # [s - first, s]
+    distances = positions - positions[queries.start : queries.stop, None]  # [m, s]
     slopes = local_slopes(config, context) or [0.0]
     return torch.stack([(slope * distances).to(context.dtype) for slope in slopes])

@@ -1,4 +1,4 @@
-"""The layout table: the same run on any tp x pp x dp and micro-batch size, for each kind of model.
+"""The layout table: the same run on any tp x pp x dp x cp and micro-batch size, for each kind of model.
 
 fp64 is the proof: only the order of sums differs, and that stays far below the bounds. fp32 is the everyday
 check.
@@ -83,16 +83,37 @@ DROPOUT = {
     **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
-ROWS = [
-    (model, dtype, name)
-    for model in MODELS
-    for dtype in ("fp64", "fp32")
-    for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
-] + [
-    (model, "fp64", name)
-    for model in SWITCHES
-    for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
-]
+ROWS = (
+    [
+        (model, dtype, name)
+        for model in MODELS
+        for dtype in ("fp64", "fp32")
+        for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
+    ]
+    + [
+        (model, "fp64", name)
+        for model in SWITCHES
+        for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
+    ]
+    + [
+        (model, dtype, name)
+        for model in (*MODELS, *SWITCHES)
+        for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
+    ]
+    + [
+        ("gpt-tiny", "fp64", name)
+        for name in (
+            *("cp4", "cp8", "tp2cp2", "pp2cp2", "dp2cp2", "cp2+zero2", "dp2cp2+zero3", "tp2cp2+sp+a2a+full"),
+            *(
+                "dp2cp2shard2+zero2",
+                "pp2v2cp2",
+                "pp2zbvcp2+zero3",
+                "pp2cp2+full+offload",
+                "tp2pp2cp2+sp+zero1",
+            ),
+        )
+    ]
+)
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once

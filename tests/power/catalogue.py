@@ -12,6 +12,8 @@ from torch import Tensor
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.data import batch_loader
+from megalite.distributed import collectives
+from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
@@ -20,6 +22,7 @@ from megalite.model import (
     attention,
     attention_core,
     bert_stage,
+    context_parallel,
     embedding,
     head,
     layer,
@@ -547,6 +550,36 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the gradient of the order loss is multiplied by tp", "tp2+sp", bert_stage,
          "reduce_from_tensor_parallel",
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
+    ],
+    "context parallelism": [
+        ("queries of a slice see the keys of the first slice", "cp2", attention_core.AttentionCore, "queries",
+         instead(lambda self, s: range(s // self.own_queries.count))),
+        ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
+         before(lambda self, shape, ids, windows: (
+             self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
+         "packed"),
+        ("rotary positions of a slice count from 0", "cp2", positions.Rotary, "of_slice",
+         before(lambda self, own, s: (self, Slice(0, own.count), s)), "llama"),
+        ("gradients of gathered keys are cut instead of reduce-scattered", "cp2", collectives,
+         "start_reduce_scatter", instead(_cut)),
+        ("gradients of gathered keys are means", "cp2", collectives, "start_reduce_scatter",
+         before(lambda x, axis: (x / axis.size, axis))),
+        ("slices of keys are gathered in another order", "cp2", collectives, "start_all_gather",
+         after(lambda pending, *_: _rolled(pending, halves=True))),
+        ("heads return in the order of another rank", "cp2+a2a", context_parallel, "_to_tokens",
+         after(lambda y, x, cp: y.roll(x.shape[2], dims=2))),
+        ("exchanged heads have the ALiBi slopes of the first ones", "cp2+a2a", parameter_spec.LayerContext,
+         "attention_heads", lambda original, _: property(
+             lambda self: Slice(self.tp.rank * self.cp.size, self.tp.size * self.cp.size)), "bloom"),
+        ("the divisor counts the tokens of a slice", "cp2", train_step.GlobalBatches, "open",
+         after(lambda opened, self, *_: (opened[0], {
+             name: number / (self._topology.positions.count if name == "token" else 1)
+             for name, number in opened[1].items()}))),
+        ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
+         lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
+         "packed"),
+        ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
+         after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",

@@ -34,6 +34,10 @@ SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0
 WHOLE = ""
 """Matches any report: the name of a tensor is also that of the operator that computes it."""
 
+ATTEND = r"layers\.0\.attention\.(attend|keep_own_tokens)"
+KEY_GRADIENT = r"gradient of the output.* of layers\.\d\.attention\.(qkv|queries_keys_values)"
+REACHED = r"layers\.0\.attention\.(attend|reach_keys|keep_own_tokens)"
+
 PLACES: dict[str, tuple[str, str]] = {
     "gradients are not summed over replicas": (SUMMED, MISSING_DP),
     "gradients are means over replicas": (SUMMED, "mean over dp|all-reduce over dp"),
@@ -91,6 +95,17 @@ PLACES: dict[str, tuple[str, str]] = {
     "positions of a slice count from 0": (r"output of embedding\.position", WHOLE),
     "a slice looks up the position ids of the first slice": (r"output of embedding\.position", WHOLE),
     "every rank adds BERT's order loss": ("sop_loss", "all-reduce over tp"),
+    "queries of a slice see the keys of the first slice": (ATTEND, WHOLE),
+    "documents of a slice are off by one": (ATTEND, WHOLE),
+    "rotary positions of a slice count from 0": (REACHED, WHOLE),
+    "gradients of gathered keys are cut instead of reduce-scattered": (
+        KEY_GRADIENT, "reduce-scatter over cp|a sum over cp is missing"),
+    "gradients of gathered keys are means": (KEY_GRADIENT, "mean over cp"),
+    "slices of keys are gathered in another order": (REACHED, "all-gather over cp"),
+    "heads return in the order of another rank": (ATTEND, "all-to-all over cp"),
+    "exchanged heads have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
+    "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
+    "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),

@@ -79,10 +79,10 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "parallel",
-        "context parallelism",
-        "remove it",
+        "this kind of context parallelism",
+        "remove it; --context-parallel-size with --cp-comm-type all_gather or a2a splits samples over ranks",
         """
-        cp-comm-type hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
+        hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel
         """,
         "ds-sequence-parallel-fpdt",

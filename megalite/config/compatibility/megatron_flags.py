@@ -314,13 +314,12 @@ ACCEPTED_IF_OFF = (
         "expert parallelism",
         "remove it: each rank has a slice of every expert (--tp)",
     ),
-    FlagIfOff("parallel", "context-parallel-size", "1", "context parallelism", "remove it"),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",
         "1",
         "context parallelism, as in DeepSpeed's Ulysses",
-        "remove it; --sequence-parallel shards activations over tensor-parallel ranks",
+        "pass --context-parallel-size with --cp-comm-type a2a instead",
     ),
     FlagIfOff(
         "optimizer",

@@ -280,6 +280,51 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
         torch.testing.assert_close(torch.cat(apart, dim=1), together, rtol=1e-12, atol=1e-12)
 
 
+def with_cp(topology: Topology, size: int, rank: int) -> Topology:
+    """Return the topology of one of several context-parallel ranks."""
+    (model,) = topology.factorings.values()
+    cp = dataclasses.replace(topology.axes["cp"], size=size, rank=rank)
+    axes = dataclasses.replace(model, axes={**model.axes, "cp": cp})
+    return dataclasses.replace(topology, factorings={"model": axes})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        (backend, case)
+        for backend in ("flash", "unfused")
+        for case in CASES
+        if backend == "unfused" or "capped" not in case
+    ],
+)
+def test_slices_of_the_queries_see_all_keys(
+    backend: str, case: str, window: int | None, packed: bool, one_rank: Topology
+) -> None:
+    s, num_ranks, config = 36, 3, config_of(**CASES[case])
+    if window is not None and not config.is_causal:
+        return
+    parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
+    p = 0.3 if backend == "unfused" else 0.0
+    numbers = torch.tensor([2**40, 3])
+    kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
+    slices = []
+    for rank in range(num_ranks):
+        context = context_of(with_cp(one_rank, num_ranks, rank), torch.float64, has_documents=packed)
+        core = BACKENDS[backend].build(config, context)
+        q, k, v, grad = parts
+        own, grad = (x.chunk(num_ranks, dim=2)[rank] for x in (q, grad))
+        leaves = [x.detach().requires_grad_() for x in (own, k, v)]
+        known = ids if config.is_causal or packed else torch.zeros(2, s, dtype=torch.int64)
+        visible = core.visible_keys((2, s), known, [window])[window]
+        out = core(*leaves, visible, Drop(p, KEY, numbers))
+        slices.append([out, *torch.autograd.grad(out, leaves, grad)])
+    outs, grads_q, *grads_kv = zip(*slices, strict=True)
+    together = [torch.cat(outs, 2), torch.cat(grads_q, 2), *(sum(grads) for grads in grads_kv)]
+    assert_close(together, expected(config, parts, ids, kept, window), torch.float64)
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -382,6 +427,15 @@ def test_scores_of_bidirectional_models_have_a_bias(one_rank: Topology) -> None:
     """It hides the padding: kernels that have no bias are refused."""
     assert case_of(one_rank, torch.float32, architecture="bert").has_bias
     assert not case_of(one_rank, torch.float32).has_bias
+
+
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_kernels_that_need_all_queries_are_refused(backend: str, one_rank: Topology) -> None:
+    config, topology = config_of(attention_backend=backend), with_cp(one_rank, 2, 1)
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type a2a"):
+        build_core(config, context_of(topology, torch.float32, "meta"))
+    exchanged = dataclasses.replace(context_of(topology, torch.float32, "meta"), cp_comm_type="a2a")
+    assert choose(Case(config, exchanged))[0] == backend
 
 
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
