@@ -9,6 +9,7 @@ from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, DataConfig
 from megalite.config.flags import flag_with_value
 from megalite.config.logging import LoggingConfig
+from megalite.config.model import ModelConfig
 from megalite.config.model_fields import inactive_options
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.parallel_rules import replicas
@@ -54,18 +55,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     """Yield each option that has no effect in this config, set or not, with the reason."""
     model, optimizer, logging = config.model, config.optimizer, config.logging
     yield from inactive_options(model).items()
-    if model.window_size is None:
-        for name in ("window_rotary_base", "window_rope_scaling"):
-            yield name, "no layer has a window (--window-size)"
-    if model.moe_router_score_function != "softmax":
-        yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
-    if model.mup_base_width is None:
-        yield "mup_base_head_dim", "--mup-base-width is not set"
-    if model.architecture != "bert":
-        for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
-            yield name, "it is an option of BERT (pretrain_bert.py)"
-    if model.pad_vocab_size_to is not None:
-        yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
+    yield from _model_reasons(model)
     if not optimizer.offloads_optimizer:
         yield (
             "optimizer_offload_fraction",
@@ -112,6 +102,21 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "pipeline_schedule", "there is one pipeline stage (--pp 1)"
         for name in SPLITS:
             yield name, "there is one pipeline stage (--pp 1)"
+
+
+def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.window_size is None:
+        for name in ("window_rotary_base", "window_rope_scaling"):
+            yield name, "no layer has a window (--window-size)"
+    if model.moe_router_score_function != "softmax":
+        yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
+    if model.mup_base_width is None:
+        yield "mup_base_head_dim", "--mup-base-width is not set"
+    if model.architecture != "bert":
+        for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
+            yield name, "it is an option of BERT (pretrain_bert.py)"
+    if model.pad_vocab_size_to is not None:
+        yield "make_vocab_size_divisible_by", "--pad-vocab-size-to sets the padded size"
 
 
 def _length_reasons(config: Config) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ def read_experts(hf: HFSettings, count: tuple[str, ...], width: str) -> dict[str
 def write_experts(config: ModelConfig, count: str, width: str) -> dict[str, Any]:
     """Return their settings for our experts; see `read_experts`."""
     return {
-        count: config.num_experts,
+        count: config.num_experts or 1,  # another number than a dense model has
         "num_experts_per_tok": config.moe_router_topk,
         width: config.expert_ffn_size,
         "router_aux_loss_coef": config.moe_aux_loss_coeff,
