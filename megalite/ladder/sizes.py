@@ -6,7 +6,8 @@ the parameters that `scaling_parameters` counts:
     batch size    grows as N^(2/3)
     learning rate falls as N^(-1/3)
 
-OLMo-core's ladder uses these exponents. They are from Porian et al. 2024 (arXiv 2406.19146).
+OLMo-core's ladder uses these exponents. They are from Porian et al. 2024 (arXiv 2406.19146). With muP, the
+learning rate stays, since muP scales it with the width.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class LadderRun:
     all_parameters: int
     tokens: int
     flops: float
+
+
+def default_lr_exponent(model: ModelConfig) -> float:
+    """Return the exponent of the learning rate: muP has its own rule for the width."""
+    return LR_EXPONENT if model.mup_base_width is None else 0.0
 
 
 def vocab_size_of(config: Config) -> int | None:
