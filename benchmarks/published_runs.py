@@ -14,7 +14,7 @@ from megalite.config.model import Activation, PositionEmbedding
 from megalite.config.recompute import Module
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.layout_fields import with_even_stages
-from megalite.plan.planned_run import Cluster, PlannedRun, with_context_parallel
+from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import MEGATRON_LOSS_BYTES, PROGRAMS, Program, in_dtype
 
 OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
@@ -114,7 +114,9 @@ def planned_run_of(row: Mapping[str, str]) -> PlannedRun:
     usual = next((gbps for name, gbps in OTHER_NETWORKS.items() if name in row["source"]), gpu.network_gbps)
     network = _number(row.get("network_gbps", "")) or usual
     cluster = Cluster(gpu, int(row["n_gpus"]), int(row["gpus_per_node"]), gpu.node_gbps, network)
-    return PlannedRun(with_context_parallel(_config(row), cp), cluster, program_of(row))
+    config = _config(row)
+    config = replace(config, parallel=replace(config.parallel, context_parallel_size=cp))
+    return PlannedRun(config, cluster, program_of(row))
 
 
 def program_name_of(row: Mapping[str, str]) -> str:

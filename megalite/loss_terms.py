@@ -13,6 +13,8 @@ from torch import Tensor
 
 LM_LOSS = "lm_loss"
 """Name of the loss of the predicted tokens."""
+Z_LOSS = "z_loss"
+"""Name of the term of --z-loss-coeff."""
 
 
 class LossTerm(NamedTuple):

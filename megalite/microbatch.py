@@ -24,7 +24,7 @@ class Microbatch:
         document_ids: int64 ``[b, S]``, equal within a document; None if attention crosses documents. Padding
             is a document of its own. They stay complete, because a query may see keys of other ranks.
         loss_mask: bool, shaped like `labels`, False for tokens without a loss; None if all tokens have one.
-        label_positions: int64 ``[b, k]``, positions in the sample of the tokens to predict; None for all.
+        label_positions: int64 ``[b, k]``, which of the s tokens to predict; None for all.
         token_types: int64 ``[b, s]``, 0 in the first segment of a sample and 1 in the second; None if the
             model has no token types.
         order_labels: int64 ``[b]``, 1 if the segments of a sample are swapped; None for a model that does not
@@ -50,13 +50,33 @@ class Microbatch:
         """Return the microbatch with one of `num_slices` slices of each sample's tokens."""
         if num_slices == 1:
             return self
-        assert self.label_positions is None and self.order_labels is None, "they belong to whole samples"
         length, rest = divmod(self.tokens.shape[1], num_slices)
         assert rest == 0, (self.tokens.shape, num_slices)
         own = slice(index * length, (index + 1) * length)
-        names = ("tokens", "labels", "position_ids", "loss_mask", "token_types")
+        names = ["tokens", "position_ids", "token_types"]
+        if self.label_positions is None:
+            names += ["labels", "loss_mask"]
         full = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, **{name: x[:, own].contiguous() for name, x in full.items()})
+        result = replace(self, **{name: x[:, own].contiguous() for name, x in full.items()})
+        return result if self.label_positions is None else result._predicting_in(own)
+
+    def _predicting_in(self, own: slice) -> Microbatch:
+        """Return the microbatch with the selected positions of a slice of the tokens, counted from its start.
+
+        Samples differ in their number. All keep as many columns as a slice can have, without a loss in the
+        columns of other slices.
+        """
+        assert self.label_positions is not None and self.loss_mask is not None
+        length = own.stop - own.start
+        positions = self.label_positions - own.start
+        is_own = self.loss_mask & (positions >= 0) & (positions < length)
+        columns = is_own.logical_not().char().argsort(dim=1, stable=True)[:, :length]  # its own come first
+        return replace(
+            self,
+            labels=self.labels.gather(1, columns),
+            loss_mask=is_own.gather(1, columns),
+            label_positions=positions.clamp(0, length - 1).gather(1, columns),
+        )
 
     def pin_memory(self) -> Microbatch:
         """Copy to pinned memory. A copy from pageable memory would wait for all work on the GPU."""

@@ -43,7 +43,8 @@ def wrap_point(method: Method) -> Method:
 def communication_point(method: Method) -> Method:
     """Declare a wrap point whose forward or backward communicates, or stores weight gradients for later.
 
-    With several tensor-parallel ranks or stored gradients, compiled layers call it between their graphs.
+    With several tensor-parallel or context-parallel ranks, or stored gradients, compiled layers call it
+    between their graphs.
     """
     point = wrap_point(method)
     point.communicates = True  # type: ignore[attr-defined]

@@ -60,16 +60,3 @@ class OutermostTrialConfig(TrialConfig):
     """The same with the trial axis outermost."""
 
     factoring = OUTERMOST
-
-
-CUT = AxisEntry("cut", "cut of sequences", "cut", frozenset({"positions", "losses", "replicas"}))
-CUTTING_SEQUENCES = replace(MODEL, axes=(*MODEL.axes[:-1], CUT, MODEL.axes[-1]))
-
-
-class CutConfig(ParallelConfig):
-    """A layout in which two ranks share the tokens of each sample."""
-
-    @property
-    def mesh(self) -> MeshOptions:
-        mesh = super().mesh
-        return replace(mesh, table=(CUTTING_SEQUENCES,), sizes={**mesh.sizes, CUT.name: 2})

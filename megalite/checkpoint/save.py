@@ -148,7 +148,7 @@ class Contents:
         """
         description = {
             "progress": dataclasses.asdict(progress),
-            "layout": {name: axis.size for name, axis in topology.axes.items()},
+            "layout": topology.sizes,
             "device": device_name(topology.device),
             **compatibility_record(config, topology, data),
             **({STATES: callbacks} if callbacks else {}),

@@ -394,6 +394,6 @@ def _file_name(topology: Topology) -> str:
     parts = [
         f"{entry.name}_{topology.axes[entry.name].rank:0{entry.file_digits}d}"
         for entry in topology.model.factoring.weights_first
-        if entry.always_in_file_names or topology.axes[entry.name].size > 1
+        if entry.always_named or topology.axes[entry.name].size > 1
     ]
     return f"{'_'.join(parts)}.safetensors"

@@ -63,6 +63,7 @@ SYNONYMS = {
     "dropout": "hidden_dropout",
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "sequence_parallel_size": "context_parallel_size",
     "tokenizer": "tokenizer_model",
     "dataset": "data_path",
     "train_data": "data_path",

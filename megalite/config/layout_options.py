@@ -30,6 +30,7 @@ LAYOUT_OPTIONS = frozenset(
         *LAYOUT_FIELDS,
         *SPLITS,
         "data_parallel_size",
+        "context_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "num_distributed_optimizer_instances",
         "fsdp_reshard_after_forward",

@@ -27,7 +27,8 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "relu", "squared_relu"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["seq_aux_loss", "none"]
@@ -35,7 +36,7 @@ AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "quick_geglu"})
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
@@ -43,6 +44,10 @@ _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_
 _SCALED: dict[str, Any] = {
     "same_shapes": True,
     "only_with": ("rope_scaling", ("linear", "llama3", "yarn")),
+}
+_GATED: dict[str, Any] = {
+    "same_shapes": True,
+    "only_with": ("activation", ("swiglu", "geglu", "quick_geglu")),
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
@@ -178,6 +183,17 @@ class ModelConfig:
     (0.1 A ln f + 1)."""
     yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
     """The A of --yarn-mscale."""
+    llama_4_scaling_beta: float | None = field(
+        default=None,
+        metadata=option(
+            allowed=POSITIVE,
+            same_shapes=True,
+            only_with=("rope_scaling", ("llama3", "yarn")),
+            in_megatron=False,
+        ),
+    )
+    """Multiply queries by 1 + this x ln(1 + floor(position / --original-max-position-embeddings)), as in
+    Ministral 3."""
     no_rope_freq: tuple[int, ...] | None = field(default=None, metadata=option(allowed=NOT_NEGATIVE, **_ROPE))
     """Layers without rotary positions: every Nth. Or a list with 1 for each layer without them and 0 for each
     other layer."""
@@ -203,13 +219,20 @@ class ModelConfig:
     activation: Activation = field(
         default="gelu",
         metadata=option(
-            sets={"--swiglu": "swiglu", "--squared-relu": "squared_relu"},
+            sets={"--swiglu": "swiglu", "--quick-geglu": "quick_geglu", "--squared-relu": "squared_relu"},
             same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
             in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu and geglu
-    (Gemma) are gated."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma)
+    and quick_geglu (GPT-OSS) are gated."""
+    activation_func_clamp_value: float | None = field(
+        default=None, metadata=option(allowed=POSITIVE, **_GATED)
+    )
+    """Bound the gate of a gated activation from above, and the values that it multiplies from both sides
+    (GPT-OSS: 7)."""
+    glu_linear_offset: float = field(default=0.0, metadata=option(allowed=NOT_NEGATIVE, **_GATED))
+    """Number to add to the values that the gate of a gated activation multiplies (GPT-OSS: 1)."""
     embedding_multiplier: float = field(default=1.0, metadata=option("--mup-embedding-mult", **_NUMBER))
     """Factor of the token embeddings. Gemma's is the square root of the hidden size."""
     logit_multiplier: float = field(default=1.0, metadata=option(**_NUMBER))
@@ -228,6 +251,14 @@ class ModelConfig:
     mup_base_head_dim: int | None = field(default=None, metadata=option(**{**_NUMBER, "allowed": SIZE}))
     """With --mup-base-width: head size B of the base model. Scores are divided by d / sqrt(B), where d is the
     head size. By default B is d."""
+    attention_output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, which the query projection also computes
+    (Qwen3-Next)."""
+    softmax_type: SoftmaxType = field(
+        default="vanilla", metadata=option(same_shapes=("vanilla", "off-by-one"))
+    )
+    """What attention's softmax adds to its sum over keys: nothing (vanilla), 1 (off-by-one), or exp of a
+    learned logit per query head (learnable: the sinks of GPT-OSS)."""
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
@@ -307,6 +338,12 @@ class ModelConfig:
     )
     """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
     triton (CUDA GPUs), unfused or local (docs/attention.md)."""
+    z_loss_coeff: float = field(
+        default=0.0,
+        metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False),
+    )
+    """Add this times the mean square of the logarithm of each token's sum of exp(logits) to the loss (z-loss:
+    PaLM's is 1e-4). It is logged as z_loss."""
     init_method_std: float = field(
         default=0.02, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
     )
@@ -417,7 +454,8 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        attention = 2 * self.hidden_size * (self.num_attention_heads + self.num_kv_heads) * self.head_dim
+        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+        attention = self.hidden_size * heads * self.head_dim
         rows = self.ffn_size * self._num_halves
         if kind.has_experts:
             assert self.num_experts is not None
@@ -463,6 +501,15 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """Return the number of key/value heads, resolved."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def group_heads(self) -> tuple[int, ...]:
+        """Return how many heads a key/value head has in the query/key/value projection, by kind.
+
+        The kinds are queries, their gates if there are gates, one key and one value.
+        """
+        queries = self.num_attention_heads // self.num_kv_heads
+        return (queries, queries, 1, 1) if self.attention_output_gate else (queries, 1, 1)
 
     @property
     def num_positions(self) -> int:

@@ -15,6 +15,7 @@ GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
+CpCommType = Literal["all_gather", "a2a"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
@@ -25,7 +26,7 @@ in a microbatch on. The planner expects no gain from more parts: smaller GEMMs f
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Describe the layout of the ranks (world size = tp x pp x dp) and their communication."""
+    """Describe the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
     table: ClassVar[tuple[Factoring, ...]] = AXES
     """The axes whose sizes are fields."""
@@ -36,7 +37,12 @@ class ParallelConfig:
     """Pipeline-parallel size: number of ranks that the layers are split over."""
     data_parallel_size: int | None = field(default=None, metadata=flags("--dp"))
     """Data-parallel size: number of replicas of the model. It must equal the default,
-    world size / (tp x pp)."""
+    world size / (tp x pp x cp)."""
+    context_parallel_size: int = field(default=1, metadata=flags("--cp"))
+    """Context-parallel size: number of ranks that the tokens of each sample are split over."""
+    cp_comm_type: CpCommType = "all_gather"
+    """How queries reach the keys of other context-parallel ranks: all_gather keys and values, or exchange
+    heads for tokens (a2a)."""
     layout: LayoutSource | None = None
     """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
     (manual). By default auto if none is set (docs/layout.md)."""
@@ -129,6 +135,11 @@ class ParallelConfig:
         return self.pipeline_model_parallel_size
 
     @property
+    def cp(self) -> int:
+        """Return the context-parallel size."""
+        return self.context_parallel_size
+
+    @property
     def schedule(self) -> ScheduleName:
         """Return the schedule, resolved: model chunks make 1f1b interleaved, and a single rank uses 1f1b."""
         if self.pp == 1:
@@ -137,6 +148,11 @@ class ParallelConfig:
         if self.pipeline_schedule == "1f1b" and (layers is not None or (chunks or 1) > 1):
             return "interleaved"
         return self.pipeline_schedule
+
+    @property
+    def has_slice_of_queries(self) -> bool:
+        """Return whether a rank's attention has some of the queries and all keys of a sample."""
+        return self.cp > 1 and self.cp_comm_type == "all_gather"
 
     @property
     def num_hidden_slices(self) -> int:

@@ -77,6 +77,18 @@ _QWEN3 = replace(
     norm_epsilon=1e-6,
     vocab_size=151936,
 )
+_MINISTRAL3 = replace(
+    _LLAMA,
+    num_query_groups=8,
+    rotary_base=1e6,
+    rope_scaling="yarn",
+    rope_scaling_factor=16.0,
+    original_max_position_embeddings=16384,
+    yarn_mscale=1.0,
+    yarn_mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+    vocab_size=131072,
+)
 _OLMO2 = replace(
     _LLAMA,
     norm_position="output",
@@ -198,6 +210,7 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_query_groups=1,
         embedding_multiplier=1152**0.5,
     ),
+    "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),

@@ -100,6 +100,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if model.activation != "gelu" and not model.add_bias_linear:
         yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"
     yield from _recompute_reasons(config)
+    if config.parallel.cp == 1:
+        yield "cp_comm_type", "there is one context-parallel rank (--cp 1)"
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     yield from _tp_overlap_reasons(config)

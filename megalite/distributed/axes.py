@@ -59,7 +59,7 @@ class AxisEntry:
         takes_rest: whether the size is by default the number of ranks that the other axes leave; otherwise 1.
         sends_messages: whether its ranks send each other messages, in both directions at the same time.
         file_digits: digits of the coordinate in the name of a checkpoint's file.
-        always_in_file_names: whether the name has the coordinate even if the axis has one rank.
+        always_named: whether file names and messages name the axis even if it has one rank.
     """
 
     name: str
@@ -69,11 +69,15 @@ class AxisEntry:
     takes_rest: bool = False
     sends_messages: bool = False
     file_digits: int = 3
-    always_in_file_names: bool = False
+    always_named: bool = False
 
     @property
     def flag(self) -> str:
         return f"--{self.name}"
+
+    def is_named(self, size: int) -> bool:
+        """Return whether messages name the axis if it has this size."""
+        return size > 1 or self.always_named or self.takes_rest
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Factoring:
 
     def combinations(self) -> tuple[tuple[str, ...], ...]:
         """Return the sets of axes whose ranks need a process group together, each outermost first."""
-        roles: tuple[Role, ...] = ("samples", "losses", "replicas")
+        roles: tuple[Role, ...] = ("samples", "positions", "losses", "replicas")
         wanted = (*(self.with_role(role) for role in roles), *map(self.ordered, self.groups))
         return tuple(dict.fromkeys(names for names in wanted if len(names) > 1))
 
@@ -162,8 +166,9 @@ class Factoring:
             found[axis.name] = size or (rest if axis.takes_rest else 1)
             rest = 1 if axis.takes_rest and not size else rest
         if (product := math.prod(found.values())) != world_size:
-            *flags, last = (axis.flag for axis in self.by_flag)
-            text = " x ".join(f"{axis.name} {found[axis.name]}" for axis in self.by_flag)
+            named = [axis for axis in self.by_flag if axis.is_named(found[axis.name])]
+            *flags, last = (axis.flag for axis in named)
+            text = " x ".join(f"{axis.name} {found[axis.name]}" for axis in named)
             raise UserError(
                 f"world size {world_size} is not {text} = {product}: start {product} ranks (torchrun "
                 f"--nproc-per-node), or change {', '.join(flags)} or {last}"
@@ -184,18 +189,25 @@ MODEL = Factoring(
             _DIFFERENT_WEIGHTS,
             sends_messages=True,
             file_digits=2,
-            always_in_file_names=True,
+            always_named=True,
         ),
         AxisEntry("dp", "data-parallel", "data_parallel_size", _ALL_OF_DATA, takes_rest=True),
+        AxisEntry(
+            "cp",
+            "context-parallel",
+            "context_parallel_size",
+            frozenset({"positions", "losses", "replicas"}),
+        ),
         AxisEntry(
             "tp",
             "tensor-parallel",
             "tensor_model_parallel_size",
             _DIFFERENT_WEIGHTS,
             file_digits=2,
-            always_in_file_names=True,
+            always_named=True,
         ),
     ),
+    groups=(("cp", "tp"),),  # they cut hidden states along the sequence, whose tokens routers count
 )
 """The axes that divide the model and its data."""
 

@@ -93,9 +93,15 @@ class AxisSet:
     combined: Mapping[tuple[str, ...], Axis]
 
     @property
+    def named(self) -> dict[str, Axis]:
+        """Return the axes that messages name, in the table's order; see `AxisEntry.is_named`."""
+        entries = {entry.name: entry for entry in self.factoring.axes}
+        return {name: axis for name, axis in self.axes.items() if entries[name].is_named(axis.size)}
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's coordinate along each axis, in the table's order."""
-        return {name: axis.rank for name, axis in self.axes.items()}
+        """Return this rank's coordinate along each axis that messages name, in the table's order."""
+        return {name: axis.rank for name, axis in self.named.items()}
 
     def over(self, *names: str) -> Axis:
         """Return the ranks along several axes together, in the order of their coordinates.

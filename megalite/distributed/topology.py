@@ -1,7 +1,8 @@
 """Topology: this rank's coordinates on the axes of the table in `axes.py`, over torch's DeviceMesh.
 
-``rank = (pp.rank * dp.size + dp.rank) * tp.size + tp.rank``: ranks of one tensor-parallel group are
-adjacent (they communicate most and share a node), pipeline stages are farthest apart.
+``rank = ((pp.rank * dp.size + dp.rank) * cp.size + cp.rank) * tp.size + tp.rank``: ranks of one
+tensor-parallel group are adjacent (they communicate most and share a node), pipeline stages are farthest
+apart.
 """
 
 from __future__ import annotations
@@ -180,8 +181,13 @@ class Topology:
         return self.model.axes
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each of the model's axes that messages name, in the table's order."""
+        return {name: axis.size for name, axis in self.model.named.items()}
+
+    @property
     def coordinates(self) -> dict[str, int]:
-        """Return this rank's coordinate along each of the model's axes, in the table's order."""
+        """Return this rank's coordinate along each of the axes of `sizes`."""
         return self.model.coordinates
 
     def over(self, *names: str) -> Axis:
@@ -204,6 +210,11 @@ class Topology:
     def positions(self) -> Slice:
         """Return the slice of each sample's tokens that this rank holds."""
         return self.model.slice_along(*self.model.factoring.with_role("positions"))
+
+    @property
+    def position_ranks(self) -> Axis:
+        """Return the ranks that hold different tokens of the same samples."""
+        return self.model.with_role("positions")
 
     @property
     def loss_ranks(self) -> Axis:

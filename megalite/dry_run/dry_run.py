@@ -67,7 +67,8 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
         if is_sharded:
             gathering = choose_weight_gathering(config, topology, model)
             log.info("gathered weights: %s", describe_gathering(gathering, topology.pp.size))
-        axes = [axis for axis in topology.groups() if axis is not topology.world]
+        unnamed = topology.axes.keys() - topology.sizes.keys()
+        axes = [axis for axis in topology.groups() if axis is not topology.world and axis.name not in unnamed]
         return DryRun(
             config,
             world_size,

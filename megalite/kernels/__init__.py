@@ -1,6 +1,7 @@
 """Define the operators, one per file: schema, fake implementation, autograd, plain PyTorch reference."""
 
 from megalite.kernels.adamw import adamw_
+from megalite.kernels.attention_sinks import add_sinks_, sink_factors, sinks_gradient
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
@@ -23,6 +24,7 @@ __all__ = [
     "ResidualSum",
     "VisibleKeys",
     "adamw_",
+    "add_sinks_",
     "add_weight_and_bias_gradient_",
     "add_weight_gradient_",
     "bias_dropout_add",
@@ -42,6 +44,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_on",
     "rotate",
+    "sink_factors",
+    "sinks_gradient",
     "site_key",
 ]
 

@@ -1,6 +1,6 @@
 """Compute attention in one kernel, without storing the scores.
 
-It has ALiBi, documents, windows, capped scores and dropout. On CUDA the kernels are written in Triton
+It has ALiBi, documents, windows, capped scores, sinks and dropout. On CUDA the kernels are written in Triton
 (`triton_attention`). The dropout masks are bitwise the same as in `CausalSoftmax`. The operators take the
 dropout key in a tensor on the host, so that all layers share one graph of torch.compile.
 
@@ -8,11 +8,13 @@ Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
 """
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalite.kernels.attention_sinks import add_sinks_, sinks_gradient
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE
 from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
@@ -29,7 +31,7 @@ _REST = (
     "int base, float? cap=None"
 )
 
-torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor)")
+torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)")
 torch.library.define(
     _BACKWARD,
     f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sums, {_REST}) -> Tensor[]",
@@ -43,7 +45,9 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> Tensor:
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None = None
+) -> Tensor:
     """Return dropout(softmax(scale * q k^T + bias)) v, ``[b, n, s, d]``.
 
     Args:
@@ -53,6 +57,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
         softmax: bias, visible keys and dropout. The `starts` of the keys do not decrease within a sample. If
             the keys have `ends`, they also have `starts`, and each query sees its whole document: a document
             ends where the next one starts.
+        sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
     """
     _, scale, slopes, visible, drop, cap = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
@@ -61,7 +66,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax) -> 
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site, cap)[0]
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site, cap, sinks)[0]
     return out
 
 
@@ -358,10 +363,36 @@ def _query_ends(starts: Tensor | None) -> Tensor | None:
     return torch.searchsorted(starts, positions.contiguous(), right=True)
 
 
-torch.library.impl(_OP, "default", reference)  # on every device without Triton
+def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the operator's implementation from a forward without sinks, whose results then get them."""
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        samples: Tensor | None,
+        key: Tensor | None,
+        scale: float,
+        p: float,
+        base: int,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, scale, p, base, cap)
+        if sinks is not None:
+            add_sinks_(out, log_sums, sinks)
+        return out, log_sums
+
+    return run
+
+
+torch.library.impl(_OP, "default", with_sinks(reference))  # on every device without Triton
 torch.library.impl(_BACKWARD, "default", reference_backward)
 if has_triton():
-    torch.library.impl(_OP, "CUDA", launch)
+    torch.library.impl(_OP, "CUDA", with_sinks(launch))
     torch.library.impl(_BACKWARD, "CUDA", launch_backward)
 
 
@@ -376,14 +407,16 @@ def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> list[Tensor]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers = inputs
+    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
     ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
-    ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key)
+    ctx.save_for_backward(q, k, v, *output, slopes, starts, ends, samples, key, sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.megalite.flash_attention_backward(grad, *ctx.saved_tensors, *ctx.numbers)
-    return *gradients_of(grads), *(None,) * 9
+    *saved, sinks = ctx.saved_tensors
+    grads = torch.ops.megalite.flash_attention_backward(grad, *saved, *ctx.numbers)
+    of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
+    return *gradients_of(grads), *(None,) * 9, of_sinks
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

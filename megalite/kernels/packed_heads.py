@@ -60,13 +60,13 @@ def like_sequence(x: Tensor) -> Tensor:
 
 
 def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
-    """Allocate the gradients of queries ``[b, n, s, d]``, and of keys and values ``[b, g, s, d]``.
+    """Allocate the gradients of queries ``[b, n, m, d]``, and of keys and values ``[b, g, s, d]``.
 
     Returns:
         A packed tensor, or three tensors if its slices would not be views. `gradients_of` returns all three.
     """
     (b, n, s, d), g = q.shape, k.shape[1]
-    if n == g or g == 1:
+    if s == k.shape[2] and (n == g or g == 1):
         return [q.new_empty((s, b, g, n // g + 2, d))]
     return [like_sequence(q), like_sequence(k), like_sequence(k)]
 

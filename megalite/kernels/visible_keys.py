@@ -34,6 +34,7 @@ class VisibleKeys(NamedTuple):
         bias: these keys as a bias of the scores, ``[b or 1, n or 1, queries, keys]``, with ALiBi if the model
             has it.
         blocks: these keys as FlexAttention's mask.
+        first: position of the first query that attends.
     """
 
     starts: Tensor | None = None
@@ -41,6 +42,7 @@ class VisibleKeys(NamedTuple):
     window: int | None = None
     bias: Tensor | None = None
     blocks: BlockMask | None = None
+    first: int = 0
 
     @staticmethod
     def in_documents(document_ids: Tensor, *, is_causal: bool) -> VisibleKeys:
@@ -62,7 +64,7 @@ class VisibleKeys(NamedTuple):
         assert self.ends is None, "a window needs causal attention"
         earliest = (torch.arange(s, device=device)[None] - window).clamp_min_(0)
         starts = earliest if self.starts is None else torch.maximum(self.starts, earliest)
-        return VisibleKeys(starts, window=window)
+        return self._replace(starts=starts, window=window)
 
     def expand(self, num_samples: int) -> VisibleKeys:
         """Return the keys of a microbatch whose samples are all like this one sample."""

@@ -1,7 +1,8 @@
 """Self-attention over the heads of one tensor-parallel rank.
 
 Shapes: s sequence, b microbatch, h hidden size, n query heads, g key/value heads, r = n/g, d head size,
-tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads.
+tp = tp.size. A rank has n/tp query heads, and g' = max(1, g/tp) key/value heads. With context parallelism,
+every s is s/cp outside of the attention core.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
+from megalite.model.context_parallel import KEY_ACCESS
 from megalite.model.norm import build_head_norm
 from megalite.model.positions import Angles, PositionInfo
+from megalite.model.sinks import SINKS
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -27,26 +30,29 @@ class Attention(nn.Module):
 
     r = 1 is multi-head attention, g = 1 multi-query attention. The rows of the fused query/key/value weight
     are grouped by key/value head, ``[g, r + 2, d]``, so that a rank's heads with their keys and values are
-    one plain slice. If tp > g, several ranks share a key/value head: the slice is then a part of a group, and
-    the ranks all-gather their outputs and select the heads that they need.
+    one plain slice. With --attention-output-gate, r gates follow the queries of a group, ``[g, 2 r + 2, d]``.
+    If tp > g, several ranks share a key/value head: the slice is then a part of a group, and the ranks
+    all-gather their outputs and select the heads that they need.
     """
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
         super().__init__()
-        self.tp = context.tp
+        self.tp, self.cp = context.tp, context.cp
+        self.key_access = KEY_ACCESS[context.cp_comm_type]
+        self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)
         self.window = kind.window
         self.own_rotary = kind.own_rotary
         self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
         self.num_groups = config.num_kv_heads
-        self.heads_per_group = config.num_attention_heads // self.num_groups
+        self.group_heads = config.group_heads
         self.local_heads = config.num_attention_heads // self.tp.size
         h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
-        qkv_size = self.num_groups * (self.heads_per_group + 2) * self.head_dim
-        group_rows = self.heads_per_group * self.head_dim, self.head_dim, self.head_dim
+        qkv_size = self.num_groups * sum(self.group_heads) * self.head_dim
+        group_rows = tuple(count * self.head_dim for count in self.group_heads)
         self.qkv = ColumnParallelLinear(
             h,
             qkv_size,
@@ -58,6 +64,7 @@ class Attention(nn.Module):
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
         self.key_norm = build_head_norm(config, context, self.num_groups)
+        self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             h,
@@ -72,47 +79,82 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        q, k, v = self.queries_keys_values(x)  # [s, b, n/tp, d], twice [s, b, g', d]
-        y = self.attend(q, k, v, sample_numbers, positions)  # [s, b, n/tp, d]
+        q, *gate, k, v = self.queries_keys_values(x)  # once or twice [s, b, n/tp, d], twice [s, b, g', d]
+        y = self.attend(q, k, v, sample_numbers, positions, *gate)  # [s, b, n/tp, d]
         return BlockOutput(self.projection(y.flatten(2)), self.projection.bias)
 
     @communication_point
-    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's queries, keys and values of ``[s, b, h]``; the shapes are as in `forward`."""
-        q, k, v = self.split(self.qkv(x))
-        return self.query_norm(q), self.key_norm(k), v
-
-    @wrap_point
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
-    ) -> Tensor:
-        """Compute dropout(softmax(scale q k^T + bias)) v, after rotary embedding of q and k.
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return this rank's queries, their gates if there are gates, keys and values of ``[s, b, h]``.
 
         The shapes are as in `forward`.
         """
+        q, *gate, k, v = self.split(self.qkv(x))
+        return self.query_norm(q), *gate, self.key_norm(k), v
+
+    @wrap_point
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sample_numbers: Tensor,
+        positions: PositionInfo,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """Compute dropout(softmax(scale q k^T + bias)) v, after rotary embedding of q and k.
+
+        With a gate, the result is multiplied by its sigmoid (Qiu et al. 2025, arXiv 2505.06708). The shapes
+        are as in `forward`.
+        """
         angles = positions.angles_of(self.own_rotary)
         q, k = self.rotate(q, angles), self.rotate(k, angles)
+        if positions.query_factors is not None:
+            q = q * positions.query_factors
+        q, k, v = self.reach_keys(q, k, v)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
-        first_weight = self.tp.rank * self.local_heads * q.shape[2] ** 2
+        first_weight = self.head_slice.index * q.shape[1] * k.shape[2] ** 2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
-        return self.core(q, k, v, positions.visible[self.window], drop).permute(2, 0, 1, 3)
+        y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
+        y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
+        return y if gate is None else y * gate.sigmoid()
 
-    def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[s, b, g/tp (r + 2) d]`` into queries, keys and values of this rank's g/tp groups."""
-        packed = qkv.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+    def _sinks_of(self, q: Tensor) -> Tensor | None:
+        """Return the sinks of the heads of queries ``[b, n', m, d]``: ranks may exchange heads for tokens."""
+        if self.sinks is None:
+            return None
+        of_ranks = self.sinks.view(-1, q.shape[1])
+        return of_ranks[self.head_slice.index % len(of_ranks)]
+
+    @communication_point
+    def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the attention core's arguments from this rank's tokens; see `KeyAccess`."""
+        return self.key_access.enter(q, k, v, self.cp)
+
+    @communication_point
+    def keep_own_tokens(self, y: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens from the attention core's output; see `KeyAccess`."""
+        return self.key_access.leave(y, self.cp)
+
+    def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""
+        packed = qkv.unflatten(-1, (-1, sum(self.group_heads), self.head_dim))
+        if len(self.group_heads) > 3:
+            return tuple(heads.flatten(2, 3) for heads in packed.split(self.group_heads, dim=3))
         if torch.compiler.is_compiling():
             return split_heads(packed)  # the compiler derives its backward, and may fuse it
         heads: Heads = SplitHeads.apply(packed)
         return heads
 
-    def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries and its shared keys and values."""
+    def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries, gates, and shared keys and values."""
         ranks_per_group = self.tp.size // self.num_groups
         group, member = divmod(self.tp.rank, ranks_per_group)
         full = all_gather_from(qkv, self.tp)  # [s, b, g (r + 2) d]
         own_group = full.unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]  # [s, b, r + 2, d]
-        q, k, v = own_group.split((self.heads_per_group, 1, 1), dim=-2)
-        return q.narrow(2, member * self.local_heads, self.local_heads), k, v
+        *of_queries, k, v = own_group.split(self.group_heads, dim=-2)
+        first = member * self.local_heads
+        return *(heads.narrow(2, first, self.local_heads) for heads in of_queries), k, v
 
 
 def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:

@@ -51,7 +51,13 @@ class Case:
         config = self.config
         has_window = any(kind.window is not None for kind in config.layer_kinds)
         has_distances = config.position_embedding_type == "alibi"
-        return has_window or has_distances or self.context.has_documents or not config.is_causal
+        is_packed = self.context.has_documents or not config.is_causal
+        return has_window or has_distances or is_packed or self.has_slice_of_queries
+
+    @property
+    def has_slice_of_queries(self) -> bool:
+        """Return whether a rank has some of the queries and all keys."""
+        return self.context.attention_queries.count > 1
 
 
 class Backend(NamedTuple):
@@ -95,6 +101,8 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
         return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
+    if case.config.softmax_type != "vanilla":
+        return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
@@ -102,7 +110,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if any(_PROBES[kernel](_parameters(case), False) for kernel in kernels):
         return ""
     gpu = torch.cuda.get_device_name(case.context.device)
-    bias = ", ALiBi, a window or packed documents" if case.has_bias else ""
+    bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
         f"for head size {case.config.head_dim} in {case.config.params_dtype}{bias}"
@@ -115,6 +123,7 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
+_SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
@@ -122,12 +131,13 @@ _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return queries, keys and bias of one sample, as expanded tensors that need little memory."""
     config, context = case.config, case.context
-    heads = config.num_attention_heads // context.tp.size
-    groups = max(1, config.num_kv_heads // context.tp.size)
+    heads = config.num_attention_heads // context.attention_heads.count
+    groups = max(1, config.num_kv_heads // context.attention_heads.count)
     s, d = config.seq_length, config.head_dim
+    m = s // context.attention_queries.count  # queries
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
-    q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
-    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
+    q, k = one.expand(1, heads, m, d), one.expand(1, groups, s, d)
+    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, m, s)
     return q, k, mask if case.has_bias else None
 
 
@@ -156,6 +166,8 @@ def cudnn_version(number: int) -> str:
 
 
 def _flex_refusal(case: Case) -> str:
+    if case.has_slice_of_queries:
+        return _SLICE.format("FlexAttention")
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
@@ -172,6 +184,8 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
+    if case.has_slice_of_queries:
+        return _SLICE.format("the Triton kernel")
     if case.config.qk_clip:
         return _MAXIMA
     if case.device == "cpu":
@@ -255,7 +269,6 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
-    assert context.topology.positions.count == 1, "a query would not see the keys of other ranks"
     case = Case(config, context)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)

@@ -1,6 +1,7 @@
 """The attention core, softmax(scale q k^T + bias) v, that the layers of a stage share.
 
-Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size.
+Shapes: s sequence, b microbatch, n query heads of this rank, g' its key/value heads, d head size. With
+all-gathered keys of context parallelism, there are m = s/cp queries, and m = s otherwise.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, flash_attention
+from megalite.kernels import (
+    CausalSoftmax,
+    Drop,
+    VisibleKeys,
+    add_sinks_,
+    flash_attention,
+    sinks_gradient,
+)
 from megalite.kernels.packed_heads import gradients_of
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
     Angles,
     PositionInfo,
+    build_query_scale,
     build_rotations,
     distance_bias,
     local_slopes,
@@ -39,12 +48,21 @@ class LayerCore(Protocol):
     def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
         """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
-        """Map ``[b, n, s, d]`` and twice ``[b, g', s, d]`` to ``[b, n, s, d]``.
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[b, n, m, d]`` and twice ``[b, g', s, d]`` to ``[b, n, m, d]``.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
             drop: dropout settings of the attention weights.
+            sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
         """
 
 
@@ -80,16 +98,42 @@ class AttentionCore(ABC):
         self.context = context
         self.scale = config.score_scale
         self.rotations = build_rotations(config, context)
+        self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
+        self.own_positions, self.own_queries = context.topology.positions, context.attention_queries
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
-        ids, positions = microbatch.document_ids, microbatch.position_ids
-        angles = None
+        ids, positions, own = microbatch.document_ids, microbatch.position_ids, self.own_positions
+        b, s = microbatch.tokens.shape[0], microbatch.tokens.shape[1] * own.count
+        angles: dict[bool, Angles | None] | None = None
         if positions is not None:
-            angles = {own: rotation.look_up(positions) for own, rotation in self.rotations.items()}
-        return PositionInfo(self.visible_keys(microbatch.tokens.shape, ids, self.windows), angles)
+            angles = {kind: rotation.look_up(positions, s) for kind, rotation in self.rotations.items()}
+        elif own.count > 1:
+            angles = {kind: rotation.of_slice(own, s) for kind, rotation in self.rotations.items()}
+        factors = self.query_factors(s, positions)
+        return PositionInfo(self.visible_keys((b, s), ids, self.windows), angles, factors)
+
+    def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
+        """Return the factors of this rank's queries of `PositionInfo`.
+
+        Args:
+            seq_length: tokens of a whole sample.
+            position_ids: of this rank's tokens, ``[b, s / cp]``; None for positions within the sample.
+        """
+        if self.query_scale is None:
+            return None
+        if position_ids is None:
+            own = self.own_positions
+            return self.query_scale.table(seq_length).chunk(own.count)[own.index]
+        return self.query_scale.compute(position_ids)
+
+    def queries(self, s: int) -> range:
+        """Return the positions of the queries that attend on this rank."""
+        num_queries = s // self.own_queries.count
+        first = self.own_queries.index * num_queries
+        return range(first, first + num_queries)
 
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
@@ -105,6 +149,7 @@ class AttentionCore(ABC):
         if document_ids is None:
             return {window: self.in_whole_sample(s, window).expand(b) for window in windows}
         documents = VisibleKeys.in_documents(document_ids, is_causal=self.config.is_causal)
+        documents = documents._replace(first=self.queries(s).start)
         return {
             window: self.translate(documents.within(window, s, document_ids.device), s) for window in windows
         }
@@ -113,7 +158,8 @@ class AttentionCore(ABC):
         """Return the keys of the queries of one sample without documents, computed at the first call."""
         assert self.config.is_causal, "bidirectional attention must know the padding"
         if (s, window) not in self._whole:
-            self._whole[s, window] = self.translate(VisibleKeys().within(window, s, self.context.device), s)
+            whole = VisibleKeys(first=self.queries(s).start).within(window, s, self.context.device)
+            self._whole[s, window] = self.translate(whole, s)
         return self._whole[s, window]
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
@@ -124,6 +170,7 @@ class AttentionCore(ABC):
         """Build the tables for samples of this length, for layers that are then compiled."""
         for rotation in self.rotations.values():
             rotation.table(seq_length)
+        self.query_factors(seq_length, None)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)
@@ -133,6 +180,8 @@ class AttentionCore(ABC):
         for rotation in self.rotations.values():
             for angles in rotation.tables.values():
                 yield from angles
+        if self.query_scale is not None:
+            yield from self.query_scale.tables.values()
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
@@ -143,14 +192,22 @@ class AttentionCore(ABC):
         return self
 
     @abstractmethod
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
 
 
 class SdpaCore(AttentionCore):
     """Calls PyTorch's scaled_dot_product_attention, without dropout: its masks would depend on the layout.
 
-    ALiBi, documents and windows are passed as a bias ``[b or 1, n or 1, s, s]``; layers of a kind share it.
+    ALiBi, documents and windows are passed as a bias ``[b or 1, n or 1, m, s]``; layers of a kind share it.
 
     Args:
         kernels: kernels that it may use, the preferred one first; by default any kernel.
@@ -165,26 +222,43 @@ class SdpaCore(AttentionCore):
         )
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
-        """Return the keys as a bias, unless they are those of causal attention."""
+        """Return the keys as a bias, unless they are those of all queries in causal attention."""
         is_causal = visible.starts is None and visible.ends is None
-        return visible if is_causal and not self.has_bias else VisibleKeys(bias=self._bias(visible, s))
+        queries = self.queries(s)
+        if is_causal and not self.has_bias and len(queries) == s:
+            return visible
+        bias = self._bias(visible, s, queries)
+        if visible.ends is None and queries.stop < s:
+            bias = bias[..., : queries.stop].contiguous()  # no query sees a later key
+        return VisibleKeys(bias=bias)
 
-    def _bias(self, visible: VisibleKeys, s: int, first: int = 0) -> Tensor:
-        """Return the bias of the queries from `first` on, ``[b or 1, n or 1, s - first, s]``."""
-        hidden = visible.hidden(range(first, s), range(s), self.context.device)
-        return self._distance_bias(s, first).masked_fill(hidden[:, None], -torch.inf)
+    def _bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
+        """Return the bias of these queries, ``[b or 1, n or 1, m, s]``."""
+        hidden = visible.hidden(queries, range(s), self.context.device)
+        return self._distance_bias(s, queries).masked_fill(hidden[:, None], -torch.inf)
 
-    def _distance_bias(self, s: int, first: int) -> Tensor:
+    def _distance_bias(self, s: int, queries: range) -> Tensor:
         if not self.context.has_documents:  # the bias itself is a table
-            return distance_bias(self.config, self.context, s, first)
+            return distance_bias(self.config, self.context, s, queries)
         if s not in self._distances:
-            self._distances[s] = distance_bias(self.config, self.context, s)
-        return self._distances[s][:, first:]
+            self._distances[s] = distance_bias(self.config, self.context, s, range(s))
+        return self._distances[s][:, queries.start : queries.stop]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
+        assert sinks is None, "this backend does not support sinks"
         bias = visible.bias
+        if bias is not None and bias.shape[-1] < k.shape[2]:
+            k, v = k[:, :, : bias.shape[-1]], v[:, :, : bias.shape[-1]]
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q,
@@ -207,17 +281,25 @@ class _BlockwiseAttention(torch.autograd.Function):
         softmax: CausalSoftmax,
         blocking: Blocking,
         largest: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out, sums = attend(q, k, v, softmax, blocking, largest)
-        ctx.save_for_backward(q, k, v, sums)
+        if sinks is not None:
+            add_sinks_(out, sums, sinks)
+        of_sinks = (out, sinks) if sinks is not None and sinks.requires_grad else ()
+        ctx.save_for_backward(q, k, v, sums, *of_sinks)
         ctx.softmax, ctx.blocking = softmax, blocking
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (q, k, v, sums) = grads, ctx.saved_tensors
+        (grad,), (q, k, v, sums, *of_sinks) = grads, ctx.saved_tensors
         results = attend_backward(grad, q, k, v, sums, ctx.softmax, ctx.blocking)
-        return *gradients_of(results), None, None, None
+        grad_sinks = None
+        if of_sinks:
+            out, sinks = of_sinks
+            grad_sinks = sinks_gradient(grad, out, sums, sinks)
+        return *gradients_of(results), None, None, None, grad_sinks
 
 
 class SoftmaxCore(AttentionCore):
@@ -231,9 +313,9 @@ class SoftmaxCore(AttentionCore):
         )
         self.cap = config.attn_logit_softcapping
 
-    def softmax(self, q: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
-        """Return the softmax of the scores of queries ``[b, n, s, d]``."""
-        return CausalSoftmax(q.shape[2], self.scale, self.slopes, visible, drop, self.cap)
+    def softmax(self, k: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
+        """Return the softmax of the scores of queries ``[b, n, m, d]`` with keys ``[b, g', s, d]``."""
+        return CausalSoftmax(k.shape[2], self.scale, self.slopes, visible, drop, self.cap)
 
 
 class UnfusedCore(SoftmaxCore):
@@ -248,9 +330,17 @@ class UnfusedCore(SoftmaxCore):
         core = super().for_layer(layer, kind)
         return MeasuredCore(self) if self.config.qk_clip else core
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return self.attend(q, k, v, visible, drop)
+        return self.attend(q, k, v, visible, drop, sinks)
 
     def attend(
         self,
@@ -259,13 +349,14 @@ class UnfusedCore(SoftmaxCore):
         v: Tensor,
         visible: VisibleKeys,
         drop: Drop,
+        sinks: Tensor | None = None,
         largest: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, and raise the `largest` scores of the heads, ``[n]``; see `LayerCore`."""
-        softmax = self.softmax(q, visible, drop)
+        softmax = self.softmax(k, visible, drop)
         if torch.compiler.is_compiling():
-            return traced_attention(q, k, v, softmax, self.blocking)
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest)
+            return traced_attention(q, k, v, softmax, self.blocking, sinks)
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest, sinks)
         return out
 
 
@@ -288,14 +379,32 @@ class MeasuredCore:
             device=context.device,
         )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return self.core.attend(q, k, v, visible, drop, self.largest)
+        of_ranks = self.largest.view(-1, q.shape[1])  # several rows if ranks exchange heads for tokens
+        own = of_ranks[self.core.context.attention_heads.index % len(of_ranks)]
+        return self.core.attend(q, k, v, visible, drop, sinks, own)
 
 
 class TritonCore(SoftmaxCore):
     """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(q, visible, drop))
+        return flash_attention(q, k, v, self.softmax(k, visible, drop), sinks)

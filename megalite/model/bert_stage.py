@@ -1,7 +1,7 @@
 """The part of a BERT model that one pipeline stage holds.
 
 Shapes: s sequence, b microbatch, h hidden size, v padded vocabulary, tp = tp.size. With sequence parallelism
-every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
+every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``; with context parallelism s is that of its tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megalite.model.norm import build_norm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from megalite.wrapping import wrap_point
 
 SOP_LOSS = "sop_loss"
@@ -117,8 +116,11 @@ class BertStage(TransformerStage):
     def losses(self, output: Tensor, microbatch: Microbatch) -> dict[str, LossTerm]:
         """Return the masked tokens' loss and, with the binary head, the samples' loss of segment order."""
         selected, predicted = self._select(output, microbatch)
-        of_tokens = self.masked_sum(self.losses_of(selected, predicted.labels.t()), predicted)
-        losses = {LM_LOSS: LossTerm(of_tokens)}
+        of_tokens = self.losses_of(selected, predicted.labels.t())
+        if self.config.z_loss_coeff == 0.0:
+            losses = {LM_LOSS: LossTerm(self.masked_sum(of_tokens, predicted))}
+        else:
+            losses = self.with_z_loss(of_tokens, predicted)
         if self.order_head is not None:
             losses[SOP_LOSS] = LossTerm(self._order_loss(output, microbatch), per="sample")
         return losses
@@ -147,11 +149,9 @@ class BertStage(TransformerStage):
 
     @wrap_point
     def losses_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token, ``[s, b]``; see `Stage`."""
-        losses = vocab_parallel_cross_entropy(
-            self._flat_logits(output), targets.flatten(), self.vocab_size, self.context.tp
-        )
-        return losses.view(targets.shape)
+        """Return the losses of each token; see `Stage`."""
+        losses = self.losses_of_logits(self._flat_logits(output), targets.flatten())
+        return losses.unflatten(0, targets.shape)
 
     def logits_of(self, output: Tensor) -> Tensor:
         """Map ``[s, b, h]`` after the final norm to this rank's logits, ``[s, b, v/tp]``."""
@@ -177,6 +177,8 @@ class BertStage(TransformerStage):
         scores = self.order_scores(normed)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         loss = F.cross_entropy(wide, microbatch.order_labels, reduction="sum")
+        if self.context.topology.positions.index > 0:
+            loss = loss * 0.0  # the first token is on another rank, whose loss is added
         if not self.context.sequence_parallel:
             return loss
         # The first token is on rank 0. The other ranks' parameters get gradients of zero, and the optimizer

@@ -53,11 +53,12 @@ class Blocking(NamedTuple):
         """Return the number of queries in each block; the last block may have fewer."""
         return min(self.num_queries, max(_MIN_QUERIES, -(-seq_length // 2)))
 
-    def tiles(self, q: Tensor, num_groups: int) -> Iterator[Tile]:
+    def tiles(self, q: Tensor, k: Tensor) -> Iterator[Tile]:
         """Yield the samples and heads to compute together: all, or some heads of one sample."""
-        num_samples, num_heads, seq_length, _ = q.shape
+        num_samples, num_heads, num_queries, _ = q.shape
+        num_groups, num_keys = k.shape[1:3]
         shared = num_heads // num_groups
-        of_one = shared * self.step(seq_length) * seq_length * q.element_size()
+        of_one = shared * self.step(num_queries) * num_keys * q.element_size()
         if num_samples * num_groups * of_one <= self.num_bytes:
             yield Tile(slice(0, num_samples), slice(0, num_groups), shared)
             return
@@ -131,28 +132,29 @@ def attend(
     """Compute attention.
 
     Args:
-        q: ``[b, n, s, d]``.
+        q: ``[b, n, s', d]``: s' queries from position `softmax.visible.first` on.
         k, v: ``[b, g, s, d]``.
         largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip it.
 
     Returns:
-        The output ``[b, n, s, d]`` and, for backward, the logarithm of each query's sum of exponentials,
-        ``[b, n, s]``.
+        The output ``[b, n, s', d]`` and, for backward, the logarithm of each query's sum of exponentials,
+        ``[b, n, s']``.
     """
     out, sums = empty_results(q)
     factor = _query_scale(q.dtype, softmax.scale)
     softmax = softmax._replace(scale=softmax.scale / factor)
-    for tile in blocking.tiles(q, k.shape[1]):
+    offset = softmax.visible.first
+    for tile in blocking.tiles(q, k):
         keys, values = tile.keys(k).transpose(1, 2), tile.keys(v)
         part = softmax.part(tile.samples, tile.heads)
         for first, last in blocking.blocks(q.shape[2]):
             queries = _times(tile.queries(q, first, last), factor)
-            seen = softmax.visible.key_slice(first, last, q.shape[2])
+            seen = softmax.visible.key_slice(offset + first, offset + last, k.shape[2])
             scores = queries @ keys[:, :, seen]  # [c, r m, e]
             block = tile.scores(scores, last - first)
             if largest is not None:
-                _raise_largest(largest[tile.heads], block, part, first, seen.start)
-            log_sums = part.weights_(block, first, seen.start)
+                _raise_largest(largest[tile.heads], block, part, offset + first, seen.start)
+            log_sums = part.weights_(block, offset + first, seen.start)
             sums[tile.samples, tile.heads, first:last] = log_sums
             tile.put_queries(out, first, last, scores @ values[:, seen])
     return out, sums
@@ -186,7 +188,8 @@ def attend_backward(
     grad_q, grad_k, grad_v = gradients_of(results)
     factor = _query_scale(q.dtype, softmax.scale)
     softmax = softmax._replace(scale=softmax.scale / factor)
-    for tile in blocking.tiles(q, k.shape[1]):
+    offset = softmax.visible.first
+    for tile in blocking.tiles(q, k):
         part = softmax.part(tile.samples, tile.heads)
         keys, values = tile.keys(k), tile.keys(v)
         # Transposed tensors make the GEMMs faster. Sums over blocks of queries are in fp32 or fp64.
@@ -194,12 +197,12 @@ def attend_backward(
         for first, last in blocking.blocks(q.shape[2]):
             queries = _times(tile.queries(q, first, last), factor)
             row_grads = tile.queries(grad, first, last)
-            seen = softmax.visible.key_slice(first, last, q.shape[2])
+            seen = softmax.visible.key_slice(offset + first, offset + last, k.shape[2])
             scores = queries @ keys.transpose(1, 2)[:, :, seen]  # [c, r m, e]
             weight_grads = row_grads @ values.transpose(1, 2)[:, :, seen]
             log_sums = sums[tile.samples, tile.heads, first:last].contiguous()
             block = tile.scores(scores, last - first), tile.scores(weight_grads, last - first)
-            part.backward_(*block, log_sums, first, seen.start)
+            part.backward_(*block, log_sums, offset + first, seen.start)
             weights, score_grads = scores, weight_grads  # overwritten in place
             sum_v[:, :, seen] += row_grads.transpose(1, 2) @ weights
             sum_k[:, :, seen] += queries.transpose(1, 2) @ score_grads

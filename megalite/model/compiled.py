@@ -49,7 +49,8 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear):
                 module.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward
-        if stage.context.tp.size > 1 or stage.context.weight_gradient_store is not None:
+        communicates = stage.context.tp.size > 1 or stage.context.cp.size > 1
+        if communicates or stage.context.weight_gradient_store is not None:
             _communicate_between_graphs(layer)
         wrap(layer, "forward", partial(torch.compile, backend=backend, dynamic=False))
 

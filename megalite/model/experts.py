@@ -27,7 +27,7 @@ from megalite.distributed.collectives import (
 )
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
-from megalite.model.mlp import ACTIVATION_FUNCTIONS
+from megalite.model.mlp import activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -141,7 +141,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.context = context
         self.router = Router(config, context)
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_layers)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)

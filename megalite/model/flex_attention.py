@@ -6,13 +6,14 @@ Not measured: backward requires a GPU (torch 2.13), and we had none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from megalite.config import ModelConfig
-from megalite.kernels import Drop, VisibleKeys
+from megalite.kernels import Drop, VisibleKeys, sink_factors
 from megalite.model.attention_core import AttentionCore
 from megalite.model.positions import local_slopes
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -26,10 +27,10 @@ class FlexCore(AttentionCore):
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, compiled: Callable[..., Tensor] | None = None
+        self, config: ModelConfig, context: LayerContext, compiled: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(config, context)
-        self.attend = compiled or torch.compile(flex_attention, dynamic=False)
+        self.attend: Callable[..., Any] = compiled or torch.compile(flex_attention, dynamic=False)
         self.score_mod = self._capped(
             config.attn_logit_softcapping, self._alibi(local_slopes(config, context))
         )
@@ -75,10 +76,18 @@ class FlexCore(AttentionCore):
         # computed wrong numbers (torch 2.13 on a CPU).
         self.attend = torch.compiler.disable(self.attend, recursive=False)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
-        return self.attend(
+        found = self.attend(
             q,
             k,
             v,
@@ -86,4 +95,9 @@ class FlexCore(AttentionCore):
             block_mask=visible.blocks,
             scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
+        if sinks is None:
+            return found
+        out, aux = found
+        return (out * sink_factors(aux.lse, sinks)).to(q.dtype)

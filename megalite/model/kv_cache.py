@@ -31,11 +31,13 @@ class CachedCore(SdpaCore):
 
     Attributes:
         length: number of tokens in a sequence so far, l, including padding.
+        is_plain: whether scores are computed in plain PyTorch, for caps and sinks.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.cap = config.attn_logit_softcapping
+        self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
         self.layers: dict[int, CachedLayer] = {}
         self.begin(0)
 
@@ -82,17 +84,19 @@ class CachedCore(SdpaCore):
         assert self.length <= self.capacity, (self.length, self.capacity)
         device = self.context.device
         # Causal from the start, or one token that sees all.
-        is_plain = not self.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
-        is_plain &= self.cap is None
+        is_causal = not self.has_bias and self.padding is None and (first == 0 or num_tokens == 1)
+        is_causal &= not self.is_plain
         visible = {}
         for window in self.windows:
-            if is_plain and (window is None or self.length <= window + 1):
+            if is_causal and (window is None or self.length <= window + 1):
                 visible[window] = VisibleKeys()
             else:
                 keys = self._after_padding().within(window, self.length, device)
-                visible[window] = VisibleKeys(bias=self._bias(keys, self.length, first))
+                bias = self._bias(keys, self.length, range(first, self.length))
+                visible[window] = VisibleKeys(bias=bias)
         ids = microbatch.position_ids
-        return PositionInfo(visible, {own: each.compute(ids) for own, each in self.rotations.items()})
+        angles = {own: each.compute(ids) for own, each in self.rotations.items()}
+        return PositionInfo(visible, angles, self.query_factors(num_tokens, ids))
 
     def _after_padding(self) -> VisibleKeys:
         """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""
@@ -115,7 +119,15 @@ class CachedLayer:
         """Return the functions that rotate new queries and keys; the cache holds rotated keys."""
         return self.shared.rotations
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, drop: Drop) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: VisibleKeys,
+        drop: Drop,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
         Dropout is ignored: the cache is not used in training.
@@ -127,9 +139,9 @@ class CachedLayer:
         self.keys[:, :, length - num_tokens : length] = k
         self.values[:, :, length - num_tokens : length] = v
         keys, values = self.keys[:, :, :length], self.values[:, :, :length]
-        if self.shared.cap is not None:
+        if self.shared.is_plain:
             assert visible.bias is not None
-            return capped_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap)
+            return plain_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap, sinks)
         return F.scaled_dot_product_attention(
             q,
             keys,
@@ -141,16 +153,27 @@ class CachedLayer:
         )
 
 
-def capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float) -> Tensor:
-    """Return softmax(cap tanh(scale q k^T / cap) + bias) v, ``[b, n, s, d]``, with all scores in memory.
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return softmax(scale q k^T + bias) v, ``[b, n, s, d]``, with all scores in memory.
 
     Args:
         q: ``[b, n, s, d]``.
         k, v: ``[b, g', l, d]``.
         bias: ``[b or 1, n or 1, s, l]``.
+        cap: c, if c tanh(x / c) replaces each scaled score x.
+        sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
     """
     shared = q.shape[1] // k.shape[1]
-    scores = q.unflatten(1, (-1, shared)) @ k[:, :, None].mT * (scale / cap)  # [b, g', n/g', s, l]
-    scores = scores.tanh_().mul_(cap).flatten(1, 2) + bias
+    factor = scale if cap is None else scale / cap
+    scores = (q.unflatten(1, (-1, shared)) @ k[:, :, None].mT * factor).flatten(1, 2)  # [b, n, s, l]
+    if cap is not None:
+        scores.tanh_().mul_(cap)
+    scores = scores + bias
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
     weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return (weights.unflatten(1, (-1, shared)) @ v[:, :, None]).flatten(1, 2)
+    weights = weights[..., : k.shape[2]].unflatten(1, (-1, shared))
+    return (weights @ v[:, :, None]).flatten(1, 2)

@@ -6,8 +6,10 @@ Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.siz
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,13 +40,31 @@ class ActivationFunction(NamedTuple):
     is_gelu: bool = False
 
 
-def geglu(x: Tensor) -> Tensor:
-    """Return gelu(g) * u, where g and u are the two halves of x, in the tanh form (Shazeer 2020; Gemma).
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x sigmoid(1.702 x), an approximation of GELU (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
 
-    PyTorch's operators compute it. Backward keeps gelu(g) besides x.
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "quick_geglu": quick_gelu,
+}
+"""Functions of the gate in gated activations (Shazeer 2020)."""
+
+
+def gated(x: Tensor, gate_of: Callable[[Tensor], Tensor], limit: float | None, offset: float) -> Tensor:
+    """Return gate_of(g) * (u + offset), where g and u are the two halves of x.
+
+    PyTorch's operators compute it. Backward keeps the operands of the product besides x.
+
+    Args:
+        limit: bound of g from above, and of u from both sides (GPT-OSS); None without bound.
     """
     gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate_of(gate) * (up if offset == 0.0 else up + offset)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -58,8 +78,18 @@ ACTIVATION_FUNCTIONS = {
     "relu": ActivationFunction(F.relu),
     "squared_relu": ActivationFunction(squared_relu),
     "swiglu": ActivationFunction(bias_swiglu, adds_bias=True),
-    "geglu": ActivationFunction(geglu),
 }
+"""Activations without options, and those of GATES that have a kernel of their own."""
+
+
+def activation_of(config: ModelConfig) -> ActivationFunction:
+    """Return the activation of a model's MLPs."""
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    has_options = config.is_gated and (limit is not None or offset != 0.0)
+    if config.activation in ACTIVATION_FUNCTIONS and not has_options:
+        return ACTIVATION_FUNCTIONS[config.activation]
+    gate_of = GATES[config.activation]
+    return ActivationFunction(partial(gated, gate_of=gate_of, limit=limit, offset=offset))
 
 
 class MLP(nn.Module):
@@ -77,7 +107,7 @@ class MLP(nn.Module):
             config.init_method_std,
         )
         up_shape = (2, ffn) if config.is_gated else (ffn,)
-        self.activation = ACTIVATION_FUNCTIONS[config.activation]
+        self.activation = activation_of(config)
         self.up = ColumnParallelLinear(
             h,
             up_shape,

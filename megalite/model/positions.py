@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.distributed.axes import Slice
 from megalite.kernels import VisibleKeys, rotate
 from megalite.model.rope_scaling import SCALINGS
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -33,10 +34,12 @@ class PositionInfo(NamedTuple):
         visible: keys that each query sees, by the window of a layer's kind.
         angles: angles of rotary embedding, by the `own_rotary` of a layer's kind; None for positions within
             the sample.
+        query_factors: ``[s, b or 1, 1, 1]``, factors of the queries; None without them.
     """
 
     visible: dict[int | None, VisibleKeys]
     angles: dict[bool, Angles | None] | None = None
+    query_factors: Tensor | None = None
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""
@@ -71,11 +74,16 @@ class Rotary:
             rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((rotate(rotated, *angles), rest), dim=-1)
 
-    def look_up(self, position_ids: Tensor) -> Angles:
-        """Look up the angles of tokens at positions ``[b, s]``, all below s."""
-        cosine, sine = self.table(position_ids.shape[1])
+    def look_up(self, position_ids: Tensor, seq_length: int) -> Angles:
+        """Look up the angles of tokens at positions ``[b, s]`` in samples of this length."""
+        cosine, sine = self.table(seq_length)
         rows = position_ids.t()
         return Angles(cosine[rows, 0], sine[rows, 0])
+
+    def of_slice(self, own: Slice, seq_length: int) -> Angles:
+        """Return the angles of a slice of the positions in a sample, ``[s/count, 1, 1, r]``."""
+        cosine, sine = (x.chunk(own.count)[own.index] for x in self.table(seq_length))
+        return Angles(cosine, sine)
 
     def compute(self, position_ids: Tensor) -> Angles:
         """Compute the angles of tokens at any positions ``[b, s]``."""
@@ -100,7 +108,10 @@ class NoRotation:
     def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
         return x
 
-    def look_up(self, position_ids: Tensor) -> None:
+    def look_up(self, position_ids: Tensor, seq_length: int) -> None:
+        return None
+
+    def of_slice(self, own: Slice, seq_length: int) -> None:
         return None
 
     def compute(self, position_ids: Tensor) -> None:
@@ -128,6 +139,38 @@ def build_rotations(config: ModelConfig, context: LayerContext) -> dict[bool, Ro
     return rotations
 
 
+class QueryScale:
+    """Computes the factor of a query by its position, 1 + beta log(1 + floor(position / original length)).
+
+    With more keys, the softmax is flatter; the factor sharpens it again (Llama 4, Ministral 3).
+    """
+
+    def __init__(self, beta: float, original_length: int, context: LayerContext) -> None:
+        self.beta, self.original_length = beta, original_length
+        self.context = context
+        self.tables: dict[int, Tensor] = {}
+
+    def compute(self, position_ids: Tensor) -> Tensor:
+        """Return the factors of tokens at any positions ``[b, s]``, ``[s, b, 1, 1]``."""
+        lengths = position_ids.t()[:, :, None, None] // self.original_length
+        return (1.0 + self.beta * lengths.double().log1p()).to(self.context.dtype)
+
+    def table(self, seq_length: int) -> Tensor:
+        """Return the factors of the positions in a sample, ``[s, 1, 1, 1]``, computed at the first call."""
+        if seq_length not in self.tables:
+            positions = torch.arange(seq_length, device=self.context.device)
+            self.tables[seq_length] = self.compute(positions[None])
+        return self.tables[seq_length]
+
+
+def build_query_scale(config: ModelConfig, context: LayerContext) -> QueryScale | None:
+    """Return the factors of queries by position, or None for a model without them."""
+    beta = config.llama_4_scaling_beta
+    if beta is None or config.rope_scaling not in ("llama3", "yarn"):
+        return None
+    return QueryScale(beta, config.original_max_position_embeddings, context)
+
+
 def alibi_slopes(num_heads: int) -> list[float]:
     """Return ALiBi's slope for each head (Press et al. 2022, and their code for other counts).
 
@@ -143,20 +186,21 @@ def local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | No
     """Return ALiBi's slopes for this rank's heads, or None for models with another position embedding."""
     if config.position_embedding_type != "alibi":
         return None
-    num_heads = config.num_attention_heads // context.tp.size
-    return alibi_slopes(config.num_attention_heads)[context.tp.rank * num_heads :][:num_heads]
+    own = context.attention_heads
+    num_heads = config.num_attention_heads // own.count
+    return alibi_slopes(config.num_attention_heads)[own.index * num_heads :][:num_heads]
 
 
-def distance_bias(config: ModelConfig, context: LayerContext, seq_length: int, first: int = 0) -> Tensor:
-    """Return ALiBi's bias of the scaled scores, ``[n/tp, s, s]``, or zeros ``[1, s, s]`` without ALiBi.
+def distance_bias(config: ModelConfig, context: LayerContext, seq_length: int, queries: range) -> Tensor:
+    """Return ALiBi's bias of the scaled scores, ``[n/tp, m, s]``, or zeros ``[1, m, s]`` without ALiBi.
 
     ALiBi's bias is slope * (key - query position). It uses distances instead of positions, so that near keys,
     which weigh most, keep their precision in long samples.
 
     Args:
-        first: omit the rows of the queries before this one: ``[n/tp or 1, s - first, s]``.
+        queries: positions of the m queries.
     """
     positions = torch.arange(seq_length, dtype=torch.float64, device=context.device)
-    distances = positions - positions[first:, None]  # [s - first, s]
+    distances = positions - positions[queries.start : queries.stop, None]  # [m, s]
     slopes = local_slopes(config, context) or [0.0]
     return torch.stack([(slope * distances).to(context.dtype) for slope in slopes])

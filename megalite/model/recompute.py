@@ -6,7 +6,7 @@
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
-    selective      core_attn    rotary embedding and attention      queries, keys and values
+    selective      core_attn    rotary embedding and attention      queries, keys, values and gates
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -85,9 +85,12 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
 
 def _recompute_attend(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def recompute_attend(
-        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo
+        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo, *gate: Tensor
     ) -> Tensor:
-        return recompute(partial(attend, sample_numbers=sample_numbers, positions=positions), q, k, v)
+        def attend_again(q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
+            return attend(q, k, v, sample_numbers, positions, *gate)
+
+        return recompute(attend_again, q, k, v, *gate)
 
     return recompute_attend
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.errors import UserError, check_call, kind_of
 from megalite.kernels import site_key
-from megalite.loss_terms import LM_LOSS, LossTerm, Terms, WithTerms, add_terms
+from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, Terms, WithTerms, add_terms
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.head import OutputLayer, VocabHead
@@ -28,7 +28,10 @@ from megalite.tensor_parallel.parameter_spec import (
     buffer_spec,
     replicate_parameters,
 )
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.vocab_cross_entropy import (
+    losses_and_log_sums,
+    vocab_parallel_cross_entropy,
+)
 from megalite.wrapping import wrap_point
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -90,6 +93,8 @@ class Stage(nn.Module, ABC):
         self.context = context
         self.is_first = is_first
         self.is_last = is_last
+        if config.z_loss_coeff > 0.0:
+            self.loss_names = (*self.loss_names, Z_LOSS)
         self.build_shared(**shared)
         name = type(self).__name__
         check_call(self.build_layer, f"{name}.build_layer", "number")
@@ -145,18 +150,36 @@ class Stage(nn.Module, ABC):
         Args:
             output: output of the head: by default logits, ``[s, b, v/tp]``.
         """
-        return self.masked_sum(self.losses_of(output, microbatch.labels.t()), microbatch)
+        of_tokens = self.losses_of(output, microbatch.labels.t())
+        if self.config.z_loss_coeff == 0.0:
+            return self.masked_sum(of_tokens, microbatch)
+        return self.with_z_loss(of_tokens, microbatch)
+
+    def with_z_loss(self, of_tokens: Tensor, microbatch: Microbatch) -> dict[str, LossTerm]:
+        """Return the sums of both losses of a microbatch's tokens ``[s, b, 2]`` as terms."""
+        losses, squares = (self.masked_sum(each, microbatch) for each in of_tokens.unbind(-1))
+        return {LM_LOSS: LossTerm(losses), Z_LOSS: LossTerm(squares, scale=self.config.z_loss_coeff)}
 
     @wrap_point
     def losses_of(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token, ``[s, b]``.
+        """Return the loss of each token, ``[s, b]``; with --z-loss-coeff also its z-loss, ``[s, b, 2]``.
 
         Args:
             output: input of `losses`.
             targets: ``[s, b]``, ids of the tokens to predict; the full sequence, even if sequence parallel.
         """
-        logits = self.logits_of(output)
-        return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.context.tp)
+        return self.losses_of_logits(self.logits_of(output), targets)
+
+    def losses_of_logits(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the losses of tokens ``[...]`` from their logits ``[..., v/tp]``, as `losses_of` does.
+
+        The z-loss is the square of the logarithm of the sum of exponentials (Chowdhery et al. 2022, PaLM,
+        section 5).
+        """
+        if self.config.z_loss_coeff == 0.0:
+            return vocab_parallel_cross_entropy(logits, targets, self.vocab_size, self.context.tp)
+        losses, log_sums = losses_and_log_sums(logits, targets, self.vocab_size, self.context.tp)
+        return torch.stack((losses, log_sums.square()), dim=-1)
 
     def logits_of(self, output: Tensor) -> Tensor:
         """Map the input of `losses` to this rank's logits, ``[s, b, v/tp]``.

@@ -13,7 +13,7 @@ from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, run_problems
-from megalite.plan.programs import own_program
+from megalite.plan.programs import OWN, program_named
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 
 _GB = 1e9
@@ -139,7 +139,7 @@ def planned_run_on(
         residual_gb=device.residual_bytes / _GB,
     )
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model, gpu), provider=provider)
+    return PlannedRun(config, cluster, program_named(OWN, config, gpu), provider=provider)
 
 
 def _memories(run: PlannedRun) -> list[RankMemory]:

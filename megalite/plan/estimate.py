@@ -130,7 +130,7 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
     by_convention = {name: plan.tflops(flops) for name, flops in plan.flops_by_convention.items()}
     return {
         "parameters": plan.parameters,
-        "layout": {"tp": plan.run.tp, "pp": plan.run.pp, "dp": plan.run.dp},
+        "layout": {"tp": plan.run.tp, "pp": plan.run.pp, "dp": plan.run.dp, "cp": plan.run.cp},
         "iteration_time_s": plan.time.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.tflops_per_gpu,

@@ -42,6 +42,7 @@ class WorkSeconds:
         pp: waiting for messages between stages.
         launch: waiting for the host, which launches the kernels.
         offload: waiting for offloaded activations, or for the host's update of offloaded optimizer state.
+        cp: waiting for context-parallel communication.
     """
 
     gemms: float = 0.0
@@ -52,6 +53,7 @@ class WorkSeconds:
     pp: float = 0.0
     launch: float = 0.0
     offload: float = 0.0
+    cp: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -199,9 +201,20 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
     if program.triton_attention and call.kernel == "triton":
         kernel = "triton"
     forward, backward = fused_attention_seconds(
-        run.cluster.gpu, kernel, call.scores, call.keys, call.size, dropout=call.dropout
+        run.cluster.gpu, kernel, _scores_of_busiest(run, call), call.keys, call.size, dropout=call.dropout
     )
     return program.attention_slowdown * (backward if call.is_backward else forward)
+
+
+def _scores_of_busiest(run: PlannedRun, call: AttentionCall) -> float:
+    """Return the number of scores that the busiest rank computes, for which the others wait.
+
+    In causal attention it is the rank with the last slice of the queries, if ranks have slices.
+    """
+    if not (run.program.is_own and call.is_causal and run.config.parallel.has_slice_of_queries):
+        return call.scores
+    seen = call.keys - call.queries / 2  # by the average query
+    return call.heads * call.queries * (seen if call.window is None else min(call.window + 1, seen))
 
 
 FusedKernel = Literal["flash", "cudnn", "triton"]
@@ -263,6 +276,7 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
         attention=sum(attention_seconds(run, call) for call in phase.attention),
         memory_bound=memory_seconds(run, phase.kernel_bytes),
         tp=sum(tp_seconds(run, phase, name)),
+        cp=sum(cp_seconds(run, call) for call in phase.attention),
     )
     return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
 
@@ -307,6 +321,22 @@ def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
         else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)
         for each in phase.collectives
     ]
+
+
+def cp_seconds(run: PlannedRun, call: AttentionCall) -> float:
+    """Return the seconds of the context-parallel communication of a call of attention.
+
+    megalite gathers keys and values before a forward, and reduce-scatters their gradients after a backward.
+    Or it exchanges queries, keys and values for the part of the heads that the call has, and the output back.
+    Nothing overlaps with it. Other programs are assumed to hide it, as ring attention does.
+    """
+    if run.cp == 1 or not run.program.is_own:
+        return 0.0
+    group, token = Group(run.cluster, run.cp, run.tp), call.size * run.element_bytes
+    if run.config.parallel.cp_comm_type == "all_gather":
+        return group.gather_seconds(2 * call.kv_heads * call.keys * token)
+    entering = group.gather_seconds((call.heads + 2 * call.kv_heads) * call.queries * token)
+    return entering + group.gather_seconds(call.heads * call.queries * token)
 
 
 def _overlapped_collective(
@@ -397,6 +427,7 @@ def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
         run.cluster,
         run.tp_comm_chunks,
         parallel.requests_symmetric_memory,
+        parallel.cp_comm_type,
         parallel.gradient_accumulation_fusion,
         _sum_bytes(run),
     )

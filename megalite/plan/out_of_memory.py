@@ -81,7 +81,9 @@ def _lines(
     if found is not None:
         num_bytes = float(found[1]) * _UNITS[found[2].lower()]
         requested = f" when it requested {num_bytes / _GB:.2f} GB more"
-    coordinates = ", ".join(f"{axis.name} {axis.rank} of {axis.size}" for axis in topology.axes.values())
+    coordinates = ", ".join(
+        f"{axis.name} {axis.rank} of {axis.size}" for axis in topology.model.named.values()
+    )
     if topology.device.type == "cuda":
         held = torch.cuda.memory_allocated(topology.device)
         free_blocks = torch.cuda.memory_reserved(topology.device) - held

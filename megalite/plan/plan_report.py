@@ -53,6 +53,7 @@ _KINDS = {
     "attention": "attention",
     "memory_bound": "memory-bound kernels",
     "tp": "tp communication",
+    "cp": "cp communication",
     "dp": "dp communication",
     "pp": "pp communication",
     "launch": "kernel launches",

@@ -40,7 +40,7 @@ from megalite.plan.plan_options import (
     scaling_of,
     unused_options,
 )
-from megalite.plan.planned_run import Cluster, PlannedRun, with_context_parallel
+from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import OWN, PROGRAMS, program_named
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
@@ -92,7 +92,7 @@ class Request:
         """Return the requested run, or the run with another config and cluster."""
         config, cluster = config or self.config, cluster or self.cluster
         name = self.program if self.provider is None else OWN
-        program = program_named(name, config.model, cluster.gpu)
+        program = program_named(name, config, cluster.gpu)
         return PlannedRun(config, cluster, program, provider=self.provider)
 
     @property
@@ -143,10 +143,6 @@ def read_request(arguments: Sequence[str]) -> Request:
     provider = _provider_of(own.program)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
-    config = with_context_parallel(config, own.context_parallel_size)
-    if own.context_parallel_size > 1:
-        size = own.context_parallel_size
-        notices.append(f"--context-parallel-size {size} is planned; megalite has no context parallelism")
     cluster = _cluster(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
@@ -194,7 +190,7 @@ def _parser() -> ToolParser:
         help="change figures of the GPU, for example tflops=400 memory_gib=96",
     )
     add("--calibrate", action="store_true", help="measure this machine, and plan for it")
-    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp)")
+    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp x cp)")
     add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
     add(
         "--node-gbps",
@@ -210,13 +206,6 @@ def _parser() -> ToolParser:
         "--padded-vocab-size",
         type=positive_int,
         help="vocabulary size including padding, if there is no tokenizer",
-    )
-    add(
-        "--context-parallel-size",
-        "--cp",
-        type=positive_int,
-        default=1,
-        help="context-parallel size of another program's run; megalite has no context parallelism",
     )
     add(
         "--program",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megalite.config import Config, ParallelConfig
+from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
-from megalite.distributed.axes import MODEL, AxisEntry, Role
+from megalite.distributed.axes import Role
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
 from megalite.pipeline.schedules import SCHEDULES, StageMap
@@ -41,32 +41,6 @@ class Cluster:
     def num_nodes(self) -> int:
         """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)
-
-
-_CP = AxisEntry(
-    "cp", "context-parallel", "context_parallel_size", frozenset({"positions", "losses", "replicas"})
-)
-
-
-@dataclass(frozen=True)
-class ForeignParallelConfig(ParallelConfig):
-    """Describe the layout of another program's run, which may have context parallelism.
-
-    Attributes:
-        context_parallel_size: number of ranks that share the tokens of a sample.
-    """
-
-    table = (replace(MODEL, axes=(*MODEL.axes[:-1], _CP, MODEL.axes[-1])),)
-
-    context_parallel_size: int = 1
-
-
-def with_context_parallel(config: Config, size: int) -> Config:
-    """Return the config with `size` context-parallel ranks, for a plan: megalite itself has none."""
-    if size == 1:
-        return config
-    given = {field.name: getattr(config.parallel, field.name) for field in fields(config.parallel)}
-    return replace(config, parallel=ForeignParallelConfig(**{**given, "context_parallel_size": size}))
 
 
 @dataclass(frozen=True)
@@ -101,14 +75,15 @@ class PlannedRun:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Return the size of each axis, in the order of layout names; dp has the ranks that others leave."""
+        """Return the size of each named axis, in the order of layout names; dp has the other ranks."""
         mesh = self.config.parallel.mesh
         fixed = {axis.name: mesh.sizes[axis.name] or 1 for axis in mesh.model.axes if not axis.takes_rest}
         rest = self.cluster.world_size // math.prod(fixed.values())
-        return {axis.name: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
+        sizes = {axis: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
+        return {axis.name: size for axis, size in sizes.items() if axis.is_named(size)}
 
     def _num_ranks(self, role: Role) -> int:
-        return math.prod(self.sizes[name] for name in self.config.parallel.mesh.model.with_role(role))
+        return math.prod(self.sizes.get(name, 1) for name in self.config.parallel.mesh.model.with_role(role))
 
     @cached_property
     def dp(self) -> int:
@@ -195,7 +170,7 @@ class PlannedRun:
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
             provider=self.provider,
         )
-        return units_of(UnitsKey(key, self.program, self.cp, drops))
+        return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_comm_type))
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
 from megalite.hardware.gpus import Gpu
 
 
@@ -72,10 +72,15 @@ class Program:
     copies_slices: bool = False
 
 
-def own_program(model: ModelConfig, gpu: Gpu) -> Program:
-    """Return megalite as a program, with the attention that this GPU runs."""
+def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = False) -> Program:
+    """Return megalite as a program, with the attention that this GPU runs.
+
+    Args:
+        has_slice_of_queries: a rank's attention has some of the queries and all keys of a sample.
+    """
     has_dropout = model.attention_dropout > 0.0
-    can_run_triton = gpu.has_triton and model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    fits_triton = model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    can_run_triton = gpu.has_triton and fits_triton and not has_slice_of_queries
     is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
     return Program(
         fused_attention=not is_written_out,
@@ -126,9 +131,11 @@ PROGRAMS: Mapping[str, Program] = {
 2024, DeepSpeed of early 2021, and programs that use torch's own attention and sharding."""
 
 
-def program_named(name: str, model: ModelConfig, gpu: Gpu) -> Program:
+def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
-    return own_program(model, gpu) if name == OWN else in_dtype(PROGRAMS[name], model.params_dtype)
+    if name == OWN:
+        return own_program(config.model, gpu, has_slice_of_queries=config.parallel.has_slice_of_queries)
+    return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 
 def in_dtype(program: Program, params_dtype: str) -> Program:

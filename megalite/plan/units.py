@@ -25,12 +25,14 @@ class UnitsKey(NamedTuple):
             those of the run.
         cp: context-parallel size: a rank's queries attend to the keys of all ranks.
         drops_weights: attention weights are dropped.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks.
     """
 
     any_unit: UnitKey
     program: Program
     cp: int
     drops_weights: bool
+    cp_comm_type: str = "all_gather"
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +188,7 @@ def _whole_vocabulary(model: ModelConfig) -> ModelConfig:
 def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
     """Return the record of a layer, with what a program other than megalite does differently."""
     if key.cp > 1:
-        layer = _with_all_keys(layer, key.cp)
+        layer = _with_all_keys(layer, key)
     program = key.program
     if program.is_own:
         return layer
@@ -233,12 +235,31 @@ def head_as_executed(head: UnitRecord, program: Program) -> UnitRecord:
     return replace(head, forward=forward, backward=backward).saving(copies)
 
 
-def _with_all_keys(layer: UnitRecord, cp: int) -> UnitRecord:
+def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
+    """Return the record of a layer whose queries attend to the keys of all context-parallel ranks."""
+    cp, is_own, exchanges_heads = key.cp, key.program.is_own, key.cp_comm_type == "a2a"
+
     def extended(call: AttentionCall) -> AttentionCall:
+        if is_own and exchanges_heads:
+            return call._replace(
+                heads=call.heads // cp,
+                kv_heads=max(key.any_unit.micro_batch_size, call.kv_heads // cp),
+                queries=call.queries * cp,
+                keys=call.keys * cp,
+            )
         return call._replace(keys=call.keys * cp)
 
     forward, backward = (
         replace(phase, attention=tuple(map(extended, phase.attention)))
         for phase in (layer.forward, layer.backward)
     )
-    return replace(layer, forward=forward, backward=backward)
+    extended_layer = replace(layer, forward=forward, backward=backward)
+    if not is_own or "core_attn" in key.any_unit.recomputed_modules:
+        return extended_layer
+    # Backward needs the keys and values that attention read, instead of the rank's own.
+    element = layer.forward.gemms[0].element_bytes
+    more = sum(
+        2 * (after.kv_heads * after.keys - before.kv_heads * before.keys) * before.size * element
+        for before, after in zip(layer.forward.attention, forward.attention, strict=True)
+    )
+    return extended_layer.saving({"core_attn": more})

@@ -26,7 +26,13 @@ _BACKGROUND = "rgba(132,144,163,0.25)"
 _COLOURS = {
     **{_ITERATION: _BACKGROUND, "part": COLOURS[7], "other wait": "#8c5a3c", "forward": COLOURS[0]},
     **{"backward": COLOURS[2], "backward input": COLOURS[2], "backward weight": COLOURS[6]},
-    **{"pp wait": COLOURS[1], "tp wait": COLOURS[3], "dp wait": COLOURS[4], "data": COLOURS[5]},
+    **{
+        "pp wait": COLOURS[1],
+        "tp wait": COLOURS[3],
+        "dp wait": COLOURS[4],
+        "cp wait": COLOURS[7],
+        "data": COLOURS[5],
+    },
 }
 """Colours of the kinds in megalite's own traces; other kinds get `COLOURS` in turn."""
 

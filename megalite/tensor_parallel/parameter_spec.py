@@ -162,6 +162,7 @@ class LayerContext:
         fp8_format: FP8 format of the linear layers' GEMMs; None for GEMMs in `dtype`.
         fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
         overlap: how the linear layers' collectives overlap with their GEMMs.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks.
     """
 
     topology: Topology
@@ -176,14 +177,33 @@ class LayerContext:
     fp8_format: str | None = None
     fp8_weights: Fp8Weights | None = None
     overlap: Overlap = SEPARATE
+    cp_comm_type: str = "all_gather"
 
     @property
     def tp(self) -> Axis:
         return self.topology.tp
 
     @property
+    def cp(self) -> Axis:
+        """Return the ranks that hold different tokens of the same samples."""
+        return self.topology.position_ranks
+
+    @property
     def device(self) -> torch.device:
         return self.topology.device
+
+    @property
+    def attention_heads(self) -> Slice:
+        """Return the slice of the query heads whose attention this rank computes."""
+        tp, cp = self.tp, self.cp
+        if self.cp_comm_type == "a2a":
+            return Slice(tp.rank * cp.size + cp.rank, tp.size * cp.size)
+        return Slice(tp.rank, tp.size)
+
+    @property
+    def attention_queries(self) -> Slice:
+        """Return the slice of a sample's queries whose attention this rank computes."""
+        return Slice(0, 1) if self.cp_comm_type == "a2a" else self.topology.positions
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

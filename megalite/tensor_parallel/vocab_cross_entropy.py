@@ -32,15 +32,25 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: in
     Returns:
         Loss of each token, ``[...]``, the same on every rank, in fp32 (fp64 for fp64 logits).
     """
-    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, tp)[0]
+    loss: Tensor = _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, tp, False)[0]
     return loss
+
+
+def losses_and_log_sums(logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token and the logarithm of its sum of exponentials, both differentiable.
+
+    Arguments, shapes and dtype are those of `vocab_parallel_cross_entropy`. A token whose loss has a gradient
+    of 0 gets no gradient from its sum either: both are of tokens that are not masked.
+    """
+    loss, log_sums, _ = _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, tp, True)
+    return loss, log_sums
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis, returns_sums: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         num_columns = logits.shape[-1]
         start = tp.rank * num_columns
         num_real = min(max(vocab_size - start, 0), num_columns)
@@ -58,17 +68,26 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, torch.stack((largest, total)))
         ctx.start, ctx.num_real = start, num_real
         # Autograd requires a tensor that is marked dirty among the outputs.
-        return (total.log() - target_logit).view(logits.shape[:-1]), logits
+        shape, log_total = logits.shape[:-1], total.log()
+        log_sums = (log_total + largest).view(shape) if returns_sums else None
+        return (log_total - target_logit).view(shape), log_sums, logits
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, logits_grad: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        """Compute d loss / d logits = softmax(logits) - onehot(target)."""
+        ctx: Any, grad: Tensor | None, sums_grad: Tensor | None, logits_grad: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
+        """Compute d loss / d logits = softmax(logits) - onehot(target), plus softmax for the log sums."""
         if grad is None:
-            return logits_grad, None, None, None
+            assert sums_grad is None, "the log sums have a gradient, and the loss has none"
+            return logits_grad, None, None, None, None
         logits, targets, statistics = ctx.saved_tensors
         rows, grad = logits.view(-1, logits.shape[-1]), grad.contiguous().view(-1)
+        if sums_grad is not None:
+            # The kernel computes grad * (exp(logit - largest) / total - onehot). With another total, the
+            # first factor is grad + sums_grad.
+            largest, total = statistics
+            changed = total * grad / (grad + sums_grad.reshape(-1))
+            statistics = torch.stack((largest, changed.where(grad != 0.0, total)))
         cross_entropy_gradient_(rows, targets, statistics, grad, ctx.start, ctx.num_real)
-        return logits if logits_grad is None else logits + logits_grad, None, None, None
+        return logits if logits_grad is None else logits + logits_grad, None, None, None, None

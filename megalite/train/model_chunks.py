@@ -117,6 +117,7 @@ def _layer_context(
             DTYPES[config.model.params_dtype],
             is_fp8=config.training.fp8_format is not None,
         ),
+        cp_comm_type=config.parallel.cp_comm_type,
     )
 
 

@@ -13,6 +13,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few, kind_of
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
+from megalite.model.bert_stage import BertStage
 from megalite.model.stage import Stage, StageProvider, provider_name
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.tensor_parallel.placement import Box
@@ -41,12 +42,25 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
             f"--mup-base-width {stage.config.mup_base_width} has no effect on {type(stage).__name__}: pass "
             "width_ratio=config.width_ratio to its linear layers, or remove the flag"
         )
+    if stage.config.z_loss_coeff > 0.0:
+        _check_z_loss(stage)
     names = stage.loss_names
     if LM_LOSS not in names or not all(name.endswith("_loss") for name in names):
         raise UserError(
             f"loss_names of {type(stage).__name__} is {names}: name all terms of the loss, the first "
             f"'{LM_LOSS}', and end each name in _loss"
         )
+
+
+def _check_z_loss(stage: Stage) -> None:
+    """Check that the stage has the losses of `Stage`, which add the z-loss."""
+    base = BertStage if isinstance(stage, BertStage) else Stage
+    for name in ("losses", "losses_of"):
+        if getattr(type(stage), name) is not getattr(base, name):
+            raise UserError(
+                f"--z-loss-coeff {stage.config.z_loss_coeff:g} with {type(stage).__name__}, whose own "
+                f"{name} does not add it: remove it, or add the term yourself (docs/python_api.md)"
+            )
 
 
 _Findings = tuple[list[str], float, dict[str, tuple[Box, float, float]]]

@@ -85,8 +85,8 @@ _NAMED = ("dp", "tp", "pp")
 def startup_line(topology: Topology) -> str:
     """Return the line of the run's layout, in the format that parsers of Megatron-LM's logs read."""
     entries = {entry.name: entry for each in topology.factorings.values() for entry in each.factoring.axes}
-    sizes = {name: axis.size for each in topology.factorings.values() for name, axis in each.axes.items()}
-    more = [f", {entry.meaning} size: {sizes[name]}" for name, entry in entries.items() if name not in _NAMED]
+    sizes = {name: axis.size for each in topology.factorings.values() for name, axis in each.named.items()}
+    more = [f", {entries[name].meaning} size: {size}" for name, size in sizes.items() if name not in _NAMED]
     return (
         f"using world size: {topology.world_size}, data-parallel-size: {topology.dp.size}, "
         f"tensor-model-parallel size: {topology.tp.size}, pipeline-model-parallel size: {topology.pp.size}"

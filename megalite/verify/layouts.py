@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megalite.config import Config, ParallelConfig, check_config
+from megalite.config.parallel import CpCommType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import MODEL
@@ -36,6 +37,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "selective": ("recompute", "selective"),
     "uneven": ("uneven", True),
     "offload": ("offload", True),
+    "a2a": ("cp_comm", "a2a"),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
 
@@ -75,6 +77,7 @@ TABLE = (
     *("tp2pp2dp2+sp+zero1+gather+full", "tp2pp2+sp+offload", "dp4+zero2+offload", "dp4+zero3+offload"),
     *("pp4zb+selective+offload", "pp2v2+full+offload"),
     *("tp2+overlap+full", "tp4+sp+overlap", "tp2pp2zb+sp+overlap"),
+    *("tp2cp2+sp+selective", "dp2cp2+zero1+a2a"),
 )
 """The layouts of ``--layouts all``: each technique alone, and common combinations."""
 
@@ -160,6 +163,7 @@ class Layout:
         uneven: give the first pipeline rank a single layer.
         offload: keep the activations of at least the first layer of each stage in host memory, and the
             state of AdamW, unless the config keeps it in a file.
+        cp_comm: how queries reach the keys of other context-parallel ranks, a2a.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -175,6 +179,7 @@ class Layout:
     recompute: Granularity | None = None
     uneven: bool = False
     offload: bool = False
+    cp_comm: CpCommType | None = None
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -258,6 +263,7 @@ class Layout:
             tp_comm_overlap=self.overlap or config.parallel.tp_comm_overlap,
             tp_comm_overlap_chunks=_CHUNKS if self.overlap else config.parallel.tp_comm_overlap_chunks,
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
+            cp_comm_type=self.cp_comm or config.parallel.cp_comm_type,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
         parallel = self._with_schedule(parallel)

@@ -165,9 +165,13 @@ class ActivationRecorder:
         microbatch = arguments[0]
         if self._microbatch is None or not isinstance(microbatch, Microbatch):
             return
+        # Slices of the tokens have selected positions in an order of their own.
+        is_reordered = microbatch.label_positions is not None and stage.context.cp.size > 1
+        selected = ("labels", "loss_mask", "label_positions") if is_reordered else ()
         for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
             is_real = stage.is_first or stage.is_last or each.name not in ("tokens", "labels")
+            is_real &= each.name not in selected
             if value is not None and is_real:
                 name = f"{each.name} of the microbatch"
                 value = value.detach().double().cpu()
@@ -412,7 +416,7 @@ def trace_rank(
         return RankTrace(
             topology.rank,
             topology.coordinates,
-            {name: axis.size for name, axis in topology.axes.items()},
+            topology.sizes,
             trainer.chunks[0].context.sequence_slice,
             tuple(part.name for part in topology.replicas.parts),
             steps.loss_collectives,

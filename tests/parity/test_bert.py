@@ -34,6 +34,8 @@ ROWS: dict[str, tuple[str, dict[str, Any], RecomputeConfig]] = {
     ),
     "stages that have neither end": ("pp4", {}, RecomputeConfig()),
     "fully sharded": ("dp4mbs1", {"zero_stage": 3}, RecomputeConfig()),
+    "slices of samples": ("tp2cp2", {"sequence_parallel": True}, SELECTIVE),
+    "heads for tokens": ("pp2cp2", {"cp_comm_type": "a2a", "zero_stage": 1}, RecomputeConfig()),
     "losses in chunks": ("tp2dp2", {"sequence_parallel": True}, RecomputeConfig(cross_entropy_chunks=3)),
 }
 

@@ -28,6 +28,8 @@ NOTHING = RecomputeConfig()
         ("gpt-tiny", "fp64", "dp2+zero3", RECOMPUTE["full"]),
         ("llama-tiny", "fp64", "pp2dp2+zero1", NOTHING),
         ("llama-tiny", "fp64", "tp4+sp", NOTHING),
+        ("llama-tiny", "fp64", "cp2+a2a", NOTHING),
+        ("gpt-tiny", "fp64", "tp2cp2+sp", RECOMPUTE["core"]),
         ("llama-tiny", "fp32", "dp2+zero1+gather", RECOMPUTE["parts"]),
         ("bloom-tiny", "fp64", "tp2pp2zbdp2+sp", RECOMPUTE["parts"]),
         (WINDOWED, "fp64", "pp2dp2+zero3", RECOMPUTE["core"]),

@@ -64,6 +64,7 @@ def _reference(prefix: str, model: str, packs: bool) -> RunRecord:
         ("llama-tiny", "tp2pp2dp2", True),
         ("llama-tiny", "dp4mbs1", True),
         ("llama-tiny", "pp4", True),  # between the first and the last stage
+        pytest.param("llama-tiny", "cp4", False, marks=pytest.mark.slow),  # padding fills whole slices
         pytest.param("bloom-tiny", "tp2pp2dp2", True, marks=pytest.mark.slow),
         pytest.param("gpt-tiny", "tp2pp2dp2", True, marks=pytest.mark.slow),
         pytest.param("gpt-tiny", "tp2pp2dp2+sp+zero1", False, marks=pytest.mark.slow),

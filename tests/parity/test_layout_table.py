@@ -1,4 +1,4 @@
-"""The layout table: the same run on any tp x pp x dp and micro-batch size, for each kind of model.
+"""The layout table: the same run on any tp x pp x dp x cp and micro-batch size, for each kind of model.
 
 fp64 is the proof: only the order of sums differs, and that stays far below the bounds. fp32 is the everyday
 check.
@@ -41,7 +41,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "llama-tiny, olmo": {
         **{"qk_layernorm": True, "qk_layernorm_width": "all_heads", "norm_position": "output"},
-        **{"rope_scaling": "yarn", "original_max_position_embeddings": 16},
+        **{"rope_scaling": "yarn", "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
@@ -55,7 +55,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "gpt-tiny, nemotron": {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
-        **{"attn_logit_softcapping": 2.0},
+        **{"attn_logit_softcapping": 2.0, "softmax_type": "off-by-one"},
+    },
+    "llama-tiny, gpt-oss": {
+        **{"softmax_type": "learnable", "add_bias_linear": True, "attention_output_gate": True},
+        **{"window_size": (10, 0), "window_attn_skip_freq": (2,), "z_loss_coeff": 0.1},
+        **{"activation": "quick_geglu", "activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0},
     },
     MIXTRAL: {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_z_loss_coeff": 1e-2},
@@ -74,21 +79,41 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, MIXTRAL: 0.0, "gpt-tiny, sigmoid": 0.1},
-    **{"gpt-tiny, mup": 0.0},
-    **{"llama-tiny, qk-clip": 0.0},
+    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
+    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
-ROWS = [
-    (model, dtype, name)
-    for model in MODELS
-    for dtype in ("fp64", "fp32")
-    for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
-] + [
-    (model, "fp64", name)
-    for model in SWITCHES
-    for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
-]
+ROWS = (
+    [
+        (model, dtype, name)
+        for model in MODELS
+        for dtype in ("fp64", "fp32")
+        for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
+    ]
+    + [
+        (model, "fp64", name)
+        for model in SWITCHES
+        for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
+    ]
+    + [
+        (model, dtype, name)
+        for model in (*MODELS, *SWITCHES)
+        for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
+    ]
+    + [
+        ("gpt-tiny", "fp64", name)
+        for name in (
+            *("cp4", "cp8", "tp2cp2", "pp2cp2", "dp2cp2", "cp2+zero2", "dp2cp2+zero3", "tp2cp2+sp+a2a+full"),
+            *(
+                "dp2cp2shard2+zero2",
+                "pp2v2cp2",
+                "pp2zbvcp2+zero3",
+                "pp2cp2+full+offload",
+                "tp2pp2cp2+sp+zero1",
+            ),
+        )
+    ]
+)
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once

@@ -7,8 +7,11 @@ microbatch's or a rank's own tokens would show.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ import torch.nn.functional as F
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.mock_dataset import MockDataset
+from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.train.trainer import start_trainer
@@ -66,6 +70,10 @@ def _reference(model: str, *options: str) -> RunRecord:
         # Between the first and the last stage, for attention's mask alone and for rotary angles alone.
         ("gpt-tiny", "pp4", ("reset_attention_mask",)),
         ("llama-tiny", "pp4", ("reset_position_ids",)),
+        # Slices of samples, whose documents begin on other ranks.
+        ("llama-tiny", "cp4", OPTIONS),
+        pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("gpt-tiny", "pp2cp2+a2a", OPTIONS, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
@@ -73,6 +81,37 @@ def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
     config = layout.apply(_config(model, DROPOUT[model], *options), GLOBAL_BATCH_SIZE)
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
+
+
+def _short_sample(dataset: MockDataset, index: int) -> npt.NDArray[np.int64]:
+    """Return two documents that end where slices do, and then tokens without a loss."""
+    generator = np.random.default_rng((len(dataset), index))
+    tokens = generator.integers(0, EOD, 33, dtype=np.int64)
+    tokens[[7, *range(15, 33)]] = EOD
+    return tokens
+
+
+def _evaluated(topology: Topology, config: Config) -> list[float]:
+    with start_trainer(config, topology) as trainer:
+        steps = [trainer.step() for _ in range(2)]
+        assert trainer.datasets.valid is not None
+        evaluated = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+    return [value for step in steps for value in (step.loss, step.grad_norm)] + [evaluated]
+
+
+@pytest.mark.parametrize("name", ["cp4", "cp2+a2a"])
+def test_slices_without_a_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training and evaluation; two of four ranks have no token with a loss."""
+    monkeypatch.setattr(MockDataset, "__getitem__", _short_sample)
+    config = _config("gpt-tiny", 0.1, *OPTIONS)
+    cut = Layout.parse(name).apply(config, GLOBAL_BATCH_SIZE)
+    (one,), ranks = (
+        run_ranks(_evaluated, each.parallel.mesh, each.parallel.mesh.smallest_world, each)
+        for each in (config, cut)
+    )
+    assert all(math.isfinite(value) for value in one)
+    for values in ranks:
+        assert values == pytest.approx(one, rel=1e-12)
 
 
 def test_same_run_beside_all_that_cuts_or_recomputes() -> None:

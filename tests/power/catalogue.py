@@ -12,13 +12,17 @@ from torch import Tensor
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.data import batch_loader
+from megalite.distributed import collectives
+from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.model import (
     activation_offload,
     attention,
+    attention_core,
     bert_stage,
+    context_parallel,
     embedding,
     head,
     layer,
@@ -365,6 +369,14 @@ def _with_all_logits(logits: Tensor, targets: Tensor, vocab_size: int, tp: Any) 
     return (gather_from_tensor_parallel(logits, tp) if tp.size > 1 else logits), targets, vocab_size, tp
 
 
+def _with_own_log_sums(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    def losses_and_log_sums(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        own = logits.logsumexp(-1)  # before the logits are overwritten
+        return original(logits.clone(), *rest)[0], own
+
+    return losses_and_log_sums
+
+
 def _of_slices(scales: Any, topology: Topology) -> Any:
     """Return Muon's scales of matrices of which a rank has some rows."""
 
@@ -539,6 +551,36 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "reduce_from_tensor_parallel",
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
     ],
+    "context parallelism": [
+        ("queries of a slice see the keys of the first slice", "cp2", attention_core.AttentionCore, "queries",
+         instead(lambda self, s: range(s // self.own_queries.count))),
+        ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
+         before(lambda self, shape, ids, windows: (
+             self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
+         "packed"),
+        ("rotary positions of a slice count from 0", "cp2", positions.Rotary, "of_slice",
+         before(lambda self, own, s: (self, Slice(0, own.count), s)), "llama"),
+        ("gradients of gathered keys are cut instead of reduce-scattered", "cp2", collectives,
+         "start_reduce_scatter", instead(_cut)),
+        ("gradients of gathered keys are means", "cp2", collectives, "start_reduce_scatter",
+         before(lambda x, axis: (x / axis.size, axis))),
+        ("slices of keys are gathered in another order", "cp2", collectives, "start_all_gather",
+         after(lambda pending, *_: _rolled(pending, halves=True))),
+        ("heads return in the order of another rank", "cp2+a2a", context_parallel, "_to_tokens",
+         after(lambda y, x, cp: y.roll(x.shape[2], dims=2))),
+        ("exchanged heads have the ALiBi slopes of the first ones", "cp2+a2a", parameter_spec.LayerContext,
+         "attention_heads", lambda original, _: property(
+             lambda self: Slice(self.tp.rank * self.cp.size, self.tp.size * self.cp.size)), "bloom"),
+        ("the divisor counts the tokens of a slice", "cp2", train_step.GlobalBatches, "open",
+         after(lambda opened, self, *_: (opened[0], {
+             name: number / (self._topology.positions.count if name == "token" else 1)
+             for name, number in opened[1].items()}))),
+        ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
+         lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
+         "packed"),
+        ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
+         after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
+    ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
@@ -686,6 +728,20 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("rotary positions continue over the replicas' samples", "dp2", positions.Rotary, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "qwen"),
+        ("a rank has the sinks of another rank's heads", "tp2", parameter_spec.ParameterSpec, "box",
+         after(_other_vector), "gpt-oss"),
+        ("ranks of a shared group take queries for gates", "tp4", attention.Attention, "_split_shared_group",
+         after(lambda heads, *_: (heads[1], heads[0], *heads[2:])), "gpt-oss"),
+        ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
+         _with_own_log_sums, "gpt-oss"),
+        ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
+         lambda original, topology: lambda self, ids: original(
+             self, ids * (1 + topology.replicas.rank)), "gpt-oss"),
+        ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
+         lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
+         "gpt-oss"),
+        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
+         "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",

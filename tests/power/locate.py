@@ -34,6 +34,10 @@ SAVED = r"gradient of the (input of layers\.0\.mlp\.activate|output of layers\.0
 WHOLE = ""
 """Matches any report: the name of a tensor is also that of the operator that computes it."""
 
+ATTEND = r"layers\.0\.attention\.(attend|keep_own_tokens)"
+KEY_GRADIENT = r"gradient of the output.* of layers\.\d\.attention\.(qkv|queries_keys_values)"
+REACHED = r"layers\.0\.attention\.(attend|reach_keys|keep_own_tokens)"
+
 PLACES: dict[str, tuple[str, str]] = {
     "gradients are not summed over replicas": (SUMMED, MISSING_DP),
     "gradients are means over replicas": (SUMMED, "mean over dp|all-reduce over dp"),
@@ -91,6 +95,17 @@ PLACES: dict[str, tuple[str, str]] = {
     "positions of a slice count from 0": (r"output of embedding\.position", WHOLE),
     "a slice looks up the position ids of the first slice": (r"output of embedding\.position", WHOLE),
     "every rank adds BERT's order loss": ("sop_loss", "all-reduce over tp"),
+    "queries of a slice see the keys of the first slice": (ATTEND, WHOLE),
+    "documents of a slice are off by one": (ATTEND, WHOLE),
+    "rotary positions of a slice count from 0": (REACHED, WHOLE),
+    "gradients of gathered keys are cut instead of reduce-scattered": (
+        KEY_GRADIENT, "reduce-scatter over cp|a sum over cp is missing"),
+    "gradients of gathered keys are means": (KEY_GRADIENT, "mean over cp"),
+    "slices of keys are gathered in another order": (REACHED, "all-gather over cp"),
+    "heads return in the order of another rank": (ATTEND, "all-to-all over cp"),
+    "exchanged heads have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
+    "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
+    "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),
@@ -208,6 +223,16 @@ PLACES: dict[str, tuple[str, str]] = {
     "a rank rotates its share of the rotated part": (r"output of layers\.0\.attention\.attend", WHOLE),
     "rotary positions continue over the replicas' samples": (
         r"output of layers\.0\.attention\.attend", WHOLE),
+    "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
+    "ranks of a shared group take queries for gates": (
+        r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
+    "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
+    "factors of queries continue over the replicas' samples": (
+        r"input \d of layers\.0 ", WHOLE),
+    "sinks have the gradient of the first replica's samples": (
+        r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
+    "the gradient of sinks is a mean over the microbatch's samples": (
+        r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
     "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (

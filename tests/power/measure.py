@@ -30,7 +30,7 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
-    | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny"}
+    | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -40,6 +40,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"rope_scaling": "linear", "rope_scaling_factor": 4.0},
     },
     "olmo": {"norm_position": "output", "qk_layernorm": True, "qk_layernorm_width": "all_heads"},
+    "gpt-oss": {
+        **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
+        **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}

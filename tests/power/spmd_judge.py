@@ -211,7 +211,8 @@ def type_error(error: InjectedError) -> str:
 def judged() -> list[InjectedError]:
     """Return the errors of layouts whose stages hold a whole model with its weights, and of these models."""
     models = ("gpt", "llama", "bloom", "bert", "qwen", "olmo", "neox", "muon", "sliced")
-    layouts = {each.layout for each in CATALOGUE if "pp" not in each.layout and "zero3" not in each.layout}
+    without_rules = "pp", "cp", "zero3"
+    layouts = {each.layout for each in CATALOGUE if not any(part in each.layout for part in without_rules)}
     return [each for each in CATALOGUE if each.model in models and each.layout in layouts]
 
 

@@ -22,6 +22,7 @@ WRONG_OPERATION = {
     "the gradient of shared keys and values is not summed",
     "input gradients are cut instead of reduce-scattered",
     "every rank adds BERT's order loss",
+    "gradients of gathered keys are cut instead of reduce-scattered",
     "tokens with a loss are counted on the rank",
     "other ranks' momentum is not exchanged",
     "a norm over all heads uses the rank's heads alone",

@@ -15,6 +15,7 @@ from megalite.checkpoint.convert.families.gemma3 import GEMMA3
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
 from megalite.checkpoint.convert.families.llama import LLAMA
+from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
 from megalite.checkpoint.convert.families.mistral import MISTRAL
 from megalite.checkpoint.convert.families.mixtral import MIXTRAL
 from megalite.checkpoint.convert.families.olmo2 import OLMO2
@@ -30,8 +31,8 @@ from megalite.errors import UserError
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        *(GPT2, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3, GPT_NEOX, BERT),
-        *(MIXTRAL, QWEN3_MOE, OLMOE),
+        *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
+        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE),
     )
 }
 """All architectures by `model_type`. Of several that can be a model, the first one is written."""

@@ -30,10 +30,6 @@ _REFUSED = {
     "multi_latent_attention": False,
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
-    "attention_output_gate": False,
-    "softmax_type": "vanilla",
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
     "num_experts": None,
     "glu_activation": None,
     "use_mup": False,
@@ -132,6 +128,8 @@ def _positions(arguments: Arguments) -> str:
 def _activation(arguments: Arguments) -> str:
     if arguments.get("swiglu"):
         return "swiglu"
+    if arguments.get("quick_geglu"):
+        return "quick_geglu"
     if arguments.get("squared_relu"):
         return "squared_relu"
     # Megatron's default, the fused GELU, is the tanh form; its unfused GELU is the erf form.

@@ -55,9 +55,14 @@ _NORMS_INSIDE = {
 }
 """Norms that Transformer Engine stores in a linear layer, as ``layer_norm_weight``."""
 
+_WHOLE_NAMES = {"self_attention.core_attention.softmax_offset": "attention.sinks"}
+"""Parameters of a layer that are neither a weight nor a bias."""
+
 _FRAME = re.compile(r"(module\.|model\.|language_model\.|encoder\.|transformer\.|decoder\.)*")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq|core_attention\..*)")
+_NO_WEIGHTS = re.compile(
+    r".*(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq|core_attention\.(?!softmax_offset$).*)"
+)
 _TIED_COPY = "word_embeddings_for_head"
 
 
@@ -85,6 +90,8 @@ def our_name(theirs: str) -> tuple[str, int | None] | None:
     if in_layer is None:
         module, kind = _split(name)
         return f"{_ENDS[module]}.{kind}", None
+    if in_layer[2] in _WHOLE_NAMES:
+        return f"layers.{{}}.{_WHOLE_NAMES[in_layer[2]]}", int(in_layer[1])
     module, kind = _split(in_layer[2])
     ours = _NORMS_INSIDE.get(module) or _MODULES[module]
     return f"layers.{{}}.{ours}.{kind}", int(in_layer[1])

@@ -79,10 +79,10 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "parallel",
-        "context parallelism",
-        "remove it",
+        "this kind of context parallelism",
+        "remove it; --context-parallel-size with --cp-comm-type all_gather or a2a splits samples over ranks",
         """
-        cp-comm-type hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
+        hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel
         """,
         "ds-sequence-parallel-fpdt",
@@ -178,15 +178,14 @@ UNSUPPORTED = (
         "this model option",
         "remove it, or choose another --preset",
         """
-        quick-geglu apply-query-key-layer-scaling apply-residual-connection-post-layernorm
+        apply-query-key-layer-scaling apply-residual-connection-post-layernorm
         qk-l2-norm openai-gelu onnx-safe
         init-method-xavier-uniform
-        attention-output-gate embedding-init-method-std mup
+        embedding-init-method-std mup
         data-parallel-random-init freeze-all-layers
         """,
         """
-        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func- glu-linear-
-        mscale
+        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func-fp8- mscale
         """,
     ),
     UnsupportedFeature(

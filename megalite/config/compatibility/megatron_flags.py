@@ -306,7 +306,6 @@ ACCEPTED_IF_OFF = (
         "muP with another power of the head size",
         "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
     ),
-    FlagIfOff("model", "softmax-type", "vanilla", "a softmax with sinks", "pass vanilla"),
     FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "model",
@@ -315,13 +314,12 @@ ACCEPTED_IF_OFF = (
         "expert parallelism",
         "remove it: each rank has a slice of every expert (--tp)",
     ),
-    FlagIfOff("parallel", "context-parallel-size", "1", "context parallelism", "remove it"),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",
         "1",
         "context parallelism, as in DeepSpeed's Ulysses",
-        "remove it; --sequence-parallel shards activations over tensor-parallel ranks",
+        "pass --context-parallel-size with --cp-comm-type a2a instead",
     ),
     FlagIfOff(
         "optimizer",

@@ -320,7 +320,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout and capped scores.
+    """Check that the attention backend supports dropout, capped scores and sinks.
 
     Only our own backends have counter-based masks.
     """
@@ -339,6 +339,13 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
             f"--attention-backend {model.attention_backend} cannot cap scores, and "
             f"{flag_with_value('attn_logit_softcapping', model.attn_logit_softcapping)} is set: pass "
             "--attention-backend auto, or remove it",
+        )
+    if model.softmax_type != "vanilla" and model.attention_backend not in (*own, "flex"):
+        yield Problem(
+            ("attention_backend", "softmax_type"),
+            f"--attention-backend {model.attention_backend} has no sinks in its softmax, and "
+            f"{flag_with_value('softmax_type', model.softmax_type)} adds them: pass --attention-backend "
+            "auto, or remove it",
         )
 
 
@@ -401,7 +408,7 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             "GEMMs is in bf16; pass --bf16",
         )
     heads = model.num_attention_heads * model.head_dim
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    qkv = model.num_kv_heads * sum(model.group_heads) * model.head_dim
     dimensions = (
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
         (

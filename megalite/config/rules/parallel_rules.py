@@ -25,6 +25,7 @@ from megalite.pipeline.schedules import SCHEDULES
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
 _DP = "data_parallel_size"
+_CP = "context_parallel_size"
 
 
 def layout(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -95,13 +96,31 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
     elif tp > groups:
         # The ranks of a group divide its query heads, since tp divides all query heads.
-        ranks, rows = tp // groups, (model.num_attention_heads // groups + 2) * model.head_dim
+        ranks, rows = tp // groups, sum(model.group_heads) * model.head_dim
         if rows % ranks:
             yield Problem(
                 names,
                 f"{given}: the {rows} rows of a group's query, key and value weight cannot be split over "
                 f"{ranks} ranks: use a smaller --tp, or more groups",
             )
+
+
+def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
+    parallel, model = config.parallel, config.model
+    tp, cp, heads = parallel.tp, parallel.cp, model.num_attention_heads
+    if parallel.cp_comm_type != "a2a" or cp == 1 or heads % tp or heads % model.num_kv_heads:
+        return
+    heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
+    if heads % cp == 0 and (groups % cp == 0 or cp % groups == 0):
+        return
+    fitting = [n for n in range(1, cp) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    yield Problem(
+        ("cp_comm_type", _CP, _TP, "num_attention_heads", "num_query_groups"),
+        f"--cp-comm-type a2a with --cp {cp}, over which the {heads} query and {groups} key/value heads{rank} "
+        f"cannot be split: use --cp {fitting[-1]}, or --cp-comm-type all_gather",
+    )
 
 
 def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -113,7 +132,12 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     mesh, given = parallel.mesh, f"--seq-length {seq_length}"
     if is_cut_by_tp:
         given = f"--sequence-parallel with {given}, which"
-    cutting = [a for a in mesh.model.axes if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
+    cutting = [
+        axis
+        for axis in mesh.model.axes
+        if (mesh.sizes[axis.name] or 1) > 1
+        and ("positions" in axis.roles or (axis.name == "tp" and is_cut_by_tp))
+    ]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
@@ -128,11 +152,16 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
         return
     mesh = config.parallel.mesh
     for factoring in mesh.table:
-        axes = [axis for axis in factoring.by_flag if mesh.sizes.get(axis.name) or not axis.takes_rest]
+        axes = [
+            axis
+            for axis in factoring.by_flag
+            if axis.is_named(mesh.sizes.get(axis.name) or 1)
+            and (mesh.sizes.get(axis.name) or not axis.takes_rest)
+        ]
         sizes = [mesh.sizes.get(axis.name) or 1 for axis in axes]
         product = math.prod(sizes)
         text = " x ".join(f"{axis.flag} {size}" for axis, size in zip(axes, sizes, strict=True))
-        is_whole = len(axes) == len(factoring.axes)
+        is_whole = all(mesh.sizes.get(axis.name) for axis in factoring.axes if axis.takes_rest)
         if world_size != product if is_whole else world_size % product:
             start = product if is_whole else -(-world_size // product) * product
             yield Problem(

@@ -76,7 +76,9 @@ def _title(request: Request, plan: RunPlan) -> str:
     if request.layout == "auto":
         return f"Train on {run.cluster.world_size} GPUs, in the layout that each start chooses."
     table = run.config.parallel.mesh.model
-    sizes = " x ".join(f"{axis.meaning} {run.sizes[axis.name]}" for axis in table.by_flag)
+    sizes = " x ".join(
+        f"{axis.meaning} {run.sizes[axis.name]}" for axis in table.by_flag if axis.name in run.sizes
+    )
     return f"Train on {run.cluster.world_size} GPUs: {sizes}."
 
 

@@ -134,7 +134,7 @@ class PipelineTrace:
             "verdict": dict(breakdown.shares),
             "verdict_line": str(breakdown),
             "clock_error_us": 1e6 * error,
-            "layout": {name: axis.size for name, axis in topology.axes.items()},
+            "layout": topology.sizes,
         }
         try:
             write_trace(self._path, lanes, facts)

@@ -221,7 +221,7 @@ class TimeRecorder:
         count, self._gap, self._num_iterations = self._num_iterations, 0.0, 0
         if ranks is None:
             return None
-        layout = {name: axis.size for name, axis in topology.axes.items()}
+        layout = topology.sizes
         found = time_sample(
             self._trainer.progress.iteration,
             count,

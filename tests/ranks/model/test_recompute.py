@@ -41,7 +41,9 @@ LLAMA = {
     "attention_dropout": 0.0,
 }
 QWEN = {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True, "no_rope_freq": (2,)}
+QWEN |= {"attention_output_gate": True}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "embedding_multiplier": 4.0}
+CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}

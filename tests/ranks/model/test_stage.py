@@ -45,6 +45,8 @@ CAPS = {
 }
 GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN, **CAPS}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
+SINKS = {"softmax_type": "learnable", "attention_output_gate": True}
+LIMITS = {"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
 CHANGES = {
     "gpt": {},
     "gpt with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
@@ -70,6 +72,7 @@ CHANGES = {
         **{**LLAMA, "rope_scaling": "yarn", "original_max_position_embeddings": 4, "window_size": (3, 0)},
         **{"window_attn_skip_freq": (2,), "window_rotary_base": 70.0, "window_rope_scaling": False},
     },
+    "llama with sinks": {**LLAMA, **SINKS, **LIMITS, "num_query_groups": 2, "attention_dropout": 0.3},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},

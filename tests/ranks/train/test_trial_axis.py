@@ -46,7 +46,7 @@ from megalite.train.run_context import Providers
 from megalite.train.setup import startup_line
 from megalite.train.trainer import start_trainer
 from megalite.verify.record_run import RunRecord, record_rank
-from tests.trial_axis import CutConfig, OutermostTrialConfig, TrialConfig, TwoDataAxesConfig
+from tests.trial_axis import OutermostTrialConfig, TrialConfig, TwoDataAxesConfig
 
 SAME = {"rtol": 1e-11, "atol": 1e-13}
 LAYOUTS = {
@@ -264,8 +264,8 @@ def test_an_axis_may_cut_the_sequence(
 ) -> None:
     """Ranks that hold different tokens of the same samples train the same run as one rank."""
     found = []
-    fields = {axis.field: sizes.get(axis.name, 1) for axis in MODEL.axes} | others
-    for parallel in (ParallelConfig(), CutConfig(**fields)):
+    fields = {axis.field: (sizes | {"cp": 2}).get(axis.name, 1) for axis in MODEL.axes} | others
+    for parallel in (ParallelConfig(), ParallelConfig(**fields)):
         config = dataclasses.replace(
             _config(parallel, tmp_path),
             data=DataConfig(mock_data=True, **data),

@@ -23,13 +23,19 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.parallel_rules import batch, replicas, sample_ranks, sequence, shard_groups
+from megalite.config.rules.parallel_rules import (
+    batch,
+    exchanged_heads,
+    replicas,
+    sample_ranks,
+    sequence,
+    shard_groups,
+)
 from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 from tests.command_line import mistakes_of
-from tests.trial_axis import CutConfig
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
 
@@ -598,8 +604,8 @@ def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeyp
             "it, such as 28, or another --tp",
         ),
         (
-            CutConfig(tensor_model_parallel_size=4, sequence_parallel=True),
-            "--sequence-parallel with --seq-length 26, which is not divisible by --cut 2 x --tp 4: use a "
+            ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2, sequence_parallel=True),
+            "--sequence-parallel with --seq-length 26, which is not divisible by --cp 2 x --tp 4: use a "
             "multiple of it, such as 32, or another --tp",
         ),
     ],
@@ -612,17 +618,19 @@ def test_axes_that_cut_the_sequence_must_divide_its_length(parallel: ParallelCon
 
 
 def test_an_axis_cuts_the_sequence_without_sequence_parallelism() -> None:
-    parallel = CutConfig(tensor_model_parallel_size=4)
+    parallel = ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2)
     assert parallel.num_hidden_slices == 2
     assert not [*sequence(Config(model=ModelConfig(seq_length=26), parallel=parallel), None)]
     (problem,) = sequence(Config(model=ModelConfig(seq_length=25), parallel=parallel), None)
     assert problem.text == (
-        "--seq-length 25 is not divisible by --cut 2: use a multiple of it, such as 26, or another --cut"
+        "--seq-length 25 is not divisible by --cp 2: use a multiple of it, such as 26, or another --cp"
     )
 
 
 def test_ranks_that_share_samples_are_replicas_too() -> None:
-    parallel = CutConfig(data_parallel_size=1, zero_stage=1, data_parallel_shard_degree=2)
+    parallel = ParallelConfig(
+        data_parallel_size=1, context_parallel_size=2, zero_stage=1, data_parallel_shard_degree=2
+    )
     config = Config(parallel=parallel, training=TrainingConfig(micro_batch_size=4, global_batch_size=4))
     assert (sample_ranks(config, 2), replicas(config, 2)) == (1, 2)
     assert (sample_ranks(config, None), replicas(config, None)) == (1, 2)
@@ -658,6 +666,10 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
             "--attn-logit-softcapping 30 --attention-dropout 0 --attention-backend flash",
             "flash cannot cap scores, and --attn-logit-softcapping 30.0 is set: pass",
         ),
+        (
+            "--softmax-type learnable --attention-dropout 0 --attention-backend flash",
+            "flash has no sinks in its softmax, and --softmax-type learnable adds them: pass",
+        ),
     ],
 )
 def test_options_of_attention_and_norms_are_checked(flags: str, problem: str) -> None:
@@ -687,3 +699,20 @@ def test_options_without_effect_name_the_other_option() -> None:
         "--rope-scaling-factor 2.0 has no effect: --rope-scaling is none, not linear or llama3 or yarn"
         in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "heads", "groups", "expected"),
+    [
+        (1, 4, 8, 2, ""),
+        (2, 2, 8, 2, ""),
+        (1, 3, 8, 2, "the 8 query and 2 key/value heads cannot be split: use --cp 2, or "),
+        (2, 4, 12, 2, "the 6 query and 1 key/value heads of each of 2 tensor-parallel ranks .* --cp 3, or "),
+    ],
+)
+def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, expected: str) -> None:
+    parallel = ParallelConfig(tp, context_parallel_size=cp, cp_comm_type="a2a")
+    model = ModelConfig(num_attention_heads=heads, num_query_groups=groups, hidden_size=heads * 8)
+    problems = [problem.text for problem in exchanged_heads(Config(model=model, parallel=parallel), None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(f"{expected}--cp-comm-type all_gather", problem) for problem in problems)

@@ -245,3 +245,26 @@ def test_a_slice_of_a_microbatch() -> None:
     assert part.document_ids is whole.document_ids and part.sample_numbers is numbers
     assert part.position_ids is None
     assert whole.cut(0, 1) is whole
+
+
+def test_a_slice_has_the_selected_positions_of_its_tokens() -> None:
+    """They come first, and the others have no loss."""
+    tokens = torch.arange(16).view(2, 8)
+    positions, has_loss = torch.tensor([[0, 5, 6], [4, 1, 3]]), torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
+    whole = Microbatch(
+        tokens,
+        tokens.gather(1, positions),
+        torch.arange(2),
+        loss_mask=has_loss,
+        label_positions=positions,
+        order_labels=torch.tensor([1, 0]),
+    )
+    found = set()
+    for index in range(2):
+        part = whole.cut(index, 2)
+        assert part.label_positions is not None and part.loss_mask is not None
+        assert part.order_labels is whole.order_labels
+        predicted = part.tokens.gather(1, part.label_positions)
+        assert torch.equal(predicted[part.loss_mask], part.labels[part.loss_mask])
+        found |= {int(label) for label in part.labels[part.loss_mask]}
+    assert found == {0, 5, 6, 12, 11}

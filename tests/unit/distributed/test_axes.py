@@ -17,9 +17,8 @@ from megalite.errors import UserError
 from megalite.recording.traffic import CollectiveCall, Traffic
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
-PP, DP, TP = MODEL.axes
-CP = AxisEntry("cp", "context-parallel", "cp", frozenset({"positions", "losses", "replicas"}))
-WITH_CP = Factoring("model", (PP, DP, CP, TP), groups=(("tp", "cp"),))
+PP, DP, CP, TP = MODEL.axes
+WITH_CP = MODEL
 EXPERTS = Factoring(
     "experts",
     (
@@ -39,7 +38,7 @@ def options(table: tuple[Factoring, ...] = AXES, **sizes: int) -> MeshOptions:
 def test_the_config_gives_each_axis_its_size() -> None:
     parallel = ParallelConfig(2, 3, 4, zero_stage=1, distributed_timeout_minutes=7)
     assert parallel.mesh == MeshOptions(
-        {"pp": 3, "dp": 4, "tp": 2}, zero_stage=1, timeout_minutes=7, backend="auto"
+        {"pp": 3, "dp": 4, "cp": 1, "tp": 2}, zero_stage=1, timeout_minutes=7, backend="auto"
     )
     assert parallel.mesh.smallest_world == 24
     assert parallel.with_sizes({"dp": 2}) == replace(
@@ -86,7 +85,8 @@ def test_ranks_hold_slices_of_a_sample_in_the_order_of_their_coordinates() -> No
 def test_roles_are_one_axis_until_others_have_them_too() -> None:
     with Topology.fake(options(tp=2, pp=2, dp=2), 8, 3) as topology:
         assert topology.sample_ranks is topology.loss_ranks is topology.replicas is topology.dp
-        assert [axis.name for axis in topology.groups()] == ["pp", "dp", "tp", "world"]
+        assert [axis.name for axis in topology.groups()] == ["pp", "dp", "cp", "tp", "world"]
+        assert topology.coordinates == {"pp": 0, "dp": 1, "tp": 1}
     with Topology.fake(options((WITH_CP,), tp=2, dp=3), 6, 3) as topology:
         assert topology.loss_ranks is topology.replicas is topology.dp
 
@@ -131,11 +131,11 @@ def test_a_second_factoring_of_the_same_ranks(rank: int) -> None:
     """Attention is cut over tp, and experts over etp and ep; the pipeline is the same."""
     with Topology.fake(options((WITH_CP, EXPERTS), tp=2, cp=2, pp=2, ep=3, etp=1), 24, rank) as topology:
         experts = topology.factorings["experts"]
-        assert list(experts.coordinates) == ["pp", "edp", "ep", "etp"]
+        assert list(experts.coordinates) == ["pp", "edp", "ep"]  # a single rank is not named
         sizes = {name: axis.size for name, axis in experts.axes.items()}
         assert sizes == {"pp": 2, "edp": 4, "ep": 3, "etp": 1}
         assert experts.axes["pp"] is topology.pp
-        assert experts.coordinates == {"pp": rank // 12, "edp": rank % 12 // 3, "ep": rank % 3, "etp": 0}
+        assert experts.coordinates == {"pp": rank // 12, "edp": rank % 12 // 3, "ep": rank % 3}
         assert experts.axes["ep"].ranks == tuple(range(rank - rank % 3, rank - rank % 3 + 3))
         assert experts.with_role("replicas") is experts.axes["edp"]
         assert experts.over("ep", "edp").ranks == tuple(range(rank - rank % 12, rank - rank % 12 + 12))
@@ -184,7 +184,6 @@ def test_traffic_names_every_axis_and_refuses_other_groups() -> None:
 
 def test_the_number_of_ranks_is_that_of_the_table() -> None:
     assert math.prod(options((WITH_CP,), tp=2, cp=3).sizes_in(24).values()) == 24
-    assert MODEL.names_of("replicas") == ("dp",)
     assert WITH_CP.names_of("replicas") == ("dp", "cp", "dp_cp")
     assert [axis.name for axis in WITH_CP.by_flag] == ["tp", "pp", "dp", "cp"]
     assert [axis.name for axis in WITH_CP.weights_first] == ["pp", "tp", "dp", "cp"]

@@ -19,6 +19,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -80,6 +82,10 @@ GEMMA = {
     **{"head_dim": 10, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
     **{"final_logit_softcapping": 3.0},
 }
+SCALED_QUERIES = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 6},
+    "llama_4_scaling_beta": 0.5,
+}
 NO_CAP = {"attn_logit_softcapping": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
 THEIRS |= {
@@ -91,6 +97,10 @@ THEIRS |= {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, **COMMON, **GEMMA, sliding_window=6)),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **COMMON, **{**GEMMA, **NO_CAP}, **LAYERS)),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, **COMMON)),
+    "ministral3": (
+        Ministral3ForCausalLM,
+        Ministral3Config(**SIZES, **COMMON, head_dim=10, rope_parameters=SCALED_QUERIES),
+    ),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(

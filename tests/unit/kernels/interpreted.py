@@ -22,7 +22,14 @@ def main(arguments: Sequence[str]) -> int:
     sys.modules[pose.__name__] = pose
     from megalite.kernels import dropout_add, softmax
     from megalite.kernels.dropout import launch as launch_dropout
-    from megalite.kernels.flash_attention import SIZES, BlockSizes, KernelSizes, launch, launch_backward
+    from megalite.kernels.flash_attention import (
+        SIZES,
+        BlockSizes,
+        KernelSizes,
+        launch,
+        launch_backward,
+        with_sinks,
+    )
 
     small = KernelSizes(BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1), BlockSizes(32, 16, 4, 1))
     split = small._replace(value_gradients=BlockSizes(16, 32, 4, 1))
@@ -35,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         "causal_softmax_": softmax.launch,
         "causal_softmax_backward_": softmax.launch_backward,
         "dropout": launch_dropout,
-        "flash_attention": launch,
+        "flash_attention": with_sinks(launch),
         "flash_attention_backward": launch_backward,
     }.items():
         library.impl(name, function, "CPU")

@@ -40,6 +40,7 @@ class Case(NamedTuple):
     window: int | None = None
     p: float = 0.0
     cap: float | None = None
+    has_sinks: bool = False
 
 
 CASES = {
@@ -65,6 +66,8 @@ CASES = {
     "one query, dropout": Case(1, p=0.5),
     "dropout": Case(37, p=0.3),
     "dropout, rows of four": Case(40, p=0.3),
+    "sinks": Case(37, n=4, has_sinks=True),
+    "sinks, everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3, has_sinks=True),
     "everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3),
     "everything, rows of four": Case(44, n=4, alibi=True, documents=True, p=0.3),
 }
@@ -92,37 +95,42 @@ def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """Queries, keys and values in the order of hidden states, and a gradient."""
+    """Queries, keys and values in the order of hidden states, a gradient, and sinks if the case has them."""
     generator = torch.Generator().manual_seed(0)
-    return [
+    sinks = [torch.linspace(-2.0, 2.0, case.n).to(device, dtype)] if case.has_sinks else []
+    parts = [
         torch.randn(case.s, 2, heads, case.d, generator=generator, dtype=torch.float64)
         .to(device, dtype)
         .permute(1, 2, 0, 3)
         for heads in (case.n, case.g, case.g, case.n)
     ]
+    return parts + sinks
 
 
 def computed(case: Case, parts: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of queries, keys and values."""
-    *leaves, grad = (part.detach().requires_grad_() for part in parts)
-    out = flash_attention(*leaves, softmax_of(case, str(grad.device)))
+    """The output, and the gradients of queries, keys, values and sinks."""
+    q, k, v, grad, *sinks = (part.detach().requires_grad_() for part in parts)
+    leaves = q, k, v, *sinks
+    out = flash_attention(q, k, v, softmax_of(case, str(grad.device)), *sinks)
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
 def expected(case: Case, parts: list[Tensor]) -> list[Tensor]:
     """The same by autograd of the formula, in fp64 on the CPU."""
-    *leaves, grad = (part.cpu().double().requires_grad_() for part in parts)
-    q, k, v = leaves
+    q, k, v, grad, *sinks = (part.cpu().double().requires_grad_() for part in parts)
+    leaves = q, k, v, *sinks
     k, v = (x.repeat_interleave(case.n // case.g, dim=1) for x in (k, v))
-    out = expected_weights(q @ k.mT, softmax_of(case), 0) @ v
+    out = expected_weights(q @ k.mT, softmax_of(case), 0, 0, *sinks) @ v
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
 def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
-    for name, result, reference in zip(("output", "q", "k", "v"), results, references, strict=True):
+    names = ("output", "q", "k", "v", "sinks")[: len(references)]
+    for name, result, reference in zip(names, results, references, strict=True):
         assert result.dtype == dtype
         error = (result.cpu().double() - reference).abs().max() / reference.abs().max().clamp_min(1.0)
-        assert error < ROUNDING[dtype], (name, error)
+        # A sink's gradient is a sum over all queries of rounded numbers.
+        assert error < ROUNDING[dtype] * (4 if name == "sinks" else 1), (name, error)
 
 
 def zeros_of_weights(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -38,8 +38,10 @@ def softmax_of(option: str, b: int, n: int, s: int) -> CausalSoftmax:
     return made
 
 
-def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int, first_key: int = 0) -> Tensor:
-    """By the formula, out of whole tensors: differentiable, in fp64."""
+def expected_weights(
+    scores: Tensor, softmax: CausalSoftmax, first: int, first_key: int = 0, sinks: Tensor | None = None
+) -> Tensor:
+    """By the formula, out of whole tensors: differentiable, in fp64; `sinks` are in the sums."""
     b, n, rows, keys = scores.shape
     s = softmax.seq_length
     queries, places = torch.arange(first, first + rows)[:, None], torch.arange(keys) + first_key
@@ -53,7 +55,10 @@ def expected_weights(scores: Tensor, softmax: CausalSoftmax, first: int, first_k
     seen = (places < after).expand(b, 1, rows, keys)
     if starts is not None:
         seen = seen & (places >= starts[:, None, first : first + rows, None])
-    weights = torch.softmax(x.masked_fill(~seen, -torch.inf), dim=-1)
+    x = x.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        x = torch.cat((x, sinks[:, None, None].expand(b, n, rows, 1)), dim=-1)
+    weights = torch.softmax(x, dim=-1)[..., :keys]
     if softmax.drop is not None:
         p, key, samples, base, _ = softmax.drop
         kept = dropout(torch.ones(1, b, n, s, s, dtype=torch.float64), p, key, samples, base=base)[0]

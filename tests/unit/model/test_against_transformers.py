@@ -25,6 +25,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -59,6 +61,7 @@ MODELS = {
     "bloom": BloomForCausalLM,
     "llama": LlamaForCausalLM,
     "mistral": MistralForCausalLM,
+    "ministral3": Ministral3ForCausalLM,
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "olmo2": Olmo2ForCausalLM,
@@ -75,7 +78,10 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 
 
 class InDoublePrecision(TorchFunctionMode):
-    """Runs code that asks for fp32 by name (softmax, norms, angles, the loss) in fp64 instead."""
+    """Runs code that asks for fp32 by name (softmax, norms, angles, the loss) in fp64 instead.
+
+    Quotients of whole numbers, which are in fp32 by default, are in fp64 too.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         def widen(value):
@@ -83,6 +89,9 @@ class InDoublePrecision(TorchFunctionMode):
 
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        is_quotient = func in (torch.Tensor.div, torch.Tensor.__truediv__)
+        if is_quotient and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point():
+            args = (args[0].double(), *args[1:])
         args = tuple(widen(value) for value in args)
         return func(*args, **{name: widen(value) for name, value in (kwargs or {}).items()})
 
@@ -159,6 +168,18 @@ def mistral_config(choose):
     fields = llama_config(choose).to_dict()
     del fields["model_type"], fields["attention_bias"], fields["mlp_bias"]
     return MistralConfig(**fields, sliding_window=choose((2, 9, 17)))
+
+
+def ministral3_config(choose):
+    fields = llama_config(choose).to_dict()
+    for name in ("model_type", "architectures", "attention_bias", "mlp_bias"):
+        fields.pop(name, None)
+    fields["rope_parameters"] = {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+        **{"original_max_position_embeddings": choose((9, 16)), "llama_4_scaling_beta": choose((0.1, 0.7))},
+        **choose(({}, {"mscale": 1.0, "mscale_all_dim": 1.0})),
+    }
+    return Ministral3Config(**fields, sliding_window=choose((None, 9)))
 
 
 def like_llama(kind, choose, *omitted, **more):
@@ -299,6 +320,7 @@ CONFIGS = {
     "olmo2": olmo2_config,
     "olmo3": olmo3_config,
     "smollm3": smollm3_config,
+    "ministral3": ministral3_config,
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
     "gpt_neox": gpt_neox_config,

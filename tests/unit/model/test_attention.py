@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 
@@ -97,9 +98,9 @@ def expected(
     kept: Tensor | float = 1.0,
     window: int | None = None,
 ) -> list[Tensor]:
-    """Output and gradients by the formula, whole and in fp64."""
-    *leaves, grad = (part.double().requires_grad_() for part in parts)
-    q, k, v = leaves
+    """Output and gradients by the formula, whole and in fp64; `parts` may have sinks after the gradient."""
+    q, k, v, grad, *sinks = (part.double().requires_grad_() for part in parts)
+    leaves = q, k, v, *sinks
     s, shared = q.shape[2], config.num_attention_heads // config.num_kv_heads
     k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
     distance = torch.arange(s) - torch.arange(s)[:, None]
@@ -114,7 +115,10 @@ def expected(
         hidden = hidden | (distance < -window)
     if ids is not None:
         hidden = hidden | (ids[:, None, :, None] != ids[:, None, None])
-    out = (torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) * kept) @ v
+    scores = scores.masked_fill(hidden, -torch.inf)
+    for sink in sinks:
+        scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    out = (torch.softmax(scores, dim=-1)[..., :s] * kept) @ v
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
@@ -126,19 +130,22 @@ def computed(
     window: int | None = None,
 ) -> list[Tensor]:
     """The same by a core."""
-    *leaves, grad = (part.detach().requires_grad_() for part in parts)
+    q, k, v, grad, *sinks = (part.detach().requires_grad_() for part in parts)
+    leaves = q, k, v, *sinks
     if ids is None and not core.config.is_causal:
         ids = torch.zeros(len(grad), grad.shape[2], dtype=torch.int64, device=grad.device)
     visible = core.visible_keys((len(grad), grad.shape[2]), ids, [window])[window]
-    out = core(*leaves, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))))
+    out = core(q, k, v, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))), *sinks)
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
 def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
-    for name, result, reference in zip(("output", "q", "k", "v"), results, references, strict=True):
+    names = ("output", "q", "k", "v", "sinks")[: len(references)]
+    for name, result, reference in zip(names, results, references, strict=True):
         assert result.dtype == dtype
         error = (result.double() - reference).abs().max() / reference.abs().max().clamp_min(1.0)
-        assert error < ROUNDING[dtype], (name, error)
+        # A sink's gradient is a sum over all queries of rounded numbers.
+        assert error < ROUNDING[dtype] * (4 if name == "sinks" else 1), (name, error)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -173,6 +180,31 @@ def test_a_window_is_the_formula(
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     result = computed(core(config, context_of(one_rank, torch.float64)), parts, ids, window=window)
     assert_close(result, expected(config, parts, ids, window=window), torch.float64)
+
+
+SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, torch.float64) for case in CASES] + [("gqa", dtype) for dtype in ROUNDING if dtype.itemsize < 8],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("kind", [UnfusedCore, TritonCore])
+def test_sinks_are_the_formula(
+    kind: type[AttentionCore], case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
+) -> None:
+    """With dropout, which drops weights of keys and no sink, and with a window or documents."""
+    config, numbers = config_of(attention_dropout=0.3, **CASES[case]), torch.tensor([2**40, 3])
+    window = 9 if config.is_causal and not packed else None
+    for s in (1, 37, 130):
+        core = kind(config, context_of(one_rank, dtype, has_documents=packed))
+        parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
+        parts.append(SINKS.to(dtype))
+        kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0]
+        result = computed(core, parts, ids, Drop(0.3, KEY, numbers), window)
+        assert_close(result, expected(config, parts, ids, kept, window), dtype)
 
 
 def test_a_window_drops_what_attention_without_it_drops(one_rank: Topology) -> None:
@@ -248,6 +280,51 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
         torch.testing.assert_close(torch.cat(apart, dim=1), together, rtol=1e-12, atol=1e-12)
 
 
+def with_cp(topology: Topology, size: int, rank: int) -> Topology:
+    """Return the topology of one of several context-parallel ranks."""
+    (model,) = topology.factorings.values()
+    cp = dataclasses.replace(topology.axes["cp"], size=size, rank=rank)
+    axes = dataclasses.replace(model, axes={**model.axes, "cp": cp})
+    return dataclasses.replace(topology, factorings={"model": axes})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        (backend, case)
+        for backend in ("flash", "unfused")
+        for case in CASES
+        if backend == "unfused" or "capped" not in case
+    ],
+)
+def test_slices_of_the_queries_see_all_keys(
+    backend: str, case: str, window: int | None, packed: bool, one_rank: Topology
+) -> None:
+    s, num_ranks, config = 36, 3, config_of(**CASES[case])
+    if window is not None and not config.is_causal:
+        return
+    parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
+    p = 0.3 if backend == "unfused" else 0.0
+    numbers = torch.tensor([2**40, 3])
+    kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
+    slices = []
+    for rank in range(num_ranks):
+        context = context_of(with_cp(one_rank, num_ranks, rank), torch.float64, has_documents=packed)
+        core = BACKENDS[backend].build(config, context)
+        q, k, v, grad = parts
+        own, grad = (x.chunk(num_ranks, dim=2)[rank] for x in (q, grad))
+        leaves = [x.detach().requires_grad_() for x in (own, k, v)]
+        known = ids if config.is_causal or packed else torch.zeros(2, s, dtype=torch.int64)
+        visible = core.visible_keys((2, s), known, [window])[window]
+        out = core(*leaves, visible, Drop(p, KEY, numbers))
+        slices.append([out, *torch.autograd.grad(out, leaves, grad)])
+    outs, grads_q, *grads_kv = zip(*slices, strict=True)
+    together = [torch.cat(outs, 2), torch.cat(grads_q, 2), *(sum(grads) for grads in grads_kv)]
+    assert_close(together, expected(config, parts, ids, kept, window), torch.float64)
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -259,11 +336,12 @@ def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> Non
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     if ids is None and not config.is_causal:
         ids = torch.zeros(2, s, dtype=torch.int64)
-    for window in (None, 20) if config.is_causal else (None,):
+    for window, sinks in itertools.product((None, 20) if config.is_causal else (None,), ([], [SINKS])):
         visible = core.visible_keys((2, s), ids, [window])[window]
-        result = core(*(part.detach() for part in parts[:3]), visible, Drop(0.0, KEY, torch.arange(2)))
+        drop = Drop(0.0, KEY, torch.arange(2))
+        result = core(*(part.detach() for part in parts[:3]), visible, drop, *sinks)
         with torch.enable_grad():
-            reference = expected(config, parts, ids, window=window)[0]
+            reference = expected(config, [*parts, *sinks], ids, window=window)[0]
         torch.testing.assert_close(result, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -351,6 +429,15 @@ def test_scores_of_bidirectional_models_have_a_bias(one_rank: Topology) -> None:
     assert not case_of(one_rank, torch.float32).has_bias
 
 
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_kernels_that_need_all_queries_are_refused(backend: str, one_rank: Topology) -> None:
+    config, topology = config_of(attention_backend=backend), with_cp(one_rank, 2, 1)
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type a2a"):
+        build_core(config, context_of(topology, torch.float32, "meta"))
+    exchanged = dataclasses.replace(context_of(topology, torch.float32, "meta"), cp_comm_type="a2a")
+    assert choose(Case(config, exchanged))[0] == backend
+
+
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     case = partial(case_of, one_rank)
     assert choose(case(torch.float32))[0] == "flash"
@@ -372,6 +459,8 @@ def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     assert choose(case(torch.float64, "meta", attention_dropout=0.1))[0] == "unfused"
     assert choose(on_gpu(**CASES["capped"]))[0] == "triton"
     assert choose(case(torch.float32, **CASES["capped"]))[0] == "unfused"
+    assert choose(case(torch.float32, softmax_type="off-by-one"))[0] == "unfused"
+    assert choose(on_gpu(softmax_type="learnable"))[0] == "triton"
 
 
 def test_auto_always_ends_with_what_serves_everything(one_rank: Topology) -> None:
@@ -396,6 +485,7 @@ def test_megatrons_names_have_a_meaning(one_rank: Topology) -> None:
         ("triton", {"attention_dropout": 0.1}, "it runs only on CUDA GPUs; use auto, or unfused"),
         ("flash", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
         ("fused", {"attn_logit_softcapping": 2.0}, "cap scores .*; use auto, or unfused"),
+        ("fused", {"softmax_type": "learnable"}, "no sinks .*; use auto, or unfused"),
         ("flex", {"attention_dropout": 0.1}, "--attention-dropout is above 0; use auto, or unfused"),
     ],
 )

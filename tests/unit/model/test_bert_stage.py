@@ -198,3 +198,29 @@ def test_recomputation_changes_no_bit(norm_position: str, modules: str, one_rank
 def _tiny(config: Any, **changes: Any) -> Any:
     values = {"num_layers": 2, "vocab_size": 97, "params_dtype": "fp64", **changes}
     return dataclasses.replace(config, **values)
+
+
+def test_the_z_loss_is_of_the_masked_tokens(one_rank: Topology) -> None:
+    config = dataclasses.replace(
+        PRESETS["bert-tiny"],
+        num_layers=1,
+        seq_length=16,
+        vocab_size=50,
+        params_dtype="fp64",
+        z_loss_coeff=0.1,
+    )
+    stage = build_stage(config, one_rank, range(1), seed=3).eval()
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(1))
+    places = torch.tensor([[2, 5, 0], [1, 7, 9]])  # the first sample has two masked tokens
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    microbatch = Microbatch(
+        tokens, tokens.gather(1, places), torch.arange(2), loss_mask=mask, label_positions=places,
+        order_labels=torch.zeros(2, dtype=torch.int64), document_ids=torch.zeros_like(tokens),
+        token_types=torch.zeros_like(tokens),
+    )  # fmt: skip
+    logits = stage.logits(stage.hidden_states(microbatch, None))[..., :50].detach()  # [s, b, v]
+    sums = logits.logsumexp(-1).t().gather(1, places)
+    terms = stage(microbatch, None).terms
+    assert set(terms) == set(stage.loss_names) == {"lm_loss", "z_loss", "sop_loss"}
+    torch.testing.assert_close(terms["z_loss"].total, (sums.square() * mask).sum())
+    assert terms["z_loss"].scale == 0.1

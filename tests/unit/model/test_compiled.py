@@ -77,12 +77,13 @@ CASES = {
             zero_centered_norms=True,
             add_bias_linear=False,
             attn_logit_softcapping=1.5,
+            softmax_type="learnable",
         ),
         RecomputeConfig(),
     ),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "parts": (
-        replace(MODEL, position_embedding_type="alibi"),
+        replace(MODEL, position_embedding_type="alibi", attention_output_gate=True),
         RecomputeConfig(
             recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")
         ),

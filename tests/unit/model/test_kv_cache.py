@@ -14,8 +14,16 @@ from tests.stages import build_stage
 LENGTH, CAPACITY = 18, 24
 WINDOW = {"window_size": (5, 0), "window_attn_skip_freq": (3,)}
 CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logit_softcapping": 2.0}
-OTHERS = {"window": WINDOW, "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0}}
-OTHERS["experts"] = {"num_experts": 5, "moe_ffn_hidden_size": 24}
+QUERIES = {
+    **{"rope_scaling": "yarn", "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7},
+}
+OTHERS = {
+    "window": WINDOW,
+    "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
+    "sinks": {**WINDOW, "softmax_type": "learnable", **QUERIES},
+    "caps and sinks": {**CAPS, "softmax_type": "off-by-one", "attention_output_gate": True},
+    "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
+}
 TINY = (
     "gpt-tiny",
     "bloom-tiny",
@@ -25,6 +33,8 @@ TINY = (
     "llama-tiny, caps",
     "bloom-tiny, caps",
     "llama-tiny, experts",
+    "llama-tiny, sinks",
+    "bloom-tiny, caps and sinks",
 )
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 

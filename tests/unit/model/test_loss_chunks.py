@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
 from megalite.model.recompute import losses_in_chunks
 from tests.stages import build_stage
@@ -33,28 +34,36 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def run(topology: Topology, num_chunks: int, tied: bool) -> tuple[Tensor, dict[str, Tensor], int]:
+def run(
+    topology: Topology, num_chunks: int, tied: bool, z_loss_coeff: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor], int]:
     model = replace(
         PRESETS["gpt-tiny"],
         vocab_size=V - 3,
         seq_length=S,
         params_dtype="fp64",
         untie_embeddings_and_output_weights=not tied,
+        z_loss_coeff=z_loss_coeff,
     )
     recompute = RecomputeConfig(cross_entropy_chunks=num_chunks)
     stage = build_stage(model, topology, range(1), seed=3, recompute=recompute)
     ids = torch.randint(V - 3, (B, S), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(B * S).view(B, S) % 5 > 0
     with LargestTensor() as largest:
-        loss = stage(Microbatch(ids, ids.flip(1), torch.arange(B), loss_mask=mask), None)
+        output = stage(Microbatch(ids, ids.flip(1), torch.arange(B), loss_mask=mask), None)
+        loss = sum(term.value(1.0) for term in WithTerms.of_last(output).terms.values())
         loss.backward()
     return loss.detach(), {name: p.grad for name, p in stage.named_parameters()}, largest.num_elements
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("num_chunks", [2, 5, S + 3])
-def test_any_number_of_chunks_gives_the_same(num_chunks: int, tied: bool, one_rank: Topology) -> None:
-    (loss, grads, _), (same, others, _) = (run(one_rank, count, tied) for count in (1, num_chunks))
+@pytest.mark.parametrize(("num_chunks", "z_loss_coeff"), [(2, 0.0), (5, 0.0), (5, 0.1), (S + 3, 0.0)])
+def test_any_number_of_chunks_gives_the_same(
+    num_chunks: int, z_loss_coeff: float, tied: bool, one_rank: Topology
+) -> None:
+    (loss, grads, _), (same, others, _) = (
+        run(one_rank, count, tied, z_loss_coeff) for count in (1, num_chunks)
+    )
     torch.testing.assert_close(same, loss, rtol=1e-13, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(others[name], grad, rtol=1e-11, atol=1e-13)

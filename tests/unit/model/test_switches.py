@@ -13,7 +13,7 @@ from tests.stages import build_stage
 SWITCHES = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu"),
+    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "quick_geglu"),
     "add_bias_linear": (True, False),
     "embed_layernorm": (True, False),
     "untie_embeddings_and_output_weights": (True, False),
@@ -49,18 +49,19 @@ def test_every_combination_trains(dropout, one_rank):
             assert torch.count_nonzero(gradient), (changes, name)
 
 
-NUMBERS_OF_GEMMA = {
+CHANGES = {
     **{"embedding_multiplier": 4.0, "logit_multiplier": 0.5, "query_pre_attn_scalar": 9.0},
-    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "softmax_type": "learnable"},
+    "attention_output_gate": True,
 }
 
 
 @pytest.mark.parametrize("position", SWITCHES["position_embedding_type"])
-@pytest.mark.parametrize("name", NUMBERS_OF_GEMMA)
-def test_a_number_changes_what_the_model_computes(name, position, one_rank):
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_option_changes_what_the_model_computes(name, position, one_rank):
     usual, changed = (
         logits(build(one_rank, position_embedding_type=position, **fields).eval(), IDS[:, :-1])
-        for fields in ({}, {name: NUMBERS_OF_GEMMA[name]})
+        for fields in ({}, {name: CHANGES[name]})
     )
     assert (usual - changed).abs().max() > 1e-3
     if name == "logit_multiplier":

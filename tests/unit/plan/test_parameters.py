@@ -51,6 +51,9 @@ MODELS = {
     "experts": replace(
         PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
     ),
+    "gates and sinks": replace(
+        PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -92,6 +95,7 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gemma2-2b", 2_614_341_888),
         ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
+        ("ministral3-8b", 8_489_553_920),
         ("pythia-6.9b", 6_857_302_016),
     ],
 )

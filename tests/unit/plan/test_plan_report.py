@@ -131,7 +131,6 @@ def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> No
     line = f"{SMALL} --program megatron-core --context-parallel-size 2 --tp 4 --zero-stage 1"
     text = lines(line)
     assert "tp 4 x pp 1 x dp 2 x cp 2, 32 microbatches of 1 sample per replica" in text
-    assert "note: --context-parallel-size 2 is planned; megalite has no context parallelism" in text
     kinds, alone = (
         plan(each)["memory_gb_by_stage_and_kind"][0]
         for each in (line, line.replace("--context-parallel-size 2", ""))
@@ -140,6 +139,21 @@ def test_ranks_that_share_samples_are_replicas_and_read_the_same_samples() -> No
     assert kinds["logits"] == pytest.approx(alone["logits"] / 2, rel=1e-6)
     with pytest.raises(UserError, match="is not a multiple of --tp 4 x --pp 1 x --cp 3 = 12: start 24 ranks"):
         plan(line.replace("--context-parallel-size 2", "--context-parallel-size 3"))
+
+
+def test_slices_of_samples_need_less_memory_and_communication() -> None:
+    line = "--preset llama3-8b --gpu h100-80 --world-size 16 --global-batch-size 16 --bf16 --tp 2"
+    line += " --seq-length 32768"
+    alone, gathered, exchanged = (
+        plan(f"{line} {more}") for more in ("", "--cp 4", "--cp 4 --cp-comm-type a2a")
+    )
+    saved = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in (alone, gathered, exchanged)]
+    assert saved[0] / 4 < saved[2] < saved[1] < saved[0] / 3  # whole keys are saved for backward
+    assert exchanged["layout"] == {"tp": 2, "pp": 1, "dp": 2, "cp": 4}
+    seconds = [each["seconds_by_kind"] for each in (alone, gathered, exchanged)]
+    assert seconds[0]["cp"] == 0.0 < seconds[1]["cp"] < seconds[2]["cp"]  # few key/value heads
+    # The last slice sees 7/4 times as many keys as the average one.
+    assert seconds[1]["attention"] == pytest.approx(7 / 4 * seconds[2]["attention"], rel=1e-3)
 
 
 def test_a_search_shards_over_all_replicas() -> None:

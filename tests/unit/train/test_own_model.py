@@ -12,8 +12,10 @@ from megalite import GPT, Microbatch, Providers, SequentialStage, UserError
 from megalite.config import Config, DataConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.model.bert_stage import BERT
 from megalite.model.recompute import apply_recompute
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
+from megalite.train.own_model import check_stage
 from megalite.train.trainer import start_trainer
 
 MODEL = replace(PRESETS["gpt-tiny"], vocab_size=50, seq_length=16)
@@ -108,3 +110,18 @@ def test_main_weights_begin_unrounded(zero_stage: int, one_rank: Topology) -> No
         torch.testing.assert_close(stage.get_parameter(name), full.bfloat16(), rtol=0, atol=0)
         assert spec_of(stage.get_parameter(name)).initial is None  # freed
         trainer.step()
+
+
+class OwnLosses(GPT):
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return self.masked_sum(self.losses_of(output, microbatch.labels.t()), microbatch)
+
+
+def test_a_z_loss_is_refused_if_the_model_would_ignore_it(one_rank: Topology) -> None:
+    context = LayerContext(one_rank, torch.float32)
+    config = replace(MODEL, z_loss_coeff=0.1)
+    for model in (GPT, ResidualModel, BERT):
+        check_stage(model(config, context, range(1)), model)
+    with pytest.raises(UserError, match=r"--z-loss-coeff 0\.1 with OwnLosses, whose own losses does"):
+        check_stage(OwnLosses(config, context, range(1)), OwnLosses)
+    check_stage(OwnLosses(MODEL, context, range(1)), OwnLosses)

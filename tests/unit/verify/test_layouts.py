@@ -24,6 +24,7 @@ from megalite.verify.layouts import TABLE, Layout, default_layouts
         ("tp2pp2v2dp2", Layout({"tp": 2, "pp": 2, "dp": 2}, v=2), 8),
         ("tp2dp2+sp+zero1+gather", Layout({"tp": 2, "dp": 2}, sp=True, zero=1, gather=True), 4),
         ("dp4+zero2", Layout({"dp": 4}, zero=2), 4),
+        ("tp2cp2+sp+a2a", Layout({"tp": 2, "cp": 2}, sp=True, cp_comm="a2a"), 4),
         ("pp2+selective+uneven", Layout({"pp": 2}, recompute="selective", uneven=True), 2),
         ("pp4zb", Layout({"pp": 4}, schedule="zb"), 4),
         ("pp2gpipe", Layout({"pp": 2}, schedule="gpipe"), 2),
@@ -38,7 +39,7 @@ def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: 
 
 
 @pytest.mark.parametrize(
-    "name", ["", "tp", "tp0", "tp2x", "cp2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
+    "name", ["", "tp", "tp0", "tp2x", "ep2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
 )
 def test_another_name_is_a_mistake(name: str) -> None:
     with pytest.raises(UserError, match="write tp2pp2"):

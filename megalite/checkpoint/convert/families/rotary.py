@@ -55,7 +55,7 @@ def read_rotary(
             rotates all of them.
     """
     current, old, theta = hf.get("rope_parameters"), hf.get("rope_scaling"), hf.get(old_base)
-    return _fields_of(current or old or {}, theta or base, share)
+    return rotary_fields(current or old or {}, theta or base, share)
 
 
 def read_rotary_by_layer(
@@ -70,9 +70,9 @@ def read_rotary_by_layer(
     """
     kinds = HFSettings(hf.get("rope_parameters") or {}, "transformers' rope_parameters")
     old, theta = hf.get("rope_scaling"), hf.get("rope_theta")
-    full = _fields_of(kinds.get(FULL) or old or {}, theta or base, None)
+    full = rotary_fields(kinds.get(FULL) or old or {}, theta or base, None)
     old_base = hf.get(old_window_base) if old_window_base else None
-    windows = _fields_of(kinds.get(WINDOW) or {}, old_base or window_base or full["rotary_base"], None)
+    windows = rotary_fields(kinds.get(WINDOW) or {}, old_base or window_base or full["rotary_base"], None)
     kinds.refuse_unread("rotary positions by kind of layer")
     own_base = windows.pop("rotary_base")
     is_scaled = windows["rope_scaling"] != "none"
@@ -85,7 +85,7 @@ def read_rotary_by_layer(
     }
 
 
-def _fields_of(settings: Mapping[str, Any], theta: float, share: float | None) -> dict[str, Any]:
+def rotary_fields(settings: Mapping[str, Any], theta: float, share: float | None) -> dict[str, Any]:
     """Return our fields for one object of settings.
 
     Args:
@@ -119,25 +119,26 @@ def write_rotary(config: ModelConfig, old_base: str = "rope_theta") -> dict[str,
     """Return transformers' settings, under names that older versions read too."""
     written: dict[str, Any] = {old_base: config.rotary_base}
     if config.rope_scaling != "none":
-        written["rope_scaling"] = _scaling_of(config)
+        written["rope_scaling"] = scaling_of(config)
     return written
 
 
 def write_rotary_by_layer(config: ModelConfig, old_window_base: str = "") -> dict[str, Any]:
     """Return transformers' settings; see `read_rotary_by_layer`."""
     base = config.window_rotary_base or config.rotary_base
-    scaling = _scaling_of(config) if config.window_rope_scaling else {"rope_type": "default"}
+    scaling = scaling_of(config) if config.window_rope_scaling else {"rope_type": "default"}
     return {
         **write_rotary(config),
         **({old_window_base: base} if old_window_base else {}),
         "rope_parameters": {
-            FULL: {**_scaling_of(config), "rope_theta": config.rotary_base},
+            FULL: {**scaling_of(config), "rope_theta": config.rotary_base},
             WINDOW: {**scaling, "rope_theta": base},
         },
     }
 
 
-def _scaling_of(config: ModelConfig) -> dict[str, Any]:
+def scaling_of(config: ModelConfig) -> dict[str, Any]:
+    """Return transformers' settings of the scaling, without the base."""
     values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[config.rope_scaling].items()}
     known = {name: value for name, value in values.items() if value is not None}
     return {"rope_type": _THEIR_KINDS[config.rope_scaling], **known}

@@ -131,10 +131,11 @@ def save_old(folder, weights, heads, tp, pp, version=3.0, extra=None):
     return folder
 
 
-def save_core(folder, weights, tp, inside):
+def save_core(folder, weights, tp, inside, sinks=None, gates=None):
     """Megatron Core's flat names of a Llama with 4 heads in 2 groups, on an interleaved pipeline of two.
 
-    `inside`: norms in the linear layer behind them, as with Transformer Engine.
+    `inside`: norms in the linear layer behind them, as with Transformer Engine. `sinks`, `gates`: those of
+    each layer, ``[4]`` and ``[32, 32]``.
     """
     norms = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
     if not inside:
@@ -144,6 +145,8 @@ def save_core(folder, weights, tp, inside):
         **{"ffn_hidden_size": 48, "position_embedding_type": "rope", "normalization": "RMSNorm"},
         **{"swiglu": True, "add_bias_linear": False, "untie_embeddings_and_output_weights": True},
         **{"norm_epsilon": 1e-6, "num_layers": 4, "rotary_base": 10000, "kv_channels": 8},
+        softmax_type="vanilla" if sinks is None else "learnable",
+        attention_output_gate=gates is not None,
     )
     for stage in range(2):
         for rank in range(tp):
@@ -153,7 +156,8 @@ def save_core(folder, weights, tp, inside):
                 state[f"model{chunk}"] = part = {}
                 theirs = f"model.layers.{layer}."
                 q, k, v = (weights[f"{theirs}self_attn.{name}_proj.weight"] for name in "qkv")
-                groups = zip(q.chunk(2), k.chunk(2), v.chunk(2), strict=True)
+                parts = [q, k, v] if gates is None else [q, gates[layer], k, v]
+                groups = zip(*(part.chunk(2) for part in parts), strict=True)
                 qkv = torch.cat([torch.cat(group) for group in groups])
                 gate, up = (
                     rows(weights[f"{theirs}mlp.{name}_proj.weight"], tp, rank) for name in ("gate", "up")
@@ -161,6 +165,9 @@ def save_core(folder, weights, tp, inside):
                 ours = "decoder.layers.0."
                 part[f"{ours}self_attention.linear_qkv.weight"] = rows(qkv, tp, rank)
                 part[f"{ours}self_attention.linear_qkv._extra_state"] = None
+                if sinks is not None:
+                    offsets = rows(sinks[layer], tp, rank)
+                    part[f"{ours}self_attention.core_attention.softmax_offset"] = offsets
                 output = weights[f"{theirs}self_attn.o_proj.weight"]
                 part[f"{ours}self_attention.linear_proj.weight"] = columns(output, tp, rank)
                 part[f"{ours}mlp.linear_fc1.weight"] = torch.cat((gate, up))

@@ -130,7 +130,6 @@ def test_megatrons_example_of_bert_is_accepted_but_for_its_stages() -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--context-parallel-size 1", "--context-parallel-size 1 is not needed: it is always so"),
         ("--train-sync-interval 1", "--train-sync-interval 1 is not needed: cached memory"),
         ("--no-mmap-bin-files", "--no-mmap-bin-files is not needed: files are memory-mapped"),
         ("--cross-entropy-loss-fusion", "--cross-entropy-loss-fusion is not needed: the fastest kernel"),
@@ -243,8 +242,8 @@ def test_workers_are_accepted_and_told() -> None:
         ("--use-mup --mup-base-hidden-size 256", "pass --mup-base-head-dim 1 for Megatron-LM's scores"),
         ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power only accepts 1 in this version"),
         (
-            "--context-parallel-size 2",
-            "--context-parallel-size only accepts 1 in this version, not 2 (context parallelism)",
+            "--context-parallel-size 2 --cp-comm-type p2p",
+            "--cp-comm-type",
         ),
         ("--deepspeed_config", "--deepspeed-config takes one value"),
         (

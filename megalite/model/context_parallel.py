@@ -1,0 +1,107 @@
+"""Let the queries of a slice of the sequence see the keys of the whole sequence.
+
+A context-parallel rank computes queries, keys and values of its own tokens. Before the attention core, the
+ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
+(DeepSpeed-Ulysses, Jacobs et al. 2023).
+
+Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
+those of one tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.distributed.axis import Axis
+from megalite.distributed.collectives import all_to_all, gather_from_sequence_parallel
+from megalite.kernels.packed_heads import Heads
+
+
+class KeyAccess(NamedTuple):
+    """Describes one way in which queries reach the keys of other ranks; both functions undo each other.
+
+    Attributes:
+        enter: maps queries ``[s/cp, b, n, d]``, and keys and values ``[s/cp, b, g, d]``, to the arguments of
+            the attention core.
+        leave: maps the core's output to ``[s/cp, b, n, d]``.
+    """
+
+    enter: Callable[[Tensor, Tensor, Tensor, Axis], Heads]
+    leave: Callable[[Tensor, Axis], Tensor]
+
+
+def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
+    """Return the rank's queries with all keys and values ``[s, b, g, d]``; backward reduce-scatters."""
+    if cp.size == 1:
+        return q, k, v
+    k, v = gather_from_sequence_parallel(torch.cat((k, v), dim=2), cp).chunk(2, dim=2)
+    return q, k, v
+
+
+def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
+    """Return all tokens of a part of the heads: ``[s, b, n/cp, d]``, and twice ``[s, b, max(1, g/cp), d]``.
+
+    Several ranks get a copy of a key/value head if there are fewer of them than ranks.
+    """
+    if cp.size == 1:
+        return q, k, v
+    copies = max(1, cp.size // k.shape[2])
+    heads = q, *(x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+    parts = [x.unflatten(2, (cp.size, -1)) for x in heads]  # [s/cp, b, cp, n/cp, d]
+    whole = _ToHeads.apply(torch.cat(parts, dim=3).flatten(2, 3), cp)
+    q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
+    return q, k, v
+
+
+def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
+    """Return the rank's tokens of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    return y if cp.size == 1 else _ToTokens.apply(y, cp)
+
+
+KEY_ACCESS: Mapping[str, KeyAccess] = {
+    "all_gather": KeyAccess(gather_keys, lambda y, cp: y),
+    "a2a": KeyAccess(exchange_tokens_for_heads, exchange_heads_for_tokens),
+}
+"""Ways to reach the keys of other ranks, by --cp-comm-type."""
+
+
+def _exchanged(x: Tensor, cp: Axis) -> Tensor:
+    """Send ``x[i]`` of ``[cp, ...]`` to rank i, and return what the ranks sent, in their order."""
+    sizes = [x.numel() // cp.size] * cp.size
+    return all_to_all(x.contiguous().view(-1), sizes, sizes, cp).view(x.shape)
+
+
+def _to_heads(x: Tensor, cp: Axis) -> Tensor:
+    """Map ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``."""
+    return _exchanged(x.unflatten(2, (cp.size, -1)).movedim(2, 0), cp).flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, cp: Axis) -> Tensor:
+    """Map ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    return _exchanged(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2, 3)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
+        ctx.cp = cp
+        return _to_heads(x, cp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grads[0], ctx.cp), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: Axis) -> Tensor:
+        ctx.cp = cp
+        return _to_tokens(x, cp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grads[0], ctx.cp), None
