@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.loss_terms import LM_LOSS
 from megalite.microbatch import Microbatch
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
@@ -46,7 +45,7 @@ class TransformerStage(Stage):
             attention: builds the core.
         """
         self.core = attention(self.config, self.context)
-        self.loss_names = (LM_LOSS, *names_of_terms(self.config))
+        self.loss_names = (*self.loss_names, *names_of_terms(self.config))
         self.is_tied = not self.config.untie_embeddings_and_output_weights
         if self.is_last and not self.is_first and self.is_tied:
             self.embedding = nn.ModuleDict({"word": word or word_table(self.config, self.context)})
