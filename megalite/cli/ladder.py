@@ -22,7 +22,7 @@ from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 from megalite.ladder.finished_runs import read_planned_run, read_runs
 from megalite.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
-from megalite.ladder.sizes import BATCH_EXPONENT, LR_EXPONENT, ScalingRules
+from megalite.ladder.sizes import BATCH_EXPONENT, ScalingRules, default_lr_exponent
 from megalite.ladder.write_configs import ladder_lines, ladder_runs, write_configs
 
 WRITE = """Write one training config for each size of a ladder.
@@ -72,15 +72,15 @@ def _write(arguments: Sequence[str], prog: str) -> None:
     add(
         "--lr-exponent",
         type=_number,
-        default=LR_EXPONENT,
         metavar="X",
-        help="the learning rate grows as parameters^X (default -1/3; 0: all have the same)",
+        help="the learning rate grows as parameters^X (default -1/3, or 0 with --mup-base-width)",
     )
     own, rest = parser.parse_known_args(arguments)
     if (own.depths is None) == (own.widths is None):
         raise UserError("pass the sizes with one of --depths and --widths, such as --depths 2,3,4,6")
     config, notices, set_fields = parse_run(rest, ("train_iters",), "gpt")
-    rules = ScalingRules("width" if own.depths is None else "depth", own.batch_exponent, own.lr_exponent)
+    lr_exponent = default_lr_exponent(config.model) if own.lr_exponent is None else own.lr_exponent
+    rules = ScalingRules("width" if own.depths is None else "depth", own.batch_exponent, lr_exponent)
     runs = ladder_runs(config, rules, own.depths or own.widths, own.tokens_per_parameter)
     problems = [f"{run.name}: {line}" for run in runs for line in problems_of(run.config, None)]
     if problems:

@@ -90,6 +90,11 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     if model.activation != "gelu" and not model.add_bias_linear:
         yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"
     yield from _recompute_reasons(config)
+    yield from _parallel_reasons(config, world_size)
+
+
+def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
+    """Yield each option of the layout that has no effect in this config, with the reason."""
     if config.parallel.cp == 1:
         yield "cp_comm_type", "there is one context-parallel rank (--cp 1)"
     if config.parallel.tp == 1:

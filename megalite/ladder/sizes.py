@@ -6,7 +6,8 @@ the parameters that `scaling_parameters` counts:
     batch size    grows as N^(2/3)
     learning rate falls as N^(-1/3)
 
-OLMo-core's ladder uses these exponents. They are from Porian et al. 2024 (arXiv 2406.19146).
+OLMo-core's ladder uses these exponents. They are from Porian et al. 2024 (arXiv 2406.19146). With muP, the
+learning rate stays, since muP scales it with the width.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class LadderRun:
     all_parameters: int
     tokens: int
     flops: float
+
+
+def default_lr_exponent(model: ModelConfig) -> float:
+    """Return the exponent of the learning rate: muP has its own rule for the width."""
+    return LR_EXPONENT if model.mup_base_width is None else 0.0
 
 
 def vocab_size_of(config: Config) -> int | None:
@@ -199,14 +205,15 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
     groups = None if model.num_query_groups is None else max(1, heads // shared)
     if model.num_kv_heads == 1:
         groups = model.num_query_groups
-    ffn, factor = model.ffn_hidden_size, model.embedding_multiplier
+    factor, growth = model.embedding_multiplier, hidden / model.hidden_size
     return replace(
         model,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=groups,
-        ffn_hidden_size=None if ffn is None else _round_up(ffn * hidden / model.hidden_size, _FFN_MULTIPLE),
+        ffn_hidden_size=_scaled_ffn(model.ffn_hidden_size, growth),
+        moe_ffn_hidden_size=_scaled_ffn(model.moe_ffn_hidden_size, growth),
         # Gemma's factor is the root of the width.
         embedding_multiplier=hidden**0.5 if math.isclose(factor, model.hidden_size**0.5) else factor,
     )
@@ -232,6 +239,10 @@ def _scaled_optimizer(optimizer: OptimizerConfig, lr_factor: float, length: floa
         **{name: value * lr_factor for name, value in given.items()},
         **{name: max(1, round(value * length)) for name, value in counts.items()},
     )
+
+
+def _scaled_ffn(width: int | None, growth: float) -> int | None:
+    return width if width is None or growth == 1 else _round_up(width * growth, _FFN_MULTIPLE)
 
 
 def _round_up(value: float, multiple: int) -> int:

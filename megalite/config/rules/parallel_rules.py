@@ -132,12 +132,8 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     mesh, given = parallel.mesh, f"--seq-length {seq_length}"
     if is_cut_by_tp:
         given = f"--sequence-parallel with {given}, which"
-    cutting = [
-        axis
-        for axis in mesh.model.axes
-        if (mesh.sizes[axis.name] or 1) > 1
-        and ("positions" in axis.roles or (axis.name == "tp" and is_cut_by_tp))
-    ]
+    large = [axis for axis in mesh.model.axes if (mesh.sizes[axis.name] or 1) > 1]
+    cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.ladder import main
+from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError
-from megalite.ladder.sizes import ScalingRules
+from megalite.ladder.sizes import ScalingRules, scaling_parameters
 from tests.unit.ladder.test_finished_runs import finish, write_ladder
 
 REFERENCE = "--preset gpt-tiny --vocab-size 256 --mock-data --global-batch-size 16"
@@ -39,6 +40,28 @@ def test_the_exponents_are_passed_on(tmp_path: Path) -> None:
     found = re.search(r"global_batch_size: (\d+)", text), re.search(r"  lr: (\S+)", text)
     assert found[0] and found[1] and found[0][1] == "16" and float(found[1][1]) > 6e-4
     assert ScalingRules("width").lr_exponent > -1
+
+
+@pytest.mark.parametrize(("words", "exponent"), [("--mup-base-width 64", 0.0), ("", -1 / 3)])
+def test_mup_keeps_the_learning_rate(words: str, exponent: float, tmp_path: Path) -> None:
+    main(
+        [
+            "write",
+            "--widths",
+            "64,128",
+            "--output",
+            str(tmp_path),
+            "--lr",
+            "1e-3",
+            *words.split(),
+            *REFERENCE.split(),
+        ]
+    )
+    wide, _ = parse(["--config", str(tmp_path / "width-128" / "config.yaml")])
+    narrow, _ = parse(["--config", str(tmp_path / "width-64" / "config.yaml")])
+    growth = scaling_parameters(wide.model, 1) / scaling_parameters(narrow.model, 1)
+    assert wide.optimizer.lr == pytest.approx(1e-3 * growth**exponent)
+    assert wide.model.mup_base_width == narrow.model.mup_base_width == (64 if words else None)
 
 
 @pytest.mark.parametrize(

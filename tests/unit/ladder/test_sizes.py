@@ -110,6 +110,12 @@ def test_shapes_keep_their_ratios(preset: str) -> None:
     assert scaled_model(config, "width", old.hidden_size) == old
 
 
+def test_experts_grow_with_the_width() -> None:
+    model = replace(PRESETS["llama-tiny"], num_experts=4, moe_ffn_hidden_size=96)
+    assert scaled_model(Config(model=model), "width", 128).moe_ffn_hidden_size == 192
+    assert scaled_model(Config(model=model), "width", 64) == model
+
+
 def test_a_width_has_whole_heads_on_each_rank() -> None:
     config = Config(model=PRESETS["llama-tiny"])  # 4 heads of 16, 2 per key/value head
     for width in (96, 128):
