@@ -108,8 +108,8 @@ class Router(nn.Module):
             experts: ``[s, b, k]``.
         """
         selected = experts.transpose(0, 1).flatten(1)  # [b, s k]
-        ones = shares.new_ones(()).expand(selected.shape)
-        counts = torch.zeros_like(shares[0]).scatter_add_(1, selected, ones)  # [b, e]
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        counts = (selected.unsqueeze(-1) == numbers).sum(1).to(shares.dtype)  # [b, e]
         axes = self.context.sequence_axes
         if axes:
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
