@@ -121,7 +121,9 @@ def _read_states(folder: Path) -> dict[tuple[int, int], State]:
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
         if match is None:
-            raise UserError(f"{path} belongs to a mixture of experts, which megalite does not have")
+            raise UserError(
+                f"{path} belongs to a mixture of experts: of these, only Hugging Face's format is converted"
+            )
         states[int(match[2] or 0), int(match[1])] = _read_state(path)
     if not states:
         raise UserError(f"{folder} has no mp_rank_* folders of Megatron-LM")
