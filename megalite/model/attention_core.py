@@ -280,7 +280,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         v: Tensor,
         softmax: CausalSoftmax,
         blocking: Blocking,
-        largest: Tensor | None,
+        largest: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         out, sums = attend(q, k, v, softmax, blocking, largest)

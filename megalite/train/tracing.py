@@ -196,7 +196,8 @@ class TimeBreakdown:
 
 def seconds_by_category(spans: Iterable[TraceSpan]) -> dict[str, float]:
     """Return the seconds of whole iterations, and of waits and data, which are inside and do not overlap."""
-    waits = dict.fromkeys((f"{axis.name}{WAIT}" for axis in MODEL.weights_first), 0.0)
+    always = [axis.name for axis in MODEL.weights_first if axis.is_named(1)]
+    waits = {f"{name}{WAIT}": 0.0 for name in always}
     others = {DATA: 0.0, OTHER_WAIT: 0.0, ITERATION: 0.0}
     for span in spans:
         if span.category in others:

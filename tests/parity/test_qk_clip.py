@@ -47,7 +47,7 @@ def largest_scores(trainer: Trainer) -> Tensor:
     cores = [layer.attention.core for layer in trainer.chunks[0].layers.values()]
     original = type(cores[0]).__call__
 
-    def measure(self: Any, q: Tensor, k: Tensor, v: Tensor, visible: Any, drop: Any) -> Tensor:
+    def measure(self: Any, q: Tensor, k: Tensor, *others: Any) -> Tensor:
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = q @ keys.transpose(2, 3) * self.core.scale
         size = scores.shape[-1]
@@ -55,7 +55,7 @@ def largest_scores(trainer: Trainer) -> Tensor:
         if (window := trainer.config.model.window_size) is not None:
             hidden |= torch.ones(size, size, dtype=torch.bool).tril(-window[0] - 1)
         found.append(scores.detach().masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
-        return original(self, q, k, v, visible, drop)
+        return original(self, q, k, *others)
 
     type(cores[0]).__call__ = measure
     try:

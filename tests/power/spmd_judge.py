@@ -77,10 +77,12 @@ def _computed(*, stand_in: Any, compute: Any) -> Any:
     return rules.all_reduce(stand_in, context.tp.group, src=P, dst=I)
 
 
-def _cross_entropy(outputs: Any, *, logits: Any, targets: Any, vocab_size: Any, tp: Any) -> None:
+def _cross_entropy(
+    outputs: Any, *, logits: Any, targets: Any, vocab_size: Any, tp: Any, returns_sums: Any
+) -> None:
     partial = rules.einsum("..._,...->...", logits, targets)
     loss = rules.all_reduce(partial, tp.group, src=V, dst=I)
-    rules.output(outputs, (loss, rules.einsum("...->...", logits)))
+    rules.output(outputs, (loss, None, rules.einsum("...->...", logits)))
 
 
 def _ignore(*tensors: Any) -> None:

@@ -380,7 +380,7 @@ def another(field: ConfigField, value: Any) -> Any:
         return ("other",) if field.kind.is_many else "other"
     if field.kind.is_many:
         return (2,) if field.name in ("no_rope_freq", "window_attn_skip_freq") else (2, 2, 8)
-    return (value or 0) + 1 if field.kind.item is int else (value or 0) / 2 + 0.3
+    return (value or 1) + 1 if field.kind.item is int else (value or 0) / 2 + 0.3
 
 
 @pytest.mark.parametrize("field", config_fields(), ids=lambda field: field.name)

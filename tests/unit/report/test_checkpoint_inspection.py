@@ -152,7 +152,7 @@ def test_layout_and_versions_make_no_difference(tmp_path):
     views[1].description = {**views[1].description, "torch": "9", "layout": {"pp": 2, "dp": 1, "tp": 4}}
     comparison = compare(*views)
     assert comparison.is_equal
-    assert [field.name for field in comparison.fields] == ["torch", "layout.pp", "layout.tp"]
+    assert [field.name for field in comparison.fields] == ["torch", "layout.pp", "layout.cp", "layout.tp"]
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path):

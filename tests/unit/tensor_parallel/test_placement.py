@@ -103,7 +103,10 @@ def test_each_factoring_has_its_own_replicas() -> None:
     ("spec", "message"),
     [
         (ParameterSpec((12,), Cut("dp", 0)), "cut over dp, whose ranks hold the same .* over pp or tq or tp"),
-        (ParameterSpec((12,), Cut("cp", 0)), r"over \['cp'\]: .* among \['pp', 'dp', 'tq', 'tp'\] or \['pp'"),
+        (
+            ParameterSpec((12,), Cut("xp", 0)),
+            r"over \['xp'\]: .* among \['pp', 'dp', 'cp', 'tq', 'tp'\] or \['pp'",
+        ),
         (ParameterSpec((12,), (Cut("tp", 0), Cut("ep", 0))), r"over \['ep', 'tp'\]: all axes must be among"),
         (ParameterSpec((12,), partial_over=("dp",)), "partial over dp, which replicates the parameter"),
         (
