@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,6 +97,7 @@ def _lines(
     # People search a log for "RuntimeError" and "CUDA out of memory".
     name = f"RuntimeError: {topology.device.type.upper()} out of memory"
     yield f"rank {topology.rank} ({coordinates}) ran out of memory{requested} ({name}): {usage}"
+    traceback.clear_frames(error.__traceback__)  # frees the step's tensors: planning needs memory too
     config = with_shard_degree(config, topology)
     try:
         yield from advise(config, topology.world_size, topology.pp.rank, limits, provider).lines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from megalite.config import (
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import dropout
+from megalite.plan import out_of_memory
 from megalite.plan.out_of_memory import check_host_memory, device_of, explain_out_of_memory
 
 CONFIG = Config(
@@ -57,6 +59,28 @@ def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology
     assert all(word in estimate for word in ("activations", "logits", "optimizer", "gradients", "weights"))
     assert len(remedies) == 3
     assert all(text.startswith("--") and " would save " in text for text in remedies)
+
+
+def test_the_steps_tensors_are_free_before_the_plan(
+    rank_6: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = list[weakref.ref[torch.Tensor]]()
+
+    def step() -> None:
+        activation = torch.zeros(4)
+        held.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def advise(*_: object) -> None:
+        assert held[0]() is None
+        raise UserError("it was called")
+
+    monkeypatch.setattr(out_of_memory, "advise", advise)
+    with (
+        pytest.raises(UserError, match="there is no advice: it was called"),
+        explain_out_of_memory(CONFIG, rank_6),
+    ):
+        step()
 
 
 def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
