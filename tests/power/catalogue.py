@@ -189,6 +189,11 @@ def _dp(change: Callable[[Any, int], Any], key: str) -> Callable[..., Any]:
     return changed
 
 
+def _with_decay(updates: Any, decay: float) -> Any:
+    """Give updates without weight decay this one."""
+    return [each._replace(weight_decay=each.weight_decay or decay) for each in updates]
+
+
 def _rate_by_replicas(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
     return lambda self, rate, *rest: original(self, rate * topology.replicas.size, *rest)
 
@@ -506,8 +511,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the input gradient of the output layer is not summed", "tp2", head, "column_linear",
          _without_sum),
         ("biases have weight decay after the first rank", "tp2", adamw.AdamW, "_update",
-         lambda original, topology: lambda self, updates, rate, decay, *rest: original(
-             self, updates, rate, decay or 0.1 * (topology.tp.rank > 0), *rest)),
+         lambda original, topology: lambda self, updates, *rest: original(
+             self, _with_decay(updates, 0.1 * (topology.tp.rank > 0)), *rest)),
     ],
     "sequence parallelism": [
         ("partial gradients are not summed", "tp2+sp", optimizer.Optimizer, "_sum_partial",
@@ -774,10 +779,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "update": [
         ("the learning rate grows with the replicas", "dp2", optimizer.Optimizer, "step", _rate_by_replicas),
         ("biases have weight decay", "tp1+offload", adamw.AdamW, "_update",
-         before(lambda self, updates, rate, decay, *rest: (self, updates, rate, decay or 0.1, *rest))),
+         before(lambda self, updates, *rest: (self, _with_decay(updates, 0.1), *rest))),
         ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
-         before(lambda self, updates, rate, decay, number, *rest: (
-             self, updates, rate, decay, number + 1, *rest))),
+         before(lambda self, updates, number, *rest: (self, updates, number + 1, *rest))),
         ("a checkpoint's moments are not loaded", "dp2", load, "load_checkpoint", instead(lambda *_: None),
          "gpt", "The verification does not save or resume."),
         ("later stages have the learning rate of a later step", "pp2", optimizer.Optimizer, "step",
