@@ -53,8 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="also run N of the layout table's slow rows, drawn by --layout-seed",
     )
     parser.addoption(
+        "--slow-sample",
+        type=int,
+        metavar="N",
+        help="run only N of the slow tests, drawn by --layout-seed",
+    )
+    parser.addoption(
         "--layout-seed",
-        help="seed of --layout-sample, and of the sample of injected errors (default: the commit's digest)",
+        help="seed of the samples, also of the injected errors (default: the commit's digest)",
     )
 
 
@@ -66,21 +72,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     option = config.option
-    return [f"samples: --layout-sample {option.layout_sample} --layout-seed {option.layout_seed}"]
+    slow = "" if option.slow_sample is None else f" --slow-sample {option.slow_sample}"
+    return [f"samples: --layout-sample {option.layout_sample}{slow} --layout-seed {option.layout_seed}"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Remove the mark `slow` from the rows of the sample.
+    """Unmark the slow rows of the layout table's sample, and keep only the sample of slow tests.
 
-    Rows are ordered by the digest of the seed and their name: another commit runs another sample, and
+    Tests are ordered by the digest of the seed and their name: another commit runs another sample, and
     the same seed runs the same one again.
     """
-    seed, size = config.option.layout_seed, config.option.layout_sample
-    slow = [each for each in items if "tests/parity/" in each.nodeid and each.get_closest_marker("slow")]
+    seed, option = config.option.layout_seed, config.option
+    slow = [each for each in items if each.get_closest_marker("slow")]
     slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
-    for item in slow[:size]:
+    rows = [each for each in slow if "tests/parity/" in each.nodeid]
+    for item in rows[: option.layout_sample]:
         item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+    if option.slow_sample is not None:
+        left_out = set(slow[option.slow_sample :])
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [each for each in items if each not in left_out]
 
 
 @pytest.hookimpl(trylast=True)
