@@ -46,7 +46,7 @@ _NOT_SCALED = {
 
 @dataclass(frozen=True)
 class ScalingRules:
-    """How a run changes with its size.
+    """Describes how a run changes with its size.
 
     Attributes:
         dimension: what the sizes name. A depth changes the width too: their ratio is kept.

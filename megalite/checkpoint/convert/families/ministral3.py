@@ -8,6 +8,7 @@ from typing import Any
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
 from megalite.checkpoint.convert.families.rotary import rotary_fields, scaling_of
+from megalite.checkpoint.convert.families.windows import read_one_window, write_one_window
 from megalite.config import ModelConfig
 from megalite.errors import UserError
 
@@ -35,17 +36,11 @@ def _read(hf: HFSettings) -> dict[str, Any]:
     )
     if fields["rope_scaling"] != "yarn":
         raise UserError(f"ministral3 with rope_type {rotary.get('rope_type')!r}: only yarn can be converted")
-    window = hf.get("sliding_window")  # it counts the token itself
-    has_window = window is not None and window < fields["seq_length"]
-    return {
-        **fields,
-        "llama_4_scaling_beta": float(beta),
-        "window_size": (window - 1, 0) if has_window else None,
-    }
+    windows = read_one_window(hf.get("sliding_window"), fields)
+    return {**fields, **windows, "llama_4_scaling_beta": float(beta)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    window = config.layer_kinds[0].window
     fields = write_llama_like(config)
     base = fields.pop("rope_theta")
     fields.pop("rope_scaling", None)
@@ -54,9 +49,9 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     beta = _ROTARY[_BETA] if config.llama_4_scaling_beta is None else config.llama_4_scaling_beta
     return {
         **fields,
+        **write_one_window(config),
         "rope_parameters": {**scaling, "rope_theta": base, _BETA: beta},
         "head_dim": config.head_dim,
-        "sliding_window": None if window is None else window + 1,
     }
 
 
