@@ -142,10 +142,10 @@ def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis) -> tuple[Exchange,
         counts: number of rows of each expert of each rank, ``[ranks, experts of a rank]``.
     """
     sizes = [counts.shape[1]] * axis.size
+    received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
     if counts.is_meta:  # without values: as even as possible
         even = even_sizes(num_rows, axis.size)
-        return Exchange(even, even, axis), counts
-    received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
+        return Exchange(even, even, axis), received
     send, receive = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host must know them
     return Exchange(send, receive, axis), received
 

@@ -66,6 +66,9 @@ neither first nor last. Only another micro-batch size shows a mean over a microb
 on the index in it, and only sequence parallelism shows a gradient that is partial over tp.
 """
 
+WITH_EXPERTS = (("dp2ep2",), ("tp2dp2ep4etp1+sp",))
+"""Further rows for models with experts; in the second, the experts are on more ranks than the replicas."""
+
 _CHUNKS = 3
 """Parts of `Layout.overlap`, a number that does not divide usual sizes."""
 
@@ -102,7 +105,8 @@ def default_layouts(config: Config) -> list[Layout]:
     Raises:
         ConfigError: it can run none of them.
     """
-    rows = [[Layout.parse(name) for name in row] for row in DEFAULT]
+    names = (*DEFAULT, *(WITH_EXPERTS if config.model.has_experts else ()))
+    rows = [[Layout.parse(name) for name in row] for row in names]
     batch_size = common_batch_size(config, [layout for row in rows for layout in row])
     known = [Layout().apply(config, batch_size)]
     chosen: list[Layout] = []

@@ -107,7 +107,8 @@ def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
     tp, ep, etp, width = parallel.tp, parallel.ep, parallel.etp, model.expert_ffn_size
     if not model.has_experts:
         if parallel.has_expert_axes:
-            given = " and ".join(flag_with_value(name, getattr(parallel, name)) for name in (_EP, _ETP))
+            sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
+            given = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
             yield Problem(
                 (_EP, _ETP, "num_experts"), f"{given} without experts: pass --num-experts, or remove it"
             )
