@@ -33,6 +33,7 @@ MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL = "llama-tiny, experts"
+LATENT = "llama-tiny, latent"
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -71,6 +72,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
     "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
+    LATENT: {
+        **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 5, "num_query_groups": None, "qk_layernorm": True},
+        **{"rotary_interleaved": True, "rope_scaling": "yarn", "original_max_position_embeddings": 16},
+        **{"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.9},
+    },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
 """Fields of models with other options than their preset."""
@@ -80,7 +87,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
-    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
+    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0, LATENT: 0.1},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = (

@@ -29,6 +29,8 @@ def _divisors_near(number: int, wanted: int) -> str:
 def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
     model = config.model
+    if model.multi_latent_attention:
+        return  # it has sizes of its own
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         heads = _divisors_near(model.hidden_size, model.num_attention_heads)
         yield Problem(

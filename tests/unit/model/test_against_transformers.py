@@ -15,6 +15,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -73,6 +77,8 @@ MODELS = {
     "mixtral": MixtralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "olmoe": OlmoeForCausalLM,
+    "deepseek_v2": DeepseekV2ForCausalLM,
+    "deepseek_v3": DeepseekV3ForCausalLM,
 }
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 
@@ -310,6 +316,32 @@ def olmoe_config(choose):
     return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
 
 
+def latent_fields(choose):
+    heads = choose((1, 2, 3))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": choose((None, 7, 12)),
+        "kv_lora_rank": choose((6, 10)),
+        "qk_nope_head_dim": choose((4, 6)),
+        "qk_rope_head_dim": choose((2, 4)),
+        "v_head_dim": choose((5, 8)),
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 3,
+    }
+
+
+def deepseek_v2_config(choose):
+    return like_llama(DeepseekV2Config, choose, "head_dim", **latent_fields(choose))
+
+
+def deepseek_v3_config(choose):
+    interleaved = choose((True, False))
+    return like_llama(
+        DeepseekV3Config, choose, "head_dim", rope_interleave=interleaved, **latent_fields(choose)
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -327,6 +359,8 @@ CONFIGS = {
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
+    "deepseek_v2": deepseek_v2_config,
+    "deepseek_v3": deepseek_v3_config,
 }
 
 
