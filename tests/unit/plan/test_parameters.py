@@ -54,6 +54,10 @@ MODELS = {
     "gates and sinks": replace(
         PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
     ),
+    "latent": replace(
+        PRESETS["llama-tiny"],
+        **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
