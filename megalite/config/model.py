@@ -105,7 +105,7 @@ class ModelConfig:
     """Size of one attention head. By default hidden size / attention heads."""
     multi_latent_attention: bool = False
     """Compute keys and values from one narrow vector per token, the latent, which is all that generation
-    keeps (DeepSeek-V2 and V3; docs/latent_attention.md)."""
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
     q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
     """Width of the latent of queries. By default queries are projected from the hidden states."""
     kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))

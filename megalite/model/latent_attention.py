@@ -19,8 +19,9 @@ from megalite.distributed.collectives import copy_to_tensor_parallel, gather_fro
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
 from megalite.model.positions import Angles, PositionInfo
-from megalite.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.uncut_linear import UncutLinear
 from megalite.wrapping import communication_point, wrap_point
 
 
@@ -41,11 +42,11 @@ class LatentAttention(Attention):
         self.query_down: nn.Module = nn.Identity()
         self.query_norm: nn.Module = nn.Identity()
         if config.q_lora_rank is not None:
-            self.query_down = ReplicatedLinear(h, query_width, context, std=std)
+            self.query_down = UncutLinear(h, query_width, context, std=std)
             self.query_norm = build_latent_norm(config, context, query_width)
         self.query_up = ColumnParallelLinear(query_width, n * self.head_dim, context, bias=False, std=std)
         parts = self.latent_width, self.rotary_dim
-        self.key_value_down = ReplicatedLinear(h, sum(parts), context, std=std, fused_rows=parts)
+        self.key_value_down = UncutLinear(h, sum(parts), context, std=std, fused_rows=parts)
         self.key_value_norm = build_latent_norm(config, context, self.latent_width)
         rows = self.key_dim, self.value_dim
         self.key_value_up = ColumnParallelLinear(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -101,15 +101,6 @@ class LinearContext:
         collectives = kind(gemm, tp, context.sequence_parallel, overlap.num_chunks)
         hidden = separate if store is None else collectives
         return LinearContext(tp, gemm, collectives, hidden, store, context.fuses_weight_gradients)
-
-    @staticmethod
-    def on_one_rank(context: LayerContext) -> LinearContext:
-        """Return the context of a layer that each tensor-parallel rank computes without the others."""
-        own = context.tp.ranks[context.tp.rank]
-        tp, gemm = replace(context.tp, size=1, rank=0, ranks=(own,)), WideGemm()
-        alone = SeparateCollectives(gemm, tp, False)
-        store, fuses = context.weight_gradient_store, context.fuses_weight_gradients
-        return LinearContext(tp, gemm, alone, alone, store, fuses)
 
     @property
     def needs_only_autograd(self) -> bool:
@@ -467,32 +458,6 @@ class ColumnParallelLinear(nn.Module):
         if self.fuses_gelu and has_linear_gelu(self.weight, self.bias is not None):
             return column_linear_gelu(x, self.weight, self.bias, self.context)
         return column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
-
-
-class ReplicatedLinear(nn.Module):
-    """Computes y = x A^T with the same A on every rank, for the tokens that the rank has.
-
-    Args:
-        std, fused_rows: as in `ColumnParallelLinear`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        context: LayerContext,
-        *,
-        std: float = 0.02,
-        fused_rows: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__()
-        self.context = LinearContext.on_one_rank(context)
-        spec = ParameterSpec((out_features, in_features), std=std, fused_rows=fused_rows)
-        self.weight = new_parameter(spec, context)  # [out, in]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, in]`` to ``[s, b, out]``, both ``[s/tp, b, ...]`` if sequence parallel."""
-        return column_linear(x, self.weight, None, self.context)
 
 
 class RowParallelLinear(nn.Module):

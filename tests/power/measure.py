@@ -31,6 +31,7 @@ MODELS = (
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
+    | {"latent": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -43,6 +44,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
+    "latent": {
+        **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 5, "num_query_groups": None, "qk_layernorm": True},
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
