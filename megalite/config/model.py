@@ -334,6 +334,17 @@ class ModelConfig:
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
+    sums of their two highest scores (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of groups of a token's experts."""
+    moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
+    """Factor of the weights of a token's experts."""
+    moe_shared_expert_intermediate_size: int | None = field(
+        default=None, metadata=option(allowed=SIZE, **_EXPERTS)
+    )
+    """Width of an MLP that computes all tokens beside the experts. By default there is none."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
@@ -473,7 +484,8 @@ class ModelConfig:
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
-            rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
+            width = count * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            rows = width * self._num_halves + self.num_experts
         return self._attention_weights + self.hidden_size * rows
 
     @property

@@ -9,6 +9,7 @@ an expert, tp = tp.size. Rows are pairs of a token and one of its experts, ``t k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from megalite.distributed.collectives import (
 )
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
-from megalite.model.mlp import activation_of
+from megalite.model.mlp import MLP, activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -77,8 +78,7 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        # Of equal scores, the lower number comes first, on any device.
-        experts = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
+        experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
         if not is_softmax:
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
@@ -86,6 +86,8 @@ class Router(nn.Module):
             weights = scores.gather(-1, experts)
         else:
             weights = logits.gather(-1, experts).softmax(-1)
+        if self.config.moe_router_topk_scaling_factor != 1.0:
+            weights = weights * self.config.moe_router_topk_scaling_factor
         terms = {}
         if BALANCE_LOSS in self.term_names:
             shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
@@ -95,6 +97,20 @@ class Router(nn.Module):
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
         return Routing(weights.to(x.dtype), experts, terms)
+
+    def _ranking(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
+
+        A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        """
+        num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if num_groups is None or num_selected is None:
+            return logits
+        by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
+        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        is_other = torch.ones_like(of_groups, dtype=torch.bool)
+        is_other.scatter_(-1, highest(of_groups, num_selected), False)
+        return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
         """Return the balance loss of the samples, summed over the microbatch's tokens.
@@ -123,6 +139,14 @@ class Router(nn.Module):
         return reduce_from_tensor_parallel(total, self.context.tp)
 
 
+def highest(x: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest numbers of the last dim.
+
+    Of equal numbers, the lower index comes first, on any device.
+    """
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
 class ExpertWeights(nn.Module):
     """Holds one matrix of each expert; tp cuts all of them along the expert's width."""
 
@@ -134,7 +158,8 @@ class ExpertWeights(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
 
-    Of each expert, a rank has the same slice of its width as of an MLP.
+    A shared expert, an MLP for all tokens, is added. Of each expert, a rank has the same slice of its width
+    as of an MLP.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -147,6 +172,8 @@ class MixtureOfExperts(nn.Module):
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)  # [e, ffn/tp, h], or [e, 2, ...]
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e, h, ffn/tp]
+        shared = config.moe_shared_expert_intermediate_size
+        self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -156,6 +183,7 @@ class MixtureOfExperts(nn.Module):
     @communication_point
     def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
+        shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = self.router(x)
         x, weights, experts = self._gathered(x), self._gathered(weights), self._gathered_numbers(experts)
         rows = Rows.of(experts.flatten(0, 1), self.router.num_experts)
@@ -165,8 +193,8 @@ class MixtureOfExperts(nn.Module):
         function, adds_bias, _ = self.activation
         y = function(y, None) if adds_bias else function(y)
         y = grouped_linear(y, self.down.weight, rows.sizes)  # [t k, h], partial
-        y = rows.combine(y, weights.flatten(0, 1)).view_as(x)
-        return self._summed(y), terms
+        y = self._summed(rows.combine(y, weights.flatten(0, 1)).view_as(x))
+        return y if shared is None else y + shared, terms
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return a value of all tokens, for use by this rank's slice of the experts."""

@@ -80,7 +80,7 @@ MODELS = {
     "deepseek_v2": DeepseekV2ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -332,7 +332,13 @@ def latent_fields(choose):
 
 
 def deepseek_v2_config(choose):
-    return like_llama(DeepseekV2Config, choose, "head_dim", **latent_fields(choose))
+    fields = latent_fields(choose)
+    more = {
+        **{"first_k_dense_replace": choose((0, 1, 3)), "routed_scaling_factor": choose((1.0, 2.5))},
+        **{"n_routed_experts": choose((4, 6)), "num_experts_per_tok": choose((2, 3))},
+        **{"n_shared_experts": choose((1, 2)), "moe_intermediate_size": choose((5, 18))},
+    }
+    return like_llama(DeepseekV2Config, choose, "head_dim", **{**fields, **more})
 
 
 def deepseek_v3_config(choose):

@@ -7,20 +7,29 @@ from typing import Any
 
 from megalite.checkpoint.convert.families.deepseek_v3 import (
     DEEPSEEK_V3,
+    first_dense_layers,
+    read_deepseek_experts,
     read_latent_attention,
     write_latent_attention,
 )
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    return {**read_latent_attention(hf, "deepseek_v2", first_dense=0), "rotary_interleaved": True}
+    fields = {**read_latent_attention(hf, "deepseek_v2"), "rotary_interleaved": True}
+    first_dense = first_dense_layers(hf, default=0)
+    if first_dense >= fields["num_layers"]:
+        return fields
+    hf.require("deepseek_v2", topk_method="greedy", norm_topk_prob=False, scoring_func="softmax")
+    hf.names_read.update(("n_group", "topk_group"))  # only for other methods
+    return {**fields, **read_deepseek_experts(hf, first_dense), "moe_router_pre_softmax": True}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {**write_latent_attention(config), "topk_method": "greedy", "norm_topk_prob": False}
 
 
 DEEPSEEK_V2 = replace(
-    DEEPSEEK_V3,
-    model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    read=_read,
-    write=write_latent_attention,
+    DEEPSEEK_V3, model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM", read=_read, write=_write
 )
