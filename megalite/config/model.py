@@ -341,6 +341,19 @@ class ModelConfig:
     """Number of groups of a token's experts."""
     moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
     """Factor of the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Add a bias to the scores that select experts, but not to their weights. Each update changes it to even
+    out their use (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = field(
+        default=1e-3,
+        metadata=option(
+            allowed=NOT_NEGATIVE,
+            on_resume=OnResume.SETTING,
+            only_with=("moe_router_enable_expert_bias", (True,)),
+            in_megatron=False,
+        ),
+    )
+    """How much an update changes the bias of each expert."""
     moe_shared_expert_intermediate_size: int | None = field(
         default=None, metadata=option(allowed=SIZE, **_EXPERTS)
     )

@@ -30,7 +30,7 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.mlp import MLP, activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.wrapping import communication_point
 
@@ -60,7 +60,15 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Selects the experts of each token by a linear layer, in at least fp32."""
+    """Selects the experts of each token by a linear layer, in at least fp32.
+
+    Attributes:
+        expert_bias: ``[e]``, added to the scores that select experts; None without it.
+        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank. Recomputation
+            counts all tokens of the layer twice.
+    """
+
+    expert_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -71,6 +79,11 @@ class Router(nn.Module):
         self.term_names = names_of_terms(config)
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
+        wide = torch.promote_types(context.dtype, torch.float32)
+        has_bias = config.moe_router_enable_expert_bias
+        bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
@@ -79,6 +92,8 @@ class Router(nn.Module):
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
+        if self.expert_bias is not None and torch.is_grad_enabled():
+            self.num_tokens += self._counts(experts.flatten())
         if not is_softmax:
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
@@ -104,6 +119,8 @@ class Router(nn.Module):
         A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if self.expert_bias is not None:
+            logits = scores = scores + self.expert_bias
         if num_groups is None or num_selected is None:
             return logits
         by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
@@ -124,13 +141,17 @@ class Router(nn.Module):
             experts: ``[s, b, k]``.
         """
         selected = experts.transpose(0, 1).flatten(1)  # [b, s k]
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        counts = (selected.unsqueeze(-1) == numbers).sum(1).to(shares.dtype)  # [b, e]
+        counts = self._counts(selected).to(shares.dtype)  # [b, e]
         axes = self.context.sequence_axes
         if axes:
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
         num_rows = counts.sum(1, keepdim=True)  # [b, 1]
         return self._over_tokens((shares.sum(0) * counts / num_rows).sum() * self.num_experts)
+
+    def _counts(self, experts: Tensor) -> Tensor:
+        """Return how often each expert occurs in the last dim, ``[..., e]``."""
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        return (experts.unsqueeze(-1) == numbers).sum(-2)
 
     def _over_tokens(self, total: Tensor) -> Tensor:
         """Sum a total of the rank's hidden states over all of its tokens, which tp can cut."""

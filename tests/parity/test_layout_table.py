@@ -34,6 +34,7 @@ WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL = "llama-tiny, experts"
 LATENT = "llama-tiny, latent"
+DEEPSEEK = "llama-tiny, deepseek"
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -78,6 +79,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"rotary_interleaved": True, "rope_scaling": "yarn", "original_max_position_embeddings": 16},
         **{"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.9},
     },
+    DEEPSEEK: {
+        **{"multi_latent_attention": True, "kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4},
+        **{"v_head_dim": 5, "num_query_groups": None, "num_experts": 8, "moe_router_topk": 2},
+        **{
+            "moe_ffn_hidden_size": 12,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_layer_freq": (0, 1, 1, 1),
+        },
+        **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
+        **{"moe_router_topk_scaling_factor": 2.5},
+    },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
 """Fields of models with other options than their preset."""
@@ -87,7 +100,13 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
-    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0, LATENT: 0.1},
+    **{
+        "gpt-tiny, sigmoid": 0.1,
+        "gpt-tiny, mup": 0.0,
+        "llama-tiny, qk-clip": 0.0,
+        LATENT: 0.1,
+        DEEPSEEK: 0.0,
+    },
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = (

@@ -170,6 +170,12 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
             f"use a multiple of it, such as {-(-shared // tp) * tp}",
         )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
+            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
+        )
     yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):

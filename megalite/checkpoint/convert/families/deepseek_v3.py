@@ -34,11 +34,24 @@ _OF_OTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 def _read(hf: HFSettings) -> dict[str, Any]:
     fields = read_latent_attention(hf, "deepseek_v3")
-    if first_dense_layers(hf, default=3) < fields["num_layers"]:
-        raise UserError(
-            "deepseek_v3 with experts (first_k_dense_replace below num_hidden_layers) cannot be converted"
-        )
-    return {**fields, "rotary_interleaved": hf.switch("rope_interleave", True)}
+    fields["rotary_interleaved"] = hf.switch("rope_interleave", True)
+    first_dense = first_dense_layers(hf, default=3)
+    if first_dense >= fields["num_layers"]:
+        return fields
+    hf.require("deepseek_v3", topk_method="noaux_tc", norm_topk_prob=True, scoring_func="sigmoid")
+    groups, selected = hf.get("n_group", 8), hf.get("topk_group", 4)
+    has_groups = (groups, selected) != (1, 1)
+    experts = read_deepseek_experts(hf, first_dense)
+    if experts["moe_router_topk"] == 1:
+        raise UserError("deepseek_v3 with num_experts_per_tok 1, whose weight is its score here and 1 there")
+    return {
+        **fields,
+        **experts,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups if has_groups else None,
+        "moe_router_group_topk": selected if has_groups else None,
+    }
 
 
 def first_dense_layers(hf: HFSettings, default: int) -> int:
@@ -106,7 +119,8 @@ def write_deepseek_experts(config: ModelConfig) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_latent_attention(config),
-        "first_k_dense_replace": config.num_layers,  # a model with experts differs in what _read returns
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
         "rope_interleave": config.rotary_interleaved,
     }
 
@@ -166,6 +180,12 @@ DEEPSEEK_V3 = replace(
                     "layers.{}.mlp.shared.up",
                     tuple(f"{_MLP}.shared_experts.{part}_proj" for part in ("gate", "up")),
                     HALVES,
+                ),
+                Module(
+                    "vector",
+                    "layers.{}.mlp.router.expert_bias",
+                    (_MLP + ".gate.e_score_correction_bias",),
+                    only_if=lambda config: config.moe_router_enable_expert_bias,
                 ),
                 Module("linear", "layers.{}.mlp.shared.down", (_MLP + ".shared_experts.down_proj",)),
             )

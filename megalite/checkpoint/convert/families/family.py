@@ -85,7 +85,8 @@ class Module:
         if layer is not None and not self.only_in(config.layer_kind(layer)):
             return
         if self.kind == "vector":
-            yield Entry(self.ours, self.theirs, self.transform)
+            theirs = tuple(name.format(layer) for name in self.theirs)
+            yield Entry(self.ours.format(layer), theirs, self.transform)
             return
         has_bias = {
             "table": False,
