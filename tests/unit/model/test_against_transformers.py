@@ -338,7 +338,7 @@ def deepseek_v2_config(choose):
 
 def deepseek_experts(choose):
     return {
-        **{"first_k_dense_replace": choose((0, 1, 3)), "routed_scaling_factor": choose((1.0, 2.5))},
+        **{"first_k_dense_replace": choose((3, 0, 1)), "routed_scaling_factor": choose((1.0, 2.5))},
         **{"n_routed_experts": choose((4, 6)), "num_experts_per_tok": choose((2, 3))},
         **{"n_shared_experts": choose((1, 2)), "moe_intermediate_size": choose((5, 18))},
     }
