@@ -36,6 +36,7 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
+    expert_bias,
     global_norm,
     gradient_buckets,
     loss_scaler,
@@ -752,11 +753,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the gradient of the shared part of keys is that of the rank's heads", "tp2", latent_attention,
          "copy_to_tensor_parallel", instead(_first), "latent"),
         ("a rank's tokens have the shared part of keys of another rank's", "tp2+sp", latent_attention,
-         "gather_from_sequence_parallel", after(lambda whole, *_: _rolled(whole, halves=True)), "latent"),
+         "gather_from_sequence_parallel", after(lambda whole, *_: whole.roll(len(whole) // 2, 0)), "latent"),
         ("gradients of latents' projections are not summed", "tp2+sp", uncut_linear.UncutLinear, "__init__",
          complete_over("weight"), "latent"),
         ("each rank's heads have the values of other heads", "tp2", latent_attention.LatentAttention,
          "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
+        ("tokens of each expert are those of the replica", "dp2", expert_bias, "all_reduce",
+         instead(lambda x, *_, **more: x), "deepseek"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",

@@ -240,7 +240,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of latents' projections are not summed": (
         r"^gradient of layers\.\d\.attention\.(query|key_value)_down", MISSING_TP),
     "each rank's heads have the values of other heads": (
-        r"output of layers\.0\.attention\.attend", WHOLE),
+        r"input 3 of layers\.0\.attention\.reach_keys", WHOLE),
+    "tokens of each expert are those of the replica": (r"layers\.\d\.mlp\.router\.expert_bias", WHOLE),
     "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (
