@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.deepseek_v3 import (
-    DEEPSEEK_V3,
+from megalite.checkpoint.convert.families.deepseek_experts import (
     first_dense_layers,
-    read_deepseek_experts,
+    read_experts_after,
+    write_experts_after,
+)
+from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.latent_attention import (
     read_latent_attention,
     write_latent_attention,
 )
-from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.config import ModelConfig
 
 
@@ -23,11 +26,16 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         return fields
     hf.require("deepseek_v2", topk_method="greedy", norm_topk_prob=False, scoring_func="softmax")
     hf.names_read.update(("n_group", "topk_group"))  # only for other methods
-    return {**fields, **read_deepseek_experts(hf, first_dense), "moe_router_pre_softmax": True}
+    return {**fields, **read_experts_after(hf, first_dense, factor=1.0), "moe_router_pre_softmax": True}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {**write_latent_attention(config), "topk_method": "greedy", "norm_topk_prob": False}
+    return {
+        **write_latent_attention(config),
+        **write_experts_after(config),
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    }
 
 
 DEEPSEEK_V2 = replace(
