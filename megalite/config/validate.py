@@ -8,7 +8,14 @@ from dataclasses import fields, replace
 from megalite.config.config import Config
 from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
-from megalite.config.rules import data_rules, logging_rules, model_rules, parallel_rules, training_rules
+from megalite.config.rules import (
+    attention_rules,
+    data_rules,
+    logging_rules,
+    model_rules,
+    parallel_rules,
+    training_rules,
+)
 from megalite.errors import ConfigError, Problem, one_line
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
@@ -19,6 +26,8 @@ RULES: tuple[Rule, ...] = (
     model_rules.rope_scaling,
     model_rules.no_rope,
     model_rules.query_groups,
+    attention_rules.full_attention,
+    attention_rules.shared_keys,
     model_rules.bert,
     model_rules.experts,
     model_rules.norm_position,
@@ -30,12 +39,13 @@ RULES: tuple[Rule, ...] = (
     model_rules.position_table,
     parallel_rules.layout,
     parallel_rules.tensor_parallel,
-    parallel_rules.grouped_heads,
-    parallel_rules.exchanged_heads,
+    attention_rules.grouped_heads,
+    attention_rules.exchanged_heads,
     parallel_rules.sequence,
     parallel_rules.chunks,
     parallel_rules.split,
     parallel_rules.layers,
+    attention_rules.keys_within_stages,
     parallel_rules.microbatches,
     parallel_rules.world,
     parallel_rules.batch,

@@ -42,9 +42,10 @@ class CachedCore(SdpaCore):
         self.begin(0)
 
     def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
-        """Return the core of one layer, with its own keys and values."""
+        """Return the core of one layer, with its keys and values: its own, or those of an earlier layer."""
         super().for_layer(layer, kind)
-        return self.layers.setdefault(layer, CachedLayer(self))
+        source = layer if kind.key_source is None else kind.key_source
+        return self.layers.setdefault(source, CachedLayer(self))
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
         """Empty the cache for new sequences.
@@ -130,7 +131,8 @@ class CachedLayer:
     ) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
-        Dropout is ignored: the cache is not used in training.
+        A layer that shares them with an earlier one writes them a second time. Dropout is ignored: the cache
+        is not used in training.
         """
         if self.keys is None or self.values is None:
             shape = (*k.shape[:2], self.shared.capacity, k.shape[3])
@@ -139,16 +141,17 @@ class CachedLayer:
         self.keys[:, :, length - num_tokens : length] = k
         self.values[:, :, length - num_tokens : length] = v
         keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        scale = self.shared.scales[q.shape[-1]]
         if self.shared.is_plain:
             assert visible.bias is not None
-            return plain_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap, sinks)
+            return plain_attention(q, keys, values, visible.bias, scale, self.shared.cap, sinks)
         return F.scaled_dot_product_attention(
             q,
             keys,
             values,
             attn_mask=visible.bias,
             is_causal=visible.bias is None and num_tokens > 1,
-            scale=self.shared.scale,
+            scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
 

@@ -18,7 +18,7 @@ from megalite.model.attention_core import Core
 from megalite.model.embedding import word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
-from megalite.model.layer import layer_class
+from megalite.model.layer import TransformerLayer, layer_class
 from megalite.model.norm import build_norm
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -53,6 +53,10 @@ class TransformerStage(Stage):
     def build_layer(self, number: int) -> nn.Module:
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
         return layer_class(self.config)(self.config, self.context, self.core, number)
+
+    def key_source(self, layer: nn.Module) -> int | None:
+        """Return the number of the layer whose keys and values a layer attends to; None for its own."""
+        return layer.kind.key_source if isinstance(layer, TransformerLayer) else None
 
     def build_head(self) -> nn.Module:
         """Return the final norm."""

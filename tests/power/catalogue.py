@@ -804,7 +804,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _at_middle(instead(lambda self, state: slice(0, 0)))),
         ("they skip the update", "pp4", optimizer.Optimizer, "step", _at_middle(instead(lambda *_: None))),
         ("they skip their layers", "pp4", TransformerStage, "run_group",
-         _at_middle(instead(lambda self, group, layers, x, *_: (x, {})))),
+         _at_middle(instead(lambda self, group, layers, x, keys, *_: (x, {}, keys)))),
         ("two of them exchange their layers", "pp4", model_chunks, "layers_of_stages", after(_exchanged)),
     ],
     "chunks of a rank": [

@@ -85,44 +85,6 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         yield Problem(("pad_vocab_size_to", "vocab_size", _TP), text)
 
 
-def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that key/value heads can be split over tp ranks, or that each can be split over several ranks."""
-    model, tp, groups = config.model, config.parallel.tp, config.model.num_kv_heads
-    if model.num_attention_heads % tp or model.num_attention_heads % groups:
-        return  # reported by other rules
-    names = ("num_attention_heads", "num_query_groups", "kv_channels", "hidden_size", _TP)
-    given = f"--num-query-groups {groups} with --tp {tp}"
-    if groups % tp and tp % groups:
-        yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
-    elif tp > groups:
-        # The ranks of a group divide its query heads, since tp divides all query heads.
-        ranks, rows = tp // groups, sum(model.group_heads) * model.head_dim
-        if rows % ranks:
-            yield Problem(
-                names,
-                f"{given}: the {rows} rows of a group's query, key and value weight cannot be split over "
-                f"{ranks} ranks: use a smaller --tp, or more groups",
-            )
-
-
-def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
-    parallel, model = config.parallel, config.model
-    tp, cp, heads = parallel.tp, parallel.cp, model.num_attention_heads
-    if parallel.cp_comm_type != "a2a" or cp == 1 or heads % tp or heads % model.num_kv_heads:
-        return
-    heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
-    if heads % cp == 0 and (groups % cp == 0 or cp % groups == 0):
-        return
-    fitting = [n for n in range(1, cp) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
-    rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
-    yield Problem(
-        ("cp_comm_type", _CP, _TP, "num_attention_heads", "num_query_groups"),
-        f"--cp-comm-type a2a with --cp {cp}, over which the {heads} query and {groups} key/value heads{rank} "
-        f"cannot be split: use --cp {fitting[-1]}, or --cp-comm-type all_gather",
-    )
-
-
 def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes that cut hidden states along the sequence divide its length."""
     parallel, seq_length = config.parallel, config.model.seq_length
