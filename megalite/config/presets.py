@@ -132,6 +132,17 @@ _GEMMA3 = replace(
     window_rotary_base=10000.0,
     vocab_size=262144,
 )
+_GEMMA4 = replace(
+    _GEMMA3,
+    zero_centered_norms=False,
+    full_attention_kv_channels=512,
+    value_layernorm=True,
+    layer_output_scale=True,
+    rope_scaling="proportional",
+    window_rope_scaling=False,
+    query_pre_attn_scalar=1.0,
+    final_logit_softcapping=30.0,
+)
 _SMOLLM3 = replace(
     _LLAMA,
     no_rope_freq=(4,),
@@ -209,6 +220,15 @@ PRESETS: Mapping[str, ModelConfig] = {
         ffn_hidden_size=6912,
         num_query_groups=1,
         embedding_multiplier=1152**0.5,
+    ),
+    "gemma4-31b": replace(
+        _sized(_GEMMA4, 60, 5376, 32, 262144),
+        ffn_hidden_size=21504,
+        num_query_groups=16,
+        full_attention_query_groups=4,
+        keys_as_values="full_attention",
+        window_size=(1023, 0),
+        embedding_multiplier=5376**0.5,
     ),
     "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),

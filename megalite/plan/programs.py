@@ -79,7 +79,7 @@ def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = Fa
         has_slice_of_queries: a rank's attention has some of the queries and all keys of a sample.
     """
     has_dropout = model.attention_dropout > 0.0
-    fits_triton = model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    fits_triton = model.params_dtype != "fp64" and model.widest_heads.head_dim <= MAX_TRITON_HEAD
     can_run_triton = gpu.has_triton and fits_triton and not has_slice_of_queries
     is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
     return Program(

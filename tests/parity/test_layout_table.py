@@ -33,6 +33,9 @@ MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL = "llama-tiny, experts"
+GEMMA4 = "llama-tiny, gemma 4"
+"""4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
+last 2 of 8 layers share keys and values of layers 4 and 5, and must be in one stage with them."""
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -52,6 +55,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
         **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0, "window_size": (10, 0)},
         **{"window_attn_skip_freq": (2,), "window_rotary_base": 100.0},
+    },
+    GEMMA4: {
+        **{"activation": "geglu", "norm_position": "sandwich", "query_pre_attn_scalar": 1.0},
+        **{"qk_layernorm": True, "value_layernorm": True, "layer_output_scale": True},
+        **{"num_layers": 8, "num_query_groups": 4, "full_attention_query_groups": 1, "kv_channels": 8},
+        **{"full_attention_kv_channels": 12, "keys_as_values": "full_attention"},
+        **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96, "window_size": (10, 0)},
+        **{"window_attn_skip_freq": (1, 1, 0, 1, 1, 0, 1, 0), "rope_scaling": "proportional"},
+        **{"window_rope_scaling": False, "rotary_base": 500.0, "window_rotary_base": 100.0},
     },
     "gpt-tiny, nemotron": {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
@@ -79,6 +91,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
+    GEMMA4: 0.1,
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
     **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
@@ -91,7 +104,7 @@ ROWS = (
         for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
     ]
     + [
-        (model, "fp64", name)
+        (model, "fp64", "pp2" if (model, name) == (GEMMA4, "pp4") else name)
         for model in SWITCHES
         for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
     ]
@@ -124,6 +137,7 @@ CORE = [
         for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")
     ),
     (MUON, "fp64", "tp2pp2dp2+zero1"),
+    *((GEMMA4, "fp64", name) for name in ("tp1+full", "tp1+selective")),
     *((model, "fp64", "pp4") for model in ("bloom-tiny", WINDOWED)),  # on stages that read no tokens
 ]
 

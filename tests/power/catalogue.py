@@ -747,6 +747,21 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "gpt-oss"),
         ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
          "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
+        ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
+         "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),
+         "gemma4"),
+        ("ranks after the first rotate layers without a window by the windows' base", "tp2", attention_core,
+         "build_rotations", lambda original, topology: lambda config, context: original(
+             replace(config, rotary_base=100.0) if topology.tp.rank else config, context), "gemma4"),
+        ("ranks after the first use keys as values after their norm", "tp2", attention.Attention,
+         "_complete_keys_as_values", lambda original, topology: lambda self, *heads: (
+             _normed_values(self, *original(self, *heads)) if topology.tp.rank else original(self, *heads)),
+         "gemma4"),
+        ("keys are used as values after their norm", "tp2", attention.Attention, "_complete_keys_as_values",
+         lambda original, _: lambda self, *heads: _normed_values(self, *original(self, *heads)), "gemma4",
+         SAME),
+        ("gradients of the factors of layers' outputs are not summed", "tp2+sp", layer.OutputScale,
+         "__init__", complete_over("weight"), "gemma4"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",
@@ -863,6 +878,12 @@ def _rolled(pending: Pending, halves: bool = False) -> Pending:
 def _swap_in_place(whole: Tensor) -> Pending:
     whole.copy_(whole.roll(len(whole) // 2, 0).clone())
     return Pending(whole, None)
+
+
+def _normed_values(attention: Any, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Return the heads of attention whose values are computed from its keys after their norm."""
+    *others, keys, _ = heads
+    return *others, keys, attention.value_norm(keys)
 
 
 def _own(collectives: Any, x: Tensor) -> Pending:

@@ -31,6 +31,7 @@ MODELS = (
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
+    | {"gemma4": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -43,6 +44,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
+    "gemma4": {
+        **{"window_size": (10, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_kv_shared_layers": 1},
+        **{"full_attention_kv_channels": 12, "full_attention_query_groups": 1, "qk_layernorm": True},
+        **{"keys_as_values": "full_attention", "value_layernorm": True, "layer_output_scale": True},
+        **{"rope_scaling": "proportional", "window_rope_scaling": False, "window_rotary_base": 100.0},
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }

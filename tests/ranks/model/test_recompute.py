@@ -47,11 +47,22 @@ CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+SHARED = {
+    **{**GEMMA, "norm_position": "pre", "num_kv_shared_layers": 2, "value_layernorm": True},
+    **{"keys_as_values": "full_attention", "full_attention_query_groups": 1, "layer_output_scale": True},
+    "full_attention_kv_channels": 8,
+}
 MODELS = {
     "gpt": MODEL,
     **{
         name: ModelConfig(**{**vars(MODEL), **fields})
-        for name, fields in (("llama", LLAMA), ("qwen", QWEN), ("neox", NEOX), ("gemma", GEMMA))
+        for name, fields in (
+            ("llama", LLAMA),
+            ("qwen", QWEN),
+            ("neox", NEOX),
+            ("gemma", GEMMA),
+            ("shared", SHARED),
+        )
     },
 }
 

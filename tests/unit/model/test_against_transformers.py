@@ -281,7 +281,7 @@ def gemma4_config(choose):
         global_head_dim=choose((8, 12)),
         num_global_key_value_heads=choose((None, 1, 2)) if as_values else None,
         attention_k_eq_v=as_values,
-        num_kv_shared_layers=choose((0, 1, 3)),
+        num_kv_shared_layers=choose((3, 1, 0)),
         use_double_wide_mlp=choose((True, False)),
         hidden_size=choose((16, 36, 64)),  # see gemma_fields
         intermediate_size=choose((30, 37)),
@@ -377,9 +377,9 @@ def random_ids(hf_config, num_samples, length, seed):
 def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
     more = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
-    if kind == "gemma4":  # otherwise layers that share keys fail without embeddings of each layer
-        hf_config.output_hidden_states = True
     model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
+    if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
+        model.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
