@@ -224,6 +224,10 @@ class ModelConfig:
     )
     """Compute attention and MLP of a layer from the same hidden states, each with its norm, and add both
     (GPT-NeoX), instead of one after the other."""
+    parallel_shared_norm: bool = field(
+        default=False, metadata=option(only_with=("parallel_residual", (True,)), in_megatron=False)
+    )
+    """With --parallel-residual, attention and MLP share one norm (GPT-J)."""
     norm_epsilon: float = field(
         default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     )
@@ -280,6 +284,12 @@ class ModelConfig:
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
+    add_mlp_bias: bool = field(
+        default=False, metadata=option(only_with=("add_bias_linear", (False,)), in_megatron=False)
+    )
+    """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
+    add_output_bias: bool = field(default=False, metadata=option(in_megatron=False))
+    """Add a bias to the logits, as GPT-J does. A BERT always does."""
     qk_layernorm: bool = False
     """Normalize queries and keys before attention, with the norm of --normalization."""
     qk_layernorm_width: QKNormWidth = field(
@@ -520,6 +530,11 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Return whether queries, keys and values have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Return whether the linear layers of the MLP have a bias."""
+        return self.add_bias_linear or self.add_mlp_bias
 
     @property
     def ffn_size(self) -> int:

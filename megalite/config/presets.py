@@ -26,6 +26,19 @@ _BLOOM = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+_GPTJ = replace(
+    _GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.25,
+    rotary_interleaved=True,
+    parallel_residual=True,
+    parallel_shared_norm=True,
+    add_bias_linear=False,
+    add_mlp_bias=True,
+    add_output_bias=True,
+    untie_embeddings_and_output_weights=True,
+    vocab_size=50400,
+)
 _LLAMA = ModelConfig(
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -232,6 +245,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
+    "gpt-j-6b": _sized(_GPTJ, 28, 4096, 16, 2048),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),
     "bert-large": _sized(_BERT, 24, 1024, 16, 512),

@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.bert,
     model_rules.experts,
     model_rules.norm_position,
+    model_rules.shared_norm,
     model_rules.qk_norm,
     model_rules.mup,
     model_rules.qk_clip,

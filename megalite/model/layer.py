@@ -138,7 +138,7 @@ class SandwichNormLayer(TransformerLayer):
 
 
 class ParallelLayer(TransformerLayer):
-    """Computes one layer whose blocks have the same input (Wang and Komatsuzaki 2021; Black et al. 2022)."""
+    """Computes one layer whose blocks have the same input (Black et al. 2022)."""
 
     @wrap_point
     def forward(
@@ -154,6 +154,27 @@ class ParallelLayer(TransformerLayer):
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, given
         )
+
+
+class SharedNormLayer(ParallelLayer):
+    """Computes one layer whose blocks have the same input and one norm (GPT-J: Wang and Komatsuzaki 2021)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+        super().__init__(config, context, core, layer)
+        del self.mlp_norm
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
+        normed, x = self.attention_norm(x)
+        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
+        total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
+        y, bias, terms, _ = self.mlp(normed)
+        x = self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers))
+        return WithTerms.if_any(x, terms, given)
 
 
 class OutputScale(nn.Module):
@@ -179,5 +200,6 @@ LAYERS: Mapping[str, type[TransformerLayer]] = {
 
 def layer_class(config: ModelConfig) -> type[TransformerLayer]:
     """Return the class of the config's layers."""
-    is_parallel = config.parallel_residual and config.norm_position == "pre"
-    return ParallelLayer if is_parallel else LAYERS[config.norm_position]
+    if config.parallel_residual and config.norm_position == "pre":
+        return SharedNormLayer if config.parallel_shared_norm else ParallelLayer
+    return LAYERS[config.norm_position]

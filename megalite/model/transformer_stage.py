@@ -65,11 +65,13 @@ class TransformerStage(Stage):
     def build_last_part(self) -> None:
         """Build the final norm and the output layer."""
         super().build_last_part()
-        self.output = OutputLayer(self.config, self.context, is_tied=self.is_tied)
+        has_bias = self.config.add_output_bias and self.config.architecture == "gpt"
+        self.output = OutputLayer(self.config, self.context, is_tied=self.is_tied, has_bias=has_bias)
 
     def last_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters of the final norm and the logits."""
-        return *super().last_parameters(), self.output_weight
+        bias = () if self.output.bias is None else (self.output.bias,)
+        return *super().last_parameters(), self.output_weight, *bias
 
     def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Return the keys of the layers' dropouts, and the tokens' positions."""

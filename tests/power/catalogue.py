@@ -362,6 +362,12 @@ def _gathered_once(original: Callable[..., Any], _: Topology) -> Callable[..., A
     return gather
 
 
+def _complete_normed_keys(layer: Any, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    *gate, k = others
+    keys = layer.key_norm(k)
+    return layer.query_norm(q), *gate, keys, layer.value_norm(keys)
+
+
 def _order_of_slices(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
     def reduced(x: Tensor, tp: Any) -> Tensor:
         return original(x.roll(len(x) // tp.size, 0), tp)
@@ -754,12 +760,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "build_rotations", lambda original, topology: lambda config, context: original(
              replace(config, rotary_base=100.0) if topology.tp.rank else config, context), "gemma4"),
         ("ranks after the first use keys as values after their norm", "tp2", attention.Attention,
-         "_complete_keys_as_values", lambda original, topology: lambda self, *heads: (
-             _normed_values(self, *original(self, *heads)) if topology.tp.rank else original(self, *heads)),
-         "gemma4"),
+         "_complete_keys_as_values", lambda original, topology: (
+             _complete_normed_keys if topology.tp.rank else original), "gemma4"),
         ("keys are used as values after their norm", "tp2", attention.Attention, "_complete_keys_as_values",
-         lambda original, _: lambda self, *heads: _normed_values(self, *original(self, *heads)), "gemma4",
-         SAME),
+         instead(_complete_normed_keys), "gemma4", SAME),
         ("gradients of the factors of layers' outputs are not summed", "tp2+sp", layer.OutputScale,
          "__init__", complete_over("weight"), "gemma4"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
@@ -878,12 +882,6 @@ def _rolled(pending: Pending, halves: bool = False) -> Pending:
 def _swap_in_place(whole: Tensor) -> Pending:
     whole.copy_(whole.roll(len(whole) // 2, 0).clone())
     return Pending(whole, None)
-
-
-def _normed_values(attention: Any, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Return the heads of attention whose values are computed from its keys after their norm."""
-    *others, keys, _ = heads
-    return *others, keys, attention.value_norm(keys)
 
 
 def _own(collectives: Any, x: Tensor) -> Pending:

@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"full_attention_kv_channels": 12, "full_attention_query_groups": 1, "qk_layernorm": True},
         **{"keys_as_values": "full_attention", "value_layernorm": True, "layer_output_scale": True},
         **{"rope_scaling": "proportional", "window_rope_scaling": False, "window_rotary_base": 100.0},
+        "proportional_rotary_share": 0.5,
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }

@@ -162,6 +162,9 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
+    for name, buffer in model.named_buffers():
+        if (own := in_file.get(family.full_name(name))) is not None:  # a parameter of ours
+            buffer.copy_(given.rounded(files.tensor(own)))
     prefix = family.layer[0].theirs[0].split(".{}")[0]
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()

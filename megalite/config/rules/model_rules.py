@@ -181,6 +181,10 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
             "keys and values need them",
         )
+    if model.add_mlp_bias:
+        yield Problem(
+            ("num_experts", "add_mlp_bias"), f"--add-mlp-bias with {given}: experts have no biases; remove it"
+        )
     if config.training.compile:
         yield Problem(
             ("num_experts", "compile"),
@@ -208,6 +212,18 @@ def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
             "whose norms' outputs are kept for the residual connections: pass core_attn or mlp_act, or "
             "--recompute-granularity full",
+        )
+
+
+def shared_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a norm of two blocks is not recomputed: the output would be kept for the other block."""
+    modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
+    model = config.model
+    if model.parallel_residual and model.parallel_shared_norm and modules:
+        yield Problem(
+            ("parallel_shared_norm", "recompute_modules"),
+            f"--recompute-modules {' '.join(modules)} with --parallel-shared-norm, whose norm's output both "
+            "blocks keep: pass core_attn or mlp_act, or --recompute-granularity full",
         )
 
 

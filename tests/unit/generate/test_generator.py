@@ -17,6 +17,8 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -121,6 +123,10 @@ THEIRS |= {
     "ministral3": (
         Ministral3ForCausalLM,
         Ministral3Config(**SIZES, **COMMON, head_dim=10, rope_parameters=SCALED_QUERIES),
+    ),
+    "gptj": (
+        GPTJForCausalLM,
+        GPTJConfig(n_layer=2, n_head=3, n_embd=24, n_positions=40, rotary_dim=4, **COMMON),
     ),
     "gpt_neox": (
         GPTNeoXForCausalLM,

@@ -23,6 +23,8 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -73,6 +75,7 @@ MODELS = {
     "gemma3": Gemma3ForCausalLM,
     "gemma4": Gemma4ForCausalLM,
     "gpt_neox": GPTNeoXForCausalLM,
+    "gptj": GPTJForCausalLM,
     "mixtral": MixtralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "olmoe": OlmoeForCausalLM,
@@ -323,6 +326,24 @@ def gpt_neox_config(choose):
     )
 
 
+def gptj_config(choose):
+    heads = choose((1, 2, 3, 5))
+    return GPTJConfig(
+        n_layer=choose((1, 2, 3)),
+        n_head=heads,
+        n_embd=heads * choose((8, 16)),
+        n_inner=choose((None, 30, 37)),
+        n_positions=NUM_POSITIONS,
+        rotary_dim=choose((2, 4, 8)),
+        vocab_size=choose((97, 301, 384)),
+        activation_function=choose(("gelu_new", "gelu", "relu")),
+        layer_norm_epsilon=choose((1e-5, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
 def experts(choose, width):
     return {
         "num_local_experts": choose((3, 4, 7)),
@@ -363,6 +384,7 @@ CONFIGS = {
     "gemma3": gemma3_config,
     "gemma4": gemma4_config,
     "gpt_neox": gpt_neox_config,
+    "gptj": gptj_config,
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
@@ -487,11 +509,11 @@ def test_padding_rows_get_no_gradient(kind, one_rank):
     ours = build_ours(build_theirs(kind, hf_config, 0), one_rank)
     assert ours.vocab_size == 301
     with torch.no_grad():  # whatever stands in them
-        for name in ("embedding.word.weight", "output.weight"):
+        for name in ("embedding.word.weight", "output.weight", "output.bias"):
             if name in dict(ours.named_parameters()):
                 ours.get_parameter(name)[301:] = 1e4
     _, _, gradients = run_ours(ours, random_ids(hf_config, 2, 18, 0))
-    for name in {"embedding.word.weight", "output.weight"} & set(gradients):
+    for name in {"embedding.word.weight", "output.weight", "output.bias"} & set(gradients):
         assert gradients[name].shape[0] == 384
         assert torch.count_nonzero(gradients[name][301:]) == 0
         assert torch.isfinite(gradients[name]).all()

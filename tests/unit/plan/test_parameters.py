@@ -53,6 +53,7 @@ MODELS = {
     "gemma": replace(
         PRESETS["gemma3-1b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
     ),
+    "gpt-j": replace(PRESETS["gpt-j-6b"], num_layers=4, hidden_size=64, num_attention_heads=8),
     "gemma 4": replace(PRESETS["gemma4-31b"], **GEMMA4),
     "experts": replace(
         PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
@@ -103,6 +104,7 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
         ("ministral3-8b", 8_489_553_920),
+        ("gpt-j-6b", 6_050_882_784),
         ("pythia-6.9b", 6_857_302_016),
     ],
 )

@@ -71,7 +71,7 @@ class Module:
         in_layer: returns whether a layer of a kind has the module; by default it has.
     """
 
-    kind: Literal["table", "norm", "linear", "qkv", "vector"]
+    kind: Literal["table", "norm", "linear", "qkv", "mlp", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
@@ -92,6 +92,7 @@ class Module:
             "norm": config.normalization == "LayerNorm",
             "linear": config.add_bias_linear,
             "qkv": config.has_qkv_bias,
+            "mlp": config.has_mlp_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
             experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
