@@ -103,6 +103,7 @@ CASES = {
     ),
     "gemma 4": _small(
         preset="llama-tiny",
+        num_layers=4,
         qk_layernorm=True,
         window_size=(9, 0),
         window_attn_skip_freq=(2,),

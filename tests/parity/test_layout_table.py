@@ -50,6 +50,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "qk_layernorm": True},
     },
+    "gpt-tiny, gpt-j": {
+        **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
+        **{"parallel_residual": True, "parallel_shared_norm": True, "add_bias_linear": False},
+        **{"add_mlp_bias": True, "add_output_bias": True, "untie_embeddings_and_output_weights": True},
+    },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
         **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
@@ -91,7 +96,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    GEMMA4: 0.1,
+    **{GEMMA4: 0.1, "gpt-tiny, gpt-j": 0.1},
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
     **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},

@@ -55,9 +55,9 @@ def _read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
         own["num_key_value_heads"] = hf["num_global_key_value_heads"]
     by_layer, types = hf.get("per_layer_config"), hf.get("layer_types")
     if by_layer is not None and types is not None:
-        full = {str(number) for number, kind in enumerate(types) if kind == FULL}
+        full = {number for number, kind in enumerate(types) if kind == FULL}
         own = next(iter(by_layer.values()), {})
-        if any(each != own for each in by_layer.values()) or {*map(str, by_layer)} != full:
+        if any(each != own for each in by_layer.values()) or {*map(int, by_layer)} != full:
             raise UserError(
                 f"gemma4_text with other sizes than one for all layers of {FULL} cannot be converted"
             )

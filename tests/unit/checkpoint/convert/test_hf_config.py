@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import (
+    BloomConfig,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
@@ -26,6 +34,8 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_leng
 FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
+GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
+PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -184,6 +194,21 @@ def test_a_converted_config_is_of_its_family(config):
 @pytest.mark.parametrize(
     ("hf_config", "cause"),
     [
+        *(
+            ({"model_type": name}, f"'{name}' cannot be converted: gpt2, ")
+            for name in (
+                *("gemma3n", "gemma3n_text", "gemma4", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+                "kimi_linear",
+            )
+        ),
+        ({**GEMMA4, "hidden_size_per_layer_input": 256}, "gemma4_text with hidden_size_per_layer_input"),
+        ({**GEMMA4, "enable_moe_block": True}, "gemma4_text with enable_moe_block True"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention all"),
+        ({**GEMMA4, "altup_num_inputs": 4}, "gemma4_text with altup_num_inputs 4"),
+        ({**GEMMA4, "per_layer_config": {"5": {"head_dim": 9}}}, "other sizes than one for all layers"),
+        ({**GEMMA4, "rope_parameters": {"full_attention": PROPORTIONAL}}, "'proportional' with factor 2.0"),
+        (GPTJConfig(rotary_dim=512).to_dict(), "gptj with rotary_dim 512"),
+        (GPTJConfig(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0"),
         ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, mistral, "),
         ({**LLAMA, "rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' without factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": None}, "'linear' without factor"),
