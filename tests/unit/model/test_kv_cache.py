@@ -142,3 +142,8 @@ def test_no_token_sees_nothing(preset, one_rank):
         )
         assert not bias.isneginf().all(-1).any()
         assert bias[1, :, -1, :4].isneginf().all()
+
+
+def test_layers_that_share_keys_have_one_cache(one_rank):
+    _, cached = both(config_of("llama-tiny, shared keys"), one_rank)
+    assert cached.core.layers.keys() == {0, 1}  # of 4 layers
