@@ -6,6 +6,7 @@ Shapes: s sequence, b microbatch, h hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +38,22 @@ class LossTerm(NamedTuple):
 
 
 Terms = Mapping[str, LossTerm]
+SharedKeys = Mapping[int, tuple[Tensor, Tensor]]
+"""Keys and values that later layers attend to, by the number of the layer that computes them."""
 
 
 class WithTerms(NamedTuple):
-    """Holds the output of a layer or a stage that also computes terms of the loss.
+    """Holds the output of a layer or a stage that also computes terms of the loss, or keys for later layers.
 
     Attributes:
         hidden: ``[s, b, h]``; None on the last stage.
         terms: terms by name; a layer's are added to terms of the same name from other layers.
+        keys: a layer's keys and values for later layers of its stage.
     """
 
     hidden: Tensor | None
     terms: Terms
+    keys: SharedKeys = MappingProxyType({})
 
     @staticmethod
     def of(output: Tensor | WithTerms) -> WithTerms:
@@ -56,9 +61,9 @@ class WithTerms(NamedTuple):
         return output if isinstance(output, WithTerms) else WithTerms(output, {})
 
     @staticmethod
-    def if_any(hidden: Tensor, terms: Terms) -> Tensor | WithTerms:
-        """Return the output of a layer that computes these terms, which can be none."""
-        return WithTerms(hidden, terms) if terms else hidden
+    def if_any(hidden: Tensor, terms: Terms, keys: SharedKeys) -> Tensor | WithTerms:
+        """Return the output of a layer that computes these terms and keys, which can be none."""
+        return WithTerms(hidden, terms, keys) if terms or keys else hidden
 
     @staticmethod
     def of_last(output: Tensor | WithTerms) -> WithTerms:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megalite.config.layer_kind import LayerKind, is_marked
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -25,7 +26,8 @@ NUM_BERT_SPECIAL = 3
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post", "output", "sandwich"]
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "proportional"]
+KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
@@ -49,29 +51,12 @@ _GATED: dict[str, Any] = {
     "same_shapes": True,
     "only_with": ("activation", ("swiglu", "geglu", "quick_geglu")),
 }
+_FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
 _LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Describes in what a layer differs from other layers of its model.
-
-    Attributes:
-        window: largest number of keys before its own that a query attends to; None without this limit.
-        rotary: whether queries and keys are rotated by their position, in a model with rope.
-        own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
-            from those of other layers.
-        has_experts: whether the MLP is a mixture of experts.
-    """
-
-    window: int | None = None
-    rotary: bool = True
-    own_rotary: bool = False
-    has_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +101,20 @@ class ModelConfig:
     """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
     v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
     """Size of a head's values."""
+    full_attention_kv_channels: int | None = field(default=None, metadata=option(**_FULL_ATTENTION))
+    """Size of one attention head in layers without a window (Gemma 4). By default --kv-channels."""
+    full_attention_query_groups: int | None = field(default=None, metadata=option(**_FULL_ATTENTION))
+    """Number of key/value heads in layers without a window (Gemma 4). By default --num-query-groups."""
+    keys_as_values: KeysAsValues = field(default="none", metadata=option(in_megatron=False))
+    """Layers whose values are the keys before norm and rotation, without a projection of their own: none,
+    those without a window (full_attention: Gemma 4), or all."""
+    num_kv_shared_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
+    """The last layers, this many, attend to keys and values of the last layer before them with the same
+    window and rotation (Gemma 4)."""
+    kv_shared_ffn_hidden_size: int | None = field(
+        default=None, metadata=option(allowed=SIZE, in_megatron=False)
+    )
+    """Width of the MLP in layers of --num-kv-shared-layers. By default --ffn-hidden-size."""
     seq_length: int = field(
         default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
     )
@@ -163,8 +162,26 @@ class ModelConfig:
         default="none", metadata=option(sets={"--use-rope-scaling": "llama3"}, in_megatron=False, **_ROPE)
     )
     """Change of the rotary frequencies for samples longer than --original-max-position-embeddings."""
-    window_rope_scaling: bool = field(default=True, metadata=option(in_megatron=False, **_SCALED))
+    window_rope_scaling: bool = field(
+        default=True,
+        metadata=option(
+            same_shapes=True,
+            only_with=("rope_scaling", ("linear", "llama3", "yarn", "proportional")),
+            in_megatron=False,
+        ),
+    )
     """Also scale the rotary frequencies in layers with a window; OLMo 3 does not."""
+    proportional_rotary_share: float = field(
+        default=0.25,
+        metadata=option(
+            allowed=NONZERO_SHARE,
+            same_shapes=True,
+            only_with=("rope_scaling", ("proportional",)),
+            in_megatron=False,
+        ),
+    )
+    """Share of the rotary frequencies, from the highest on, that --rope-scaling proportional keeps; the
+    others are 0 (Gemma 4)."""
     rope_scaling_factor: float = field(default=8.0, metadata=option(allowed=POSITIVE, **_SCALED))
     """How many times longer the samples may be."""
     original_max_position_embeddings: int = field(
@@ -221,6 +238,10 @@ class ModelConfig:
     )
     """Compute attention and MLP of a layer from the same hidden states, each with its norm, and add both
     (GPT-NeoX), instead of one after the other."""
+    parallel_shared_norm: bool = field(
+        default=False, metadata=option(only_with=("parallel_residual", (True,)), in_megatron=False)
+    )
+    """With --parallel-residual, attention and MLP share one norm (GPT-J)."""
     norm_epsilon: float = field(
         default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     )
@@ -277,6 +298,12 @@ class ModelConfig:
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
+    add_mlp_bias: bool = field(
+        default=False, metadata=option(only_with=("add_bias_linear", (False,)), in_megatron=False)
+    )
+    """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
+    add_output_bias: bool = field(default=False, metadata=option(in_megatron=False))
+    """Add a bias to the logits, as GPT-J does. A BERT always does."""
     qk_layernorm: bool = False
     """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
     attention, normalize the latents."""
@@ -298,6 +325,10 @@ class ModelConfig:
         metadata=option(allowed=SHARE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))),
     )
     """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
+    value_layernorm: bool = field(default=False, metadata=option(in_megatron=False))
+    """Normalize each head's values by an RMSNorm without a weight (Gemma 4)."""
+    layer_output_scale: bool = field(default=False, metadata=option(in_megatron=False))
+    """Multiply the hidden states after each layer by a learned number, which begins as 1 (Gemma 4)."""
     embed_layernorm: bool = False
     """Normalize the embeddings before the first layer, as BLOOM does."""
     untie_embeddings_and_output_weights: bool = False
@@ -403,16 +434,76 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
+        window, rotary = self._window_and_rotary(number)
+        is_full = window is None
+        head_dim, groups = self.full_attention_kv_channels, self.full_attention_query_groups
+        source, gives_keys = self._shared_keys(number)
+        as_values = self.keys_as_values == "all" or (self.keys_as_values == "full_attention" and is_full)
+        return LayerKind(
+            window=window,
+            rotary=rotary,
+            own_rotary=not is_full and self.windows_differ_in_rotary,
+            has_experts=self._has_experts(number),
+            head_dim=head_dim if is_full and head_dim != self.head_dim else None,
+            num_kv_heads=groups if is_full and groups != self.num_kv_heads else None,
+            keys_as_values=as_values and source is None,
+            key_source=source,
+            gives_keys=gives_keys,
+        )
+
+    def _window_and_rotary(self, number: int) -> tuple[int | None, bool]:
+        """Return a layer's window, and whether it rotates queries and keys."""
         window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
-        if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
+        if window is not None and skipped is not None and not is_marked(skipped, number, every_nth=0):
             window = None
         has_rope = self.position_embedding_type != "rope" or unrotated is None
-        return LayerKind(
-            window=None if window is None else window[0],
-            rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
-            own_rotary=window is not None and self.windows_differ_in_rotary,
-            has_experts=self._has_experts(number),
+        return (
+            None if window is None else window[0],
+            has_rope or not is_marked(unrotated or (), number, every_nth=1),
         )
+
+    def _shared_keys(self, number: int) -> tuple[int | None, bool]:
+        """Return the layer whose keys and values a layer attends to, and whether it gives its own to others.
+
+        Layers share keys and values with layers of the same window and rotation only.
+        """
+        first = self.num_layers - self.num_kv_shared_layers  # that shares
+        if first == self.num_layers:
+            return None, False
+        own = self._window_and_rotary(number)
+        before = (i for i in reversed(range(first)) if self._window_and_rotary(i) == own)
+        last = next(before, None)  # of the layers with keys of their own
+        return (last, False) if number >= first else (None, last == number)
+
+    def for_kind(self, kind: LayerKind) -> ModelConfig:
+        """Return the config with the sizes of a layer of this kind."""
+        width = None if kind.key_source is None else self.kv_shared_ffn_hidden_size
+        sizes = {
+            "kv_channels": kind.head_dim,
+            "num_query_groups": kind.num_kv_heads,
+            "ffn_hidden_size": width,
+        }
+        changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+        return replace(self, **changes) if changes else self
+
+    @property
+    def head_kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of layers with keys of their own, as far as the sizes of heads depend on them.
+
+        The last is the kind of layers without a window.
+        """
+        of_windows = LayerKind(keys_as_values=self.keys_as_values == "all")
+        full = LayerKind(
+            head_dim=self.full_attention_kv_channels,
+            num_kv_heads=self.full_attention_query_groups,
+            keys_as_values=self.keys_as_values != "none",
+        )
+        return (full,) if self.window_size is None else tuple(dict.fromkeys((of_windows, full)))
+
+    @property
+    def widest_heads(self) -> ModelConfig:
+        """Return the config with the sizes of the layers that have the largest attention heads."""
+        return max(map(self.for_kind, self.head_kinds), key=lambda config: config.head_dim)
 
     @property
     def has_experts(self) -> bool:
@@ -430,10 +521,19 @@ class ModelConfig:
 
     @property
     def windows_differ_in_rotary(self) -> bool:
-        """Return whether rotary positions have another base or scaling in layers with a window."""
+        """Return whether rotary positions have another base, scaling or size in layers with a window."""
         has_base = self.window_rotary_base not in (None, self.rotary_base)
         has_scaling = self.rope_scaling != "none" and not self.window_rope_scaling
-        return self.position_embedding_type == "rope" and (has_base or has_scaling)
+        has_size = self.full_attention_kv_channels not in (None, self.head_dim)
+        return self.position_embedding_type == "rope" and (has_base or has_scaling or has_size)
+
+    @property
+    def windows_differ(self) -> bool:
+        """Return whether layers with a window differ from the others in more than what a query sees."""
+        has_groups = self.full_attention_query_groups not in (None, self.num_kv_heads)
+        has_size = self.full_attention_kv_channels not in (None, self.head_dim)
+        has_values = self.keys_as_values == "full_attention"
+        return self.windows_differ_in_rotary or has_size or has_groups or has_values
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -471,6 +571,11 @@ class ModelConfig:
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def has_mlp_bias(self) -> bool:
+        """Return whether the linear layers of the MLP have a bias."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
     def ffn_size(self) -> int:
         """Return the width of the MLP, resolved."""
         if self.ffn_hidden_size is not None:
@@ -493,19 +598,19 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        rows = self.ffn_size * self._num_halves
+        config = self.for_kind(kind)
+        rows = config.ffn_size * self._num_halves
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
-            width = count * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            width = count * config.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
             rows = width * self._num_halves + self.num_experts
-        return self._attention_weights + self.hidden_size * rows
+        return config._attention_weights(kind) + self.hidden_size * rows
 
-    @property
-    def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of an attention block."""
+    def _attention_weights(self, kind: LayerKind) -> int:
+        """Return the number of elements of the matrices of an attention block, in a config for the kind."""
         if not self.multi_latent_attention:
-            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+            heads = self.num_head_groups(kind) * sum(self.group_heads(kind)) + self.num_attention_heads
             return self.hidden_size * heads * self.head_dim
         queries = self.num_attention_heads * self.head_dim
         of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
@@ -566,14 +671,24 @@ class ModelConfig:
         """Return the number of key/value heads, resolved."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
-    @property
-    def group_heads(self) -> tuple[int, ...]:
-        """Return how many heads a key/value head has in the query/key/value projection, by kind.
+    def num_head_groups(self, kind: LayerKind) -> int:
+        """Return by how many groups of heads the query/key/value projection of a layer is ordered.
 
-        The kinds are queries, their gates if there are gates, one key and one value.
+        It is one for each key/value head. Without keys, it is one for each query head.
         """
-        queries = self.num_attention_heads // self.num_kv_heads
-        return (queries, queries, 1, 1) if self.attention_output_gate else (queries, 1, 1)
+        return self.num_kv_heads if kind.key_source is None else self.num_attention_heads
+
+    def group_heads(self, kind: LayerKind) -> tuple[int, ...]:
+        """Return how many heads of each sort a group has in the query/key/value projection of a layer.
+
+        The sorts are queries, their gates if there are gates, and, unless the layer attends to keys of an
+        earlier one, one key, and one value unless it is the key.
+        """
+        queries = self.num_attention_heads // self.num_head_groups(kind)
+        gates = (queries,) if self.attention_output_gate else ()
+        keys = (1,) if kind.key_source is None else ()
+        values = () if kind.keys_as_values else keys
+        return queries, *gates, *keys, *values
 
     @property
     def num_positions(self) -> int:
@@ -621,19 +736,6 @@ def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
             f"pass --pad-vocab-size-to {_round_up(target, tp)}"
         )
     return problems
-
-
-def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
-    """Return whether a pattern of layers marks a layer with 1.
-
-    Args:
-        pattern: a number for each layer, or a single number N.
-        every_nth: mark of every Nth layer of a single number; the other layers have the other mark.
-    """
-    if len(pattern) > 1:
-        return pattern[number] == 1
-    is_nth = pattern[0] > 0 and (number + 1) % pattern[0] == 0
-    return is_nth == (every_nth == 1)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -64,6 +64,15 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     windows = tuple(int(kind.window is not None) for kind in kinds)
     unrotated = tuple(int(not kind.rotary) for kind in kinds)
     with_experts = tuple(int(kind.has_experts) for kind in kinds)
+    as_values = tuple(int(kind.keys_as_values) for kind in kinds)
+    shared_width = model.kv_shared_ffn_hidden_size
+    has_shared_width = any(kind.key_source is not None for kind in kinds) and shared_width != model.ffn_size
+    of_kinds = {
+        "full_attention_kv_channels": _first(kind.head_dim for kind in kinds),
+        "full_attention_query_groups": _first(kind.num_kv_heads for kind in kinds),
+        "keys_as_values": as_values if any(as_values) else "none",
+        "kv_shared_ffn_hidden_size": shared_width if has_shared_width else None,
+    }
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
         "window_rope_scaling": model.window_rope_scaling,
@@ -73,5 +82,11 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
         "no_rope_freq": unrotated if any(unrotated) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,
         **({"ffn_hidden_size": None} if all(with_experts) else {}),
+        **of_kinds,
         **(rotary if any(windows) else dict.fromkeys(rotary)),
     }
+
+
+def _first(sizes: Iterable[int | None]) -> int | None:
+    """Return the first size that is not None, if there is one."""
+    return next((size for size in sizes if size is not None), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 
 CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"
 """The convention for TFLOP/s and MFU, in plans and in training's log."""
@@ -18,9 +18,11 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
-    hidden, features = model.hidden_size, model.num_attention_heads * (model.head_dim + model.value_dim)
+    hidden = model.hidden_size
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
-    scores_and_context = features * sum(map(model.mean_visible_keys, model.layer_kinds))
+    scores_and_context = sum(
+        _features(model, kind) * model.mean_visible_keys(kind) for kind in model.layer_kinds
+    )
     layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
     multiply_adds = layers + scores_and_context + head * model.predicted_share
     return 3 * 2 * multiply_adds
@@ -34,8 +36,16 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
     """
     causal = flops_per_token(model, tp)
-    not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in model.layer_kinds)
-    scores = 6 * model.num_attention_heads * (model.head_dim + model.value_dim) * not_counted
+    scores = 6 * sum(
+        _features(model, kind) * (model.seq_length - model.mean_visible_keys(kind))
+        for kind in model.layer_kinds
+    )
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}
+
+
+def _features(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the number of features of all query heads of a layer and of their values."""
+    config = model.for_kind(kind)
+    return config.num_attention_heads * (config.head_dim + config.value_dim)

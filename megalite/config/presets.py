@@ -26,6 +26,19 @@ _BLOOM = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+_GPTJ = replace(
+    _GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.25,
+    rotary_interleaved=True,
+    parallel_residual=True,
+    parallel_shared_norm=True,
+    add_bias_linear=False,
+    add_mlp_bias=True,
+    add_output_bias=True,
+    untie_embeddings_and_output_weights=True,
+    vocab_size=50400,
+)
 _LLAMA = ModelConfig(
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -131,6 +144,17 @@ _GEMMA3 = replace(
     rotary_base=1e6,
     window_rotary_base=10000.0,
     vocab_size=262144,
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    zero_centered_norms=False,
+    full_attention_kv_channels=512,
+    value_layernorm=True,
+    layer_output_scale=True,
+    rope_scaling="proportional",
+    window_rope_scaling=False,
+    query_pre_attn_scalar=1.0,
+    final_logit_softcapping=30.0,
 )
 _SMOLLM3 = replace(
     _LLAMA,
@@ -255,8 +279,18 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_query_groups=1,
         embedding_multiplier=1152**0.5,
     ),
+    "gemma4-31b": replace(
+        _sized(_GEMMA4, 60, 5376, 32, 262144),
+        ffn_hidden_size=21504,
+        num_query_groups=16,
+        full_attention_query_groups=4,
+        keys_as_values="full_attention",
+        window_size=(1023, 0),
+        embedding_multiplier=5376**0.5,
+    ),
     "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
+    "gpt-j-6b": _sized(_GPTJ, 28, 4096, 16, 2048),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),
     "bert-large": _sized(_BERT, 24, 1024, 16, 512),

@@ -87,7 +87,7 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         yield "gemm_epilogues", "a dry run computes nothing"
     if model.params_dtype not in ("bf16", "fp16"):
         yield "gemm_epilogues", f"only GEMMs in bf16 and fp16 have epilogues, not in {model.params_dtype}"
-    if model.activation != "gelu" and not model.add_bias_linear:
+    if model.activation != "gelu" and not model.has_mlp_bias:
         yield "gemm_epilogues", f"the activation is {model.activation}, and no linear layer has a bias"
     yield from _recompute_reasons(config)
     yield from _parallel_reasons(config, world_size)
@@ -119,6 +119,10 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mup_base_width is None:
         yield "mup_base_head_dim", "--mup-base-width is not set"
+    if model.parallel_shared_norm and model.norm_position != "pre":
+        yield "parallel_shared_norm", f"--norm-position is {model.norm_position}, not pre"
+    if model.architecture == "bert":
+        yield "add_output_bias", "the head of a BERT has a bias"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"

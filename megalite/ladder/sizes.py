@@ -182,13 +182,15 @@ def scaled_run(reference: LadderRun, rules: ScalingRules, size: int, ratio: floa
 def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig:
     """Return the model with `size` layers or this hidden size.
 
-    The ratios of its widths, the size of a head and the query heads of a group are kept.
+    The ratios of its widths, the size of a head, the query heads of a group and the share of layers with keys
+    of earlier ones are kept.
 
     Raises:
         UserError: the width has no whole number of heads or, with tensor parallelism, of heads per rank.
     """
     model = config.model
-    shared = model.num_attention_heads // model.num_kv_heads if model.num_kv_heads > 1 else 1
+    of_kinds = [model.for_kind(kind).num_kv_heads for kind in model.head_kinds]
+    shared = math.lcm(*(model.num_attention_heads // count for count in of_kinds if count > 1))
     heads_per_step = shared * config.parallel.tp
     step = model.hidden_size // model.num_attention_heads * heads_per_step
     if dimension == "depth":
@@ -202,16 +204,18 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
             + (f"{below} or {below + step}" if below else str(step))
         )
     heads = hidden // step * heads_per_step
-    groups = None if model.num_query_groups is None else max(1, heads // shared)
-    if model.num_kv_heads == 1:
-        groups = model.num_query_groups
     factor, growth = model.embedding_multiplier, hidden / model.hidden_size
     return replace(
         model,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_query_groups=groups,
+        num_query_groups=_scaled_groups(model.num_query_groups, heads, model.num_attention_heads),
+        full_attention_query_groups=_scaled_groups(
+            model.full_attention_query_groups, heads, model.num_attention_heads
+        ),
+        num_kv_shared_layers=model.num_kv_shared_layers * layers // model.num_layers,
+        kv_shared_ffn_hidden_size=_scaled_ffn(model.kv_shared_ffn_hidden_size, growth),
         ffn_hidden_size=_scaled_ffn(model.ffn_hidden_size, growth),
         moe_ffn_hidden_size=_scaled_ffn(model.moe_ffn_hidden_size, growth),
         # Gemma's factor is the root of the width.
@@ -243,6 +247,11 @@ def _scaled_optimizer(optimizer: OptimizerConfig, lr_factor: float, length: floa
 
 def _scaled_ffn(width: int | None, growth: float) -> int | None:
     return width if width is None or growth == 1 else _round_up(width * growth, _FFN_MULTIPLE)
+
+
+def _scaled_groups(groups: int | None, heads: int, old_heads: int) -> int | None:
+    """Return the number of key/value heads for this number of query heads; one remains one."""
+    return groups if groups is None or groups == 1 else heads * groups // old_heads
 
 
 def _round_up(value: float, multiple: int) -> int:

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.errors import UserError, first_line
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
-from megalite.loss_terms import Terms, add_terms
+from megalite.loss_terms import SharedKeys, Terms, add_terms
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number, tree_leaves
 from megalite.wrapping import wrap
@@ -227,15 +227,16 @@ def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> 
         kept = _storages([*tree_leaves(inputs), *stage.tables()])
         before: _SavedGroup | None = None
         terms: Terms = {}
+        keys: SharedKeys = {}
         for group in stage.groups_of(len(layers)):
             run = partial(stage.run_group, group, layers)
             saved = None
             if group.start < num_layers:
                 saved = _SavedGroup(offload, [layers[i] for i in group], kept, before)
                 with saved.hooks():
-                    x, more = run(x, *inputs)
+                    x, more, keys = run(x, keys, *inputs)
             else:
-                x, more = run(x, *inputs)
+                x, more, keys = run(x, keys, *inputs)
             terms = add_terms(terms, more)
             offload.ran(saved)
             if x.requires_grad:

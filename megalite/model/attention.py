@@ -7,6 +7,8 @@ every s is s/cp outside of the attention core.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +18,7 @@ from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.context_parallel import KEY_ACCESS
-from megalite.model.norm import build_head_norm
+from megalite.model.norm import HeadRMSNorm, build_head_norm
 from megalite.model.positions import Angles, PositionInfo
 from megalite.model.sinks import SINKS
 from megalite.tensor_parallel.counter_random import Dropout
@@ -33,6 +35,9 @@ class Attention(nn.Module):
     one plain slice. With --attention-output-gate, r gates follow the queries of a group, ``[g, 2 r + 2, d]``.
     If tp > g, several ranks share a key/value head: the slice is then a part of a group, and the ranks
     all-gather their outputs and select the heads that they need.
+
+    A layer whose keys are its values has no rows of values. A layer that attends to keys and values of an
+    earlier layer has only rows of queries, and of gates, in the order of the query heads.
     """
 
     def __init__(
@@ -48,7 +53,8 @@ class Attention(nn.Module):
         self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
         self.local_heads = config.num_attention_heads // self.tp.size
-        self.build_inputs(config, context)
+        self.build_inputs(config, context, kind)
+        self.number, self.gives_keys = layer, kind.gives_keys
         self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
             config.num_attention_heads * config.value_dim,
@@ -61,10 +67,11 @@ class Attention(nn.Module):
         )
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext, kind: LayerKind) -> None:
         """Build the modules that compute queries, keys and values."""
-        self.num_groups = config.num_kv_heads
-        self.group_heads = config.group_heads
+        self.num_groups = config.num_head_groups(kind)
+        self.group_heads = config.group_heads(kind)
+        self.num_query_parts = 2 if config.attention_output_gate else 1
         qkv_size = self.num_groups * sum(self.group_heads) * self.head_dim
         group_rows = tuple(count * self.head_dim for count in self.group_heads)
         self.qkv = ColumnParallelLinear(
@@ -77,23 +84,49 @@ class Attention(nn.Module):
             width_ratio=config.width_ratio,
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
-        self.key_norm = build_head_norm(config, context, self.num_groups)
+        if kind.key_source is None:
+            self.key_norm = build_head_norm(config, context, self.num_groups)
+            self.value_norm = HeadRMSNorm(config.norm_epsilon) if config.value_layernorm else nn.Identity()
+        self.complete = self._complete_of(kind)
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        q, *gate, k, v = self.queries_keys_values(x)  # once or twice [s, b, n/tp, d], twice [s, b, g', d]
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            keys: keys and values of an earlier layer, if the layer has none of its own.
+        """
+        # q and the gate are [s, b, n/tp, d], k and v are [s, b, g', d]
+        q, *gate, k, v = *self.queries_keys_values(x), *keys
         y = self.attend(q, k, v, sample_numbers, positions, *gate)  # [s, b, n/tp, d]
-        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias)
+        given = {self.number: (k, v)} if self.gives_keys else {}
+        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=given)
 
     @communication_point
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's queries, their gates if there are gates, keys and values of ``[s, b, h]``.
 
-        The shapes are as in `forward`.
+        The shapes are as in `forward`. A layer that attends to keys of an earlier one returns no keys.
         """
-        q, *gate, k, v = self.split(self.qkv(x))
-        return self.query_norm(q), *gate, self.key_norm(k), v
+        return self.complete(*self.split(self.qkv(x)))
+
+    def _complete_of(self, kind: LayerKind) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function from the parts of the projection to the result of `queries_keys_values`."""
+        if kind.key_source is not None:
+            return self._complete_queries
+        return self._complete_keys_as_values if kind.keys_as_values else self._complete_all
+
+    def _complete_all(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        *gate, k, v = others
+        return self.query_norm(q), *gate, self.key_norm(k), self.value_norm(v)
+
+    def _complete_keys_as_values(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        return self._complete_all(q, *others, others[-1])
+
+    def _complete_queries(self, q: Tensor, *gate: Tensor) -> tuple[Tensor, ...]:
+        return self.query_norm(q), *gate
 
     @wrap_point
     def attend(
@@ -147,7 +180,7 @@ class Attention(nn.Module):
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""
         packed = qkv.unflatten(-1, (-1, sum(self.group_heads), self.head_dim))
-        if len(self.group_heads) > 3:
+        if self.group_heads[1:] != (1, 1):
             return tuple(heads.flatten(2, 3) for heads in packed.split(self.group_heads, dim=3))
         if torch.compiler.is_compiling():
             return split_heads(packed)  # the compiler derives its backward, and may fuse it
@@ -160,9 +193,10 @@ class Attention(nn.Module):
         group, member = divmod(self.tp.rank, ranks_per_group)
         full = all_gather_from(qkv, self.tp)  # [s, b, g (r + 2) d]
         own_group = full.unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]  # [s, b, r + 2, d]
-        *of_queries, k, v = own_group.split(self.group_heads, dim=-2)
+        parts, num_query_parts = own_group.split(self.group_heads, dim=-2), self.num_query_parts
         first = member * self.local_heads
-        return *(heads.narrow(2, first, self.local_heads) for heads in of_queries), k, v
+        of_queries = (heads.narrow(2, first, self.local_heads) for heads in parts[:num_query_parts])
+        return *of_queries, *parts[num_query_parts:]
 
 
 def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:

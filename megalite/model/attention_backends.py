@@ -55,6 +55,11 @@ class Case:
         return has_window or has_distances or is_packed or self.has_slice_of_queries
 
     @property
+    def head_dim(self) -> int:
+        """Return the largest size of an attention head in any layer."""
+        return self.config.widest_heads.head_dim
+
+    @property
     def has_slice_of_queries(self) -> bool:
         """Return whether a rank has some of the queries and all keys."""
         return self.context.attention_queries.count > 1
@@ -115,7 +120,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
-        f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
+        f"for {_head_sizes(case.config.widest_heads)} in {case.config.params_dtype}{bias}"
     )
 
 
@@ -140,7 +145,7 @@ _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries, keys, values and bias of one sample, as expanded tensors that need little memory."""
-    config, context = case.config, case.context
+    config, context = case.config.widest_heads, case.context
     heads = config.num_attention_heads // context.attention_heads.count
     groups = max(1, config.num_kv_heads // context.attention_heads.count)
     s, d = config.seq_length, config.head_dim
@@ -191,10 +196,11 @@ def _flex_refusal(case: Case) -> str:
         return "FlexAttention has no backward on a CPU"
     if case.context.dtype == torch.float64:
         return "FlexAttention has no fp64"
-    if case.config.head_dim < _MIN_FLEX_HEAD:
-        return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {case.config.head_dim}"
-    if case.config.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
-        return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.config.head_dim}"
+    smallest = min(case.config.for_kind(kind).head_dim for kind in case.config.head_kinds)
+    if smallest < _MIN_FLEX_HEAD:
+        return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {smallest}"
+    if case.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
+        return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.head_dim}"
     return _lacks(case)
 
 
@@ -207,8 +213,9 @@ def _triton_refusal(case: Case) -> str:
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
         return "the Triton kernel has no fp64"
-    size = max(case.config.head_dim, case.config.value_dim)
-    if size > MAX_HEAD_DIM:
+    # On meta tensors, one call stands for the GEMMs of `UnfusedCore` with larger heads: it saves the same.
+    size = max(case.head_dim, case.config.value_dim)
+    if size > MAX_HEAD_DIM and case.device != "meta":
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {size}"
     return _lacks(case)
 

@@ -91,6 +91,7 @@ class AttentionCore(ABC):
 
     Attributes:
         windows: windows of the layers that use the core.
+        scales: factors of the products of queries and keys, by head size.
     """
 
     choice = ""
@@ -99,7 +100,8 @@ class AttentionCore(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
         self.context = context
-        self.scale = config.score_scale
+        of_kinds = map(config.for_kind, config.head_kinds)
+        self.scales = {each.head_dim: each.score_scale for each in of_kinds}
         self.rotations = build_rotations(config, context)
         self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
@@ -269,7 +271,7 @@ class SdpaCore(AttentionCore):
                 v,
                 attn_mask=bias,
                 is_causal=bias is None,
-                scale=self.scale,
+                scale=self.scales[q.shape[-1]],
                 enable_gqa=q.shape[1] != k.shape[1],
             )
 
@@ -318,7 +320,7 @@ class SoftmaxCore(AttentionCore):
 
     def softmax(self, k: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
         """Return the softmax of the scores of queries ``[b, n, m, d]`` with keys ``[b, g', s, d]``."""
-        return CausalSoftmax(k.shape[2], self.scale, self.slopes, visible, drop, self.cap)
+        return CausalSoftmax(k.shape[2], self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
 
 
 class UnfusedCore(SoftmaxCore):

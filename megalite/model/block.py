@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megalite.loss_terms import Terms
+from megalite.loss_terms import SharedKeys, Terms
 
 
 class BlockOutput(NamedTuple):
@@ -17,8 +17,10 @@ class BlockOutput(NamedTuple):
         x: ``[s, b, h]``.
         bias: ``[h]``; None if the block has no bias.
         terms: terms of the loss that the block computes.
+        keys: keys and values that later layers attend to.
     """
 
     x: Tensor
     bias: nn.Parameter | None
     terms: Terms = MappingProxyType({})
+    keys: SharedKeys = MappingProxyType({})

@@ -93,7 +93,7 @@ class FlexCore(AttentionCore):
             v,
             score_mod=self.score_mod,
             block_mask=visible.blocks,
-            scale=self.scale,
+            scale=self.scales[q.shape[-1]],
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=None if sinks is None else AuxRequest(lse=True),
         )

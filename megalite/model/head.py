@@ -35,9 +35,12 @@ class OutputLayer(nn.Module):
 
     Args:
         is_tied: the word embedding's weight is passed to `logits`; otherwise the layer has a weight.
+        has_bias: the layer adds a bias of its own to the logits.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, *, is_tied: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, *, is_tied: bool, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.context = LinearContext.of(replace(context, fp8_format=None))
         spec = ParameterSpec(
@@ -51,11 +54,16 @@ class OutputLayer(nn.Module):
         cap = config.final_logit_softcapping
         self.bound = nn.Identity() if cap is None else SoftCap(cap)
         self.weight = None if is_tied else new_parameter(spec, context)  # [v/tp, h]
+        of_rows = replace(spec, full_shape=spec.full_shape[:1], std=0.0, decay=False)
+        self.bias = new_parameter(of_rows, context) if has_bias else None  # [v/tp]
 
     def logits(self, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
         """Map ``[s, b, h]`` to ``[s, b, v/tp]``; weight and bias are ``[v/tp, h]`` and ``[v/tp]``."""
-        logits: Tensor = self.bound(column_linear(self.multiply(x), weight, bias, self.context))
-        return logits
+        logits = column_linear(self.multiply(x), weight, bias, self.context)
+        if self.bias is not None:  # a GEMM with a bias returns a view, which the cross-entropy cannot change
+            logits.add_(self.bias)
+        bounded: Tensor = self.bound(logits)
+        return bounded
 
 
 class VocabHead(nn.Module):

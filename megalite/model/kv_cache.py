@@ -38,16 +38,19 @@ class CachedCore(SdpaCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
+        if config.multi_latent_attention:  # queries in the width of the latents
+            self.scales[config.kv_lora_rank + config.qk_pos_emb_head_dim] = config.score_scale
         self.cap = config.attn_logit_softcapping
         self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
         self.layers: dict[int, CachedLayer] = {}
         self.begin(0)
 
     def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
-        """Return the core of one layer, with its own keys and values."""
+        """Return the core of one layer, with its keys and values: its own, or those of an earlier layer."""
         super().for_layer(layer, kind)
+        source = layer if kind.key_source is None else kind.key_source
         kind_of_layer = CachedLatents if self.config.multi_latent_attention else CachedLayer
-        return self.layers.setdefault(layer, kind_of_layer(self))
+        return self.layers.setdefault(source, kind_of_layer(self))
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
         """Empty the cache for new sequences.
@@ -154,20 +157,22 @@ class CachedLayer:
     ) -> Tensor:
         """Append the new keys and values ``[b, g', s, d]`` and map queries ``[b, n/tp, s, d]`` to outputs.
 
-        Dropout is ignored: the cache is not used in training.
+        A layer that shares them with an earlier one writes them a second time. Dropout is ignored: the cache
+        is not used in training.
         """
         num_tokens = k.shape[2]
         keys, values = self.append(k, v)
+        scale = self.shared.scales[q.shape[-1]]
         if self.shared.is_plain:
             assert visible.bias is not None
-            return plain_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap, sinks)
+            return plain_attention(q, keys, values, visible.bias, scale, self.shared.cap, sinks)
         return F.scaled_dot_product_attention(
             q,
             keys,
             values,
             attn_mask=visible.bias,
             is_causal=visible.bias is None and num_tokens > 1,
-            scale=self.shared.scale,
+            scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
 

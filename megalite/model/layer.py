@@ -18,12 +18,14 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.wrapping import wrap_point
 
 
 class TransformerLayer(nn.Module):
     """Computes one pre-norm transformer layer (Radford et al. 2019).
+
+    The forward of a layer also gets keys and values if it shares those of an earlier layer.
 
     Args:
         core: attention core, shared by all layers of a stage.
@@ -36,6 +38,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
         self.kind = config.layer_kind(layer)
+        config = config.for_kind(self.kind)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
         self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
         attention = attention_class(config, is_cached=core.is_cached)
@@ -46,54 +49,65 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
         self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
         self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
+        self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
 
         # x = x + dropout(attention(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, _ = self.attention(normed, sample_numbers, positions)
+        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.sum_for_norm(x, y, bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
-        y, bias, terms = self.mlp(normed)
-        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers), terms)
+        y, bias, terms, _ = self.mlp(normed)
+        return WithTerms.if_any(
+            self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)), terms, given
+        )
 
 
 class PostNormLayer(TransformerLayer):
     """Computes one post-norm transformer layer (Vaswani et al. 2017; Devlin et al. 2019)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = norm(x + dropout(attention(x) + bias))
-        y, bias, _ = self.attention(x, sample_numbers, positions)
+        y, bias, _, given = self.attention(x, sample_numbers, positions, *keys)
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
-        y, bias, terms = self.mlp(x)
+        y, bias, terms, _ = self.mlp(x)
         normed: Tensor = self.mlp_norm(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
-        return WithTerms.if_any(normed, terms)
+        return WithTerms.if_any(self.output_scale(normed), terms, given)
 
 
 class OutputNormLayer(TransformerLayer):
     """Computes one layer whose norms are applied to the outputs of its blocks (OLMo 2: Walsh et al. 2025)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(attention(x) + bias))
-        y, bias, _ = self.attention(x, sample_numbers, positions)
+        y, bias, _, given = self.attention(x, sample_numbers, positions, *keys)
         normed = self.attention_norm(y if bias is None else y + bias)
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(x) + bias))
-        y, bias, terms = self.mlp(x)
+        y, bias, terms, _ = self.mlp(x)
         normed = self.mlp_norm(y if bias is None else y + bias)
-        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers), terms)
+        return WithTerms.if_any(
+            self.output_scale(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)), terms, given
+        )
 
 
 class SandwichNormLayer(TransformerLayer):
@@ -105,34 +119,75 @@ class SandwichNormLayer(TransformerLayer):
         self.mlp_output_norm = build_norm(config, context)
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(attention(norm(x)) + bias))
         normed, x = self.attention_norm(x)
-        y, bias, _ = self.attention(normed, sample_numbers, positions)
+        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
         y = self.attention_output_norm(y if bias is None else y + bias)
         total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(norm(x)) + bias))
         normed, x = self.mlp_norm(total)
-        y, bias, terms = self.mlp(normed)
+        y, bias, terms, _ = self.mlp(normed)
         y = self.mlp_output_norm(y if bias is None else y + bias)
-        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms)
+        return WithTerms.if_any(
+            self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
+        )
 
 
 class ParallelLayer(TransformerLayer):
-    """Computes one layer whose blocks have the same input (Wang and Komatsuzaki 2021; Black et al. 2022)."""
+    """Computes one layer whose blocks have the same input (Black et al. 2022)."""
 
     @wrap_point
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         of_attention, x = self.attention_norm(x)
         of_mlp, x = self.mlp_norm(x)
-        y, bias, _ = self.attention(of_attention, sample_numbers, positions)
+        y, bias, _, given = self.attention(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
-        y, bias, terms = self.mlp(of_mlp)
-        return WithTerms.if_any(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers), terms)
+        y, bias, terms, _ = self.mlp(of_mlp)
+        return WithTerms.if_any(
+            self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, given
+        )
+
+
+class SharedNormLayer(ParallelLayer):
+    """Computes one layer whose blocks have the same input and one norm (GPT-J: Wang and Komatsuzaki 2021)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+        super().__init__(config, context, core, layer)
+        del self.mlp_norm
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
+        normed, x = self.attention_norm(x)
+        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
+        total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
+        y, bias, terms, _ = self.mlp(normed)
+        x = self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers))
+        return WithTerms.if_any(x, terms, given)
+
+
+class OutputScale(nn.Module):
+    """Multiplies the hidden states after a layer by a learned number (Gemma 4)."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.weight = new_parameter(ParameterSpec((1,), mean=1.0, decay=False), context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale ``[s, b, h]``."""
+        return x * self.weight
 
 
 LAYERS: Mapping[str, type[TransformerLayer]] = {
@@ -146,5 +201,6 @@ LAYERS: Mapping[str, type[TransformerLayer]] = {
 
 def layer_class(config: ModelConfig) -> type[TransformerLayer]:
     """Return the class of the config's layers."""
-    is_parallel = config.parallel_residual and config.norm_position == "pre"
-    return ParallelLayer if is_parallel else LAYERS[config.norm_position]
+    if config.parallel_residual and config.norm_position == "pre":
+        return SharedNormLayer if config.parallel_shared_norm else ParallelLayer
+    return LAYERS[config.norm_position]

@@ -103,7 +103,7 @@ class MLP(nn.Module):
         h, ffn, bias, std = (
             config.hidden_size,
             config.ffn_size,
-            config.add_bias_linear,
+            config.has_mlp_bias,
             config.init_method_std,
         )
         up_shape = (2, ffn) if config.is_gated else (ffn,)

@@ -133,6 +133,20 @@ class AllHeadsRMSNorm(nn.Module):
         return (wide * inverse).to(x.dtype) * weight
 
 
+class HeadRMSNorm(nn.Module):
+    """Computes x / sqrt(mean(x^2) + epsilon) over the elements of each head, without a weight (Gemma 4)."""
+
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize heads ``[s, b, g', d]``."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = (wide.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        return (wide * inverse).to(x.dtype)
+
+
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 

@@ -128,7 +128,7 @@ ROTATIONS: dict[str, Callable[[ModelConfig, LayerContext], Rotary | NoRotation]]
 def build_rotations(config: ModelConfig, context: LayerContext) -> dict[bool, Rotary | NoRotation]:
     """Return the rotary embeddings by the `own_rotary` of a layer's kind."""
     build = ROTATIONS.get(config.position_embedding_type, NoRotation)
-    rotations = {False: build(config, context)}
+    rotations = {False: build(config.for_kind(config.head_kinds[-1]), context)}
     if config.windows_differ_in_rotary:
         of_windows = replace(
             config,

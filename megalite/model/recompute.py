@@ -5,7 +5,8 @@
 `apply_recompute` wraps methods of a built stage's modules, which they declare as wrap points.
 
     granularity    module       recomputed                          kept for backward instead
-    full                        a group of whole layers             the group's input
+    full                        a group of whole layers             the group's input, and keys and values
+                                                                    of earlier layers that it attends to
     selective      core_attn    rotary embedding and attention      queries, keys, values and gates
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
+from megalite.loss_terms import SharedKeys
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.positions import PositionInfo
@@ -102,10 +105,17 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
     recomputed = {group for group, is_recomputed in groups if is_recomputed}
 
     def recompute_group(run_group: Callable[..., Any]) -> Callable[..., Any]:
-        def run_recomputed(group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Any:
+        def run_recomputed(
+            group: range, layers: Sequence[nn.Module], x: Tensor, keys: SharedKeys, *inputs: Any
+        ) -> Any:
             if group not in recomputed:
-                return run_group(group, layers, x, *inputs)
-            return recompute(lambda x: run_group(group, layers, x, *inputs), x, keep=keep)
+                return run_group(group, layers, x, keys, *inputs)
+
+            def run_again(x: Tensor, *tensors: Tensor) -> Any:
+                pairs = zip(tensors[::2], tensors[1::2], strict=True)
+                return run_group(group, layers, x, dict(zip(keys, pairs, strict=True)), *inputs)
+
+            return recompute(run_again, x, *chain(*keys.values()), keep=keep)
 
         return run_recomputed
 
@@ -207,7 +217,7 @@ def recompute(function: Callable[..., Any], *inputs: Tensor, keep: Keep = keep_w
 
     Args:
         function: function to recompute. Other tensors that it uses must be parameters, or need no gradient.
-        keep: how each input is kept.
+        keep: how the first input is kept; the others are kept whole.
     """
     if torch.compiler.is_compiling():
         return _traced(function, *inputs)
@@ -273,7 +283,8 @@ class _Region:
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor, ...], keep: Keep) -> None:
         self.function = function
-        self.inputs = [(keep(x), x.requires_grad) for x in inputs]
+        keeps = chain((keep,), repeat(keep_whole))
+        self.inputs = [(keep(x), x.requires_grad) for keep, x in zip(keeps, inputs, strict=False)]
         self.num_saved = 0
         self.collected: list[Tensor | None] = []
         self.second_output: Tensor | None = None

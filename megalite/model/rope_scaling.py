@@ -67,5 +67,18 @@ def _attention_factor(config: ModelConfig) -> float:
     return scale(1.0)
 
 
-SCALINGS: Mapping[str, Scaling] = {"none": _none, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _proportional(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+    """Keep the highest frequencies, and do not rotate the pairs of the others (Gemma 4)."""
+    num_kept = int(config.proportional_rotary_share * 2 * len(frequencies) // 2)
+    kept = torch.arange(len(frequencies)) < num_kept
+    return frequencies * kept, 1.0
+
+
+SCALINGS: Mapping[str, Scaling] = {
+    "none": _none,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "proportional": _proportional,
+}
 """Functions by the config's `rope_scaling`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.errors import UserError, check_call, kind_of
 from megalite.kernels import site_key
-from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, Terms, WithTerms, add_terms
+from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, SharedKeys, Terms, WithTerms, add_terms
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.head import OutputLayer, VocabHead
@@ -300,8 +300,9 @@ class Stage(nn.Module, ABC):
             The last layer's output, and the terms of the loss that layers compute.
         """
         terms: Terms = {}
+        keys: SharedKeys = {}
         for group in self.groups_of(len(layers)):
-            x, more = self.run_group(group, layers, x, *inputs)
+            x, more, keys = self.run_group(group, layers, x, keys, *inputs)
             terms = add_terms(terms, more)
         return x, terms
 
@@ -311,18 +312,27 @@ class Stage(nn.Module, ABC):
 
     @wrap_point
     def run_group(
-        self, group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any
-    ) -> tuple[Tensor, Terms]:
+        self, group: range, layers: Sequence[nn.Module], x: Tensor, keys: SharedKeys, *inputs: Any
+    ) -> tuple[Tensor, Terms, SharedKeys]:
         """Run the layers of one group; see `run_layers`.
 
         Args:
             group: indices into `layers`.
+            keys: keys and values of earlier layers for later ones.
+
+        Returns:
+            The last layer's output, the terms, and `keys` with those of these layers.
         """
         terms: Terms = {}
         for i in group:
-            y, more = WithTerms.of(layers[i](x, *inputs))
-            x, terms = self.checked(y, x, layers[i]), add_terms(terms, more)
-        return x, terms
+            shared = keys[source] if (source := self.key_source(layers[i])) is not None else ()
+            y, more, given = WithTerms.of(layers[i](x, *inputs, *shared))
+            x, terms, keys = self.checked(y, x, layers[i]), add_terms(terms, more), {**keys, **given}
+        return x, terms, keys
+
+    def key_source(self, layer: nn.Module) -> int | None:
+        """Return the number of the layer whose keys and values a layer gets besides its inputs, if any."""
+        return None
 
     def checked(self, y: Any, x: Tensor, layer: nn.Module) -> Tensor:
         """Return the output y of a layer whose input is x.

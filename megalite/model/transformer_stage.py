@@ -18,7 +18,7 @@ from megalite.model.attention_core import Core
 from megalite.model.embedding import word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
-from megalite.model.layer import layer_class
+from megalite.model.layer import TransformerLayer, layer_class
 from megalite.model.norm import build_norm
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -54,6 +54,10 @@ class TransformerStage(Stage):
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
         return layer_class(self.config)(self.config, self.context, self.core, number)
 
+    def key_source(self, layer: nn.Module) -> int | None:
+        """Return the number of the layer whose keys and values a layer attends to; None for its own."""
+        return layer.kind.key_source if isinstance(layer, TransformerLayer) else None
+
     def build_head(self) -> nn.Module:
         """Return the final norm."""
         return build_norm(self.config, self.context) if self.config.norm_position != "post" else nn.Identity()
@@ -61,11 +65,13 @@ class TransformerStage(Stage):
     def build_last_part(self) -> None:
         """Build the final norm and the output layer."""
         super().build_last_part()
-        self.output = OutputLayer(self.config, self.context, is_tied=self.is_tied)
+        has_bias = self.config.add_output_bias and self.config.architecture == "gpt"
+        self.output = OutputLayer(self.config, self.context, is_tied=self.is_tied, has_bias=has_bias)
 
     def last_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters of the final norm and the logits."""
-        return *super().last_parameters(), self.output_weight
+        bias = () if self.output.bias is None else (self.output.bias,)
+        return *super().last_parameters(), self.output_weight, *bias
 
     def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Return the keys of the layers' dropouts, and the tokens' positions."""

@@ -144,7 +144,7 @@ class ScheduleRun(Generic[M]):
             anchor = torch.empty(0, device=hidden.device, requires_grad=True)
             hidden = _StageInput.apply(hidden, anchor, gradient)
         result = self._chunks[chunk](microbatch, hidden)
-        output, terms = WithTerms.of_last(result) if self._is_last(action) else WithTerms.of(result)
+        output, terms, _ = WithTerms.of_last(result) if self._is_last(action) else WithTerms.of(result)
         losses = {name: term.value(self._divisor(name, term.per)) for name, term in terms.items()}
         if training:
             edge = None if output is None else get_gradient_edge(output)

@@ -78,10 +78,11 @@ def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = Fa
     Args:
         has_slice_of_queries: a rank's attention has some of the queries and all keys of a sample.
     """
-    has_dropout = model.attention_dropout > 0.0
-    fits_triton = model.params_dtype != "fp64" and model.head_dim <= MAX_TRITON_HEAD
+    has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
+    fits_triton = model.params_dtype != "fp64" and not is_large
     can_run_triton = gpu.has_triton and fits_triton and not has_slice_of_queries
-    is_written_out = model.attention_backend in ("unfused", "local") or (has_dropout and not can_run_triton)
+    is_written_out = model.attention_backend in ("unfused", "local") or is_large
+    is_written_out |= has_dropout and not can_run_triton
     return Program(
         fused_attention=not is_written_out,
         is_own=True,
@@ -101,7 +102,7 @@ exponentials, sum, division; and the multiplication and conversion of the gradie
 2020 to 2022). The default of `Program` are PyTorch's kernels: conversion and log-softmax; and zeros for the
 gradient of the targets' logits, the gradient of log-softmax, and its conversion."""
 MAX_TRITON_HEAD = 256
-"""Largest head size of megalite's Triton attention."""
+"""Largest head size of megalite's Triton attention, and of FlashAttention and cuDNN."""
 OWN = "megalite"
 _MEGATRON = Program(
     fused_attention=False,

@@ -18,16 +18,27 @@ def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
     is_sliced = recompute.distribute_saved_activations and run.num_sequence_shards == 1
     return [
         layers[kinds[group.start]].input_bytes / (run.tp if is_sliced else 1)
+        + sum(shared_key_bytes(run, kinds[i]) for i in group)
         if is_again
         else sum(layers[kinds[i]].saved_bytes for i in group)
         for group, is_again in recompute.groups(len(kinds))
     ]
 
 
+def shared_key_bytes(run: PlannedRun, kind: int) -> float:
+    """Return the bytes of the keys and values that a layer gives to later ones, which keep them as inputs."""
+    layer = run.config.model.layer_kind(kind)
+    if not layer.gives_keys:
+        return 0.0
+    model = run.config.model.for_kind(layer)
+    num_tokens = model.seq_length // run.cp * run.config.training.micro_batch_size
+    return 2 * num_tokens * max(1, model.num_kv_heads // run.tp) * model.head_dim * run.element_bytes
+
+
 def part_bytes(run: PlannedRun, kinds: Kinds) -> dict[str, float]:
     """Return the bytes that a stage's layers save per microbatch, by the part of a layer that makes them.
 
-    Of a group that is recomputed in full, this is its input.
+    Of a group that is recomputed in full, this is its input, and the keys that it gives to later layers.
     """
     found = dict[str, float]()
     groups = zip(run.config.recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalite.config import RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
+from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.layer import TransformerLayer
@@ -159,8 +160,22 @@ def _function_of(
             stage.last_parameters(),
         )
     (layer,) = stage.layers.values()
-    inputs = stage.layer_inputs(microbatch)
-    return lambda x: stage.run_layers([layer], x, *inputs), layer.parameters()
+    inputs, keys = stage.layer_inputs(microbatch), _shared_keys(key, stage, layer)
+    # Keys that the layer computes for later ones are dropped: what outlives forward is saved anyway.
+    return lambda x: stage.run_group(range(1), [layer], x, keys, *inputs)[:2], layer.parameters()
+
+
+def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
+    """Return keys and values of an earlier layer that the layer attends to."""
+    source = stage.key_source(layer)
+    if source is None:
+        return {}
+    model = key.model.for_kind(key.model.layer_kind(source))
+    shape = key.positions, key.micro_batch_size, max(1, model.num_kv_heads // key.tp), model.head_dim
+    keys, values = (
+        torch.empty(shape, dtype=stage.context.dtype, device="meta", requires_grad=True) for _ in range(2)
+    )
+    return {source: (keys, values)}
 
 
 class _Run:

@@ -34,6 +34,9 @@ WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
+GEMMA4 = "llama-tiny, gemma 4"
+"""4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
+last 2 of 8 layers share keys and values of layers 4 and 5, and must be in one stage with them."""
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -48,11 +51,25 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
         **{"parallel_residual": True, "qk_layernorm": True},
     },
+    "gpt-tiny, gpt-j": {
+        **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
+        **{"parallel_residual": True, "parallel_shared_norm": True, "add_bias_linear": False},
+        **{"add_mlp_bias": True, "add_output_bias": True, "untie_embeddings_and_output_weights": True},
+    },
     "llama-tiny, gemma": {
         **{"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True},
         **{"qk_layernorm": True, "embedding_multiplier": 8.0, "final_logit_softcapping": 3.0},
         **{"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9.0, "window_size": (10, 0)},
         **{"window_attn_skip_freq": (2,), "window_rotary_base": 100.0},
+    },
+    GEMMA4: {
+        **{"activation": "geglu", "norm_position": "sandwich", "query_pre_attn_scalar": 1.0},
+        **{"qk_layernorm": True, "value_layernorm": True, "layer_output_scale": True},
+        **{"num_layers": 8, "num_query_groups": 4, "full_attention_query_groups": 1, "kv_channels": 8},
+        **{"full_attention_kv_channels": 12, "keys_as_values": "full_attention"},
+        **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96, "window_size": (10, 0)},
+        **{"window_attn_skip_freq": (1, 1, 0, 1, 1, 0, 1, 0), "rope_scaling": "proportional"},
+        **{"window_rope_scaling": False, "rotary_base": 500.0, "window_rotary_base": 100.0},
     },
     "gpt-tiny, nemotron": {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
@@ -109,7 +126,7 @@ WITH_DROPOUT = {
         "llama-tiny, gpt-oss",
         "gpt-tiny, sigmoid",
     ),
-    LATENT,
+    *(LATENT, GEMMA4, "gpt-tiny, gpt-j"),
 }
 ROWS = (
     [
@@ -119,7 +136,7 @@ ROWS = (
         for name in (*LAYOUTS, *OTHER_MICRO_BATCHES)
     ]
     + [
-        (model, "fp64", name)
+        (model, "fp64", "pp2" if (model, name) == (GEMMA4, "pp4") else name)
         for model in SWITCHES
         for name in ("tp2", "tp2+sp", "tp4", "pp4", "dp4", "dp2+zero3", "tp2pp2dp2+sp+zero1")
     ]
@@ -162,6 +179,7 @@ CORE = [
         for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")
     ),
     (MUON, "fp64", "tp2pp2dp2+zero1"),
+    *((GEMMA4, "fp64", name) for name in ("tp1+full", "tp1+selective")),
     *((model, "fp64", "pp4") for model in ("bloom-tiny", WINDOWED)),  # on stages that read no tokens
 ]
 

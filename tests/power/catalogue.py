@@ -373,6 +373,12 @@ def _gathered_once(original: Callable[..., Any], _: Topology) -> Callable[..., A
     return gather
 
 
+def _complete_normed_keys(layer: Any, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    *gate, k = others
+    keys = layer.key_norm(k)
+    return layer.query_norm(q), *gate, keys, layer.value_norm(keys)
+
+
 def _order_of_slices(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
     def reduced(x: Tensor, tp: Any) -> Tensor:
         return original(x.roll(len(x) // tp.size, 0), tp)
@@ -794,6 +800,19 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
         ("tokens of each expert are those of the replica", "dp2", expert_bias, "all_reduce",
          instead(lambda x, *_, **more: x), "deepseek"),
+        ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
+         "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),
+         "gemma4"),
+        ("ranks after the first rotate layers without a window by the windows' base", "tp2", attention_core,
+         "build_rotations", lambda original, topology: lambda config, context: original(
+             replace(config, rotary_base=100.0) if topology.tp.rank else config, context), "gemma4"),
+        ("ranks after the first use keys as values after their norm", "tp2", attention.Attention,
+         "_complete_keys_as_values", lambda original, topology: (
+             _complete_normed_keys if topology.tp.rank else original), "gemma4"),
+        ("keys are used as values after their norm", "tp2", attention.Attention, "_complete_keys_as_values",
+         instead(_complete_normed_keys), "gemma4", SAME),
+        ("gradients of the factors of layers' outputs are not summed", "tp2+sp", layer.OutputScale,
+         "__init__", complete_over("weight"), "gemma4"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",
@@ -851,7 +870,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _at_middle(instead(lambda self, state: slice(0, 0)))),
         ("they skip the update", "pp4", optimizer.Optimizer, "step", _at_middle(instead(lambda *_: None))),
         ("they skip their layers", "pp4", TransformerStage, "run_group",
-         _at_middle(instead(lambda self, group, layers, x, *_: (x, {})))),
+         _at_middle(instead(lambda self, group, layers, x, keys, *_: (x, {}, keys)))),
         ("two of them exchange their layers", "pp4", model_chunks, "layers_of_stages", after(_exchanged)),
     ],
     "chunks of a rank": [

@@ -254,6 +254,14 @@ PLACES: dict[str, tuple[str, str]] = {
     "each rank's heads have the values of other heads": (
         r"input 3 of layers\.0\.attention\.reach_keys", WHOLE),
     "tokens of each expert are those of the replica": (r"layers\.\d\.mlp\.router\.expert_bias", WHOLE),
+    "a recomputed layer gives no gradient to keys and values that it shares": (
+        r"gradient of .*layers\.2\.attention\.(attend|queries_keys_values|value_norm)", WHOLE),
+    "ranks after the first rotate layers without a window by the windows' base": (
+        r"put of layers\.1\.attention\.(attend|reach_keys)", WHOLE),
+    "ranks after the first use keys as values after their norm": (
+        r"put of layers\.1\.attention\.value_norm", WHOLE),
+    "gradients of the factors of layers' outputs are not summed": (
+        r"^gradient of layers\.\d\.output_scale\.weight", WHOLE),  # of one element, every part is a multiple
     "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (

@@ -33,6 +33,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"experts": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
+    | {"gemma4": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -58,6 +59,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         **{"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
         **{"moe_router_bias_update_rate": 0.05},
+    },
+    "gemma4": {
+        **{"window_size": (10, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_kv_shared_layers": 1},
+        **{"full_attention_kv_channels": 12, "full_attention_query_groups": 1, "qk_layernorm": True},
+        **{"keys_as_values": "full_attention", "value_layernorm": True, "layer_output_scale": True},
+        **{"rope_scaling": "proportional", "window_rope_scaling": False, "window_rotary_base": 100.0},
+        "proportional_rotary_share": 0.5,
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }

@@ -43,6 +43,7 @@ FOUND = [
     ("model", "layout"),
     [
         *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox"], LAYOUTS),
+        ("gemma4", "tp2+sp"),
         # With four ranks, the keys of two are the same, and the norm over all heads has no rule for that.
         *(("olmo", layout) for layout in LAYOUTS if "tp4" not in layout),
     ],

@@ -14,8 +14,10 @@ from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
 from megalite.checkpoint.convert.families.family import Entry, Family
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma3 import GEMMA3
+from megalite.checkpoint.convert.families.gemma4 import GEMMA4
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
+from megalite.checkpoint.convert.families.gptj import GPTJ
 from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
 from megalite.checkpoint.convert.families.mistral import MISTRAL
@@ -34,7 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
-        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
+        *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
     )
 }
 """All architectures by `model_type`. Of several that can be a model, the first one is written."""

@@ -24,7 +24,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
 from megalite.log import LineInterval, log
-from megalite.loss_terms import WithTerms
+from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
@@ -100,10 +100,10 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
         x = stage.embedding(batch)  # [s, 1, h]
     yield EMBEDDING, x[:, 0]
     inputs = stage.layer_inputs(batch)
+    keys: SharedKeys = {}
     for number, layer in stage.layers.items():
         with filled(stage, layer.parameters(), load):
-            x, _ = WithTerms.of(layer(x, *inputs))
-        assert x is not None  # a layer's output
+            x, _, keys = stage.run_group(range(1), [layer], x, keys, *inputs)
         yield f"layer {number}", x[:, 0]
     with filled(stage, stage.last_parameters(), load):
         normed = stage.last_module(x)
@@ -167,8 +167,8 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
     for name, buffer in model.named_buffers():
-        if family.full_name(name) in in_file:
-            buffer.copy_(files.tensor(in_file[family.full_name(name)]))
+        if (stored := in_file.get(family.full_name(name))) is not None:  # a parameter of ours
+            buffer.copy_(given.rounded(files.tensor(stored)))
     prefix = family.layer[0].theirs[0].split(".{}")[0]
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()

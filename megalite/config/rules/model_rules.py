@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.model import NUM_BERT_SPECIAL
+from megalite.config.layer_kind import LayerKind
+from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
+from megalite.config.rules.patterns import groups_name, pattern_problems
 from megalite.errors import Problem
 
 MIN_BERT_LENGTH = 8
@@ -18,7 +20,7 @@ MIN_BERT_VOCABULARY = 8
 """Minimum vocabulary for random samples: the special tokens, and some others."""
 
 
-def _divisors_near(number: int, wanted: int) -> str:
+def divisors_near(number: int, wanted: int) -> str:
     """Return the divisors of a number that are nearest to `wanted`, which does not divide it: `8 or 12`."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     divisors = sorted({*small, *(number // size for size in small)})
@@ -32,24 +34,32 @@ def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     if model.multi_latent_attention:
         return  # it has sizes of its own
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        heads = _divisors_near(model.hidden_size, model.num_attention_heads)
+        heads = divisors_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
             ("hidden_size", "num_attention_heads"),
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
             f"{model.num_attention_heads}: pass --num-attention-heads {heads}, or --kv-channels",
         )
-    elif model.position_embedding_type == "rope" and model.rotary_percent < 1:
-        if model.rotary_dim % 2 or model.rotary_dim == 0:
-            yield Problem(
-                ("rotary_percent", "kv_channels", "hidden_size", "num_attention_heads"),
-                f"--rotary-percent {model.rotary_percent:g} of a head of {model.head_dim} is "
-                f"{model.rotary_dim} elements: pass a share that is an even number of elements",
-            )
-    elif model.position_embedding_type == "rope" and model.head_dim % 2:
+    elif model.position_embedding_type == "rope":
+        for kind in model.head_kinds:
+            yield from _rotary_size(model.for_kind(kind), kind)
+
+
+def _rotary_size(model: ModelConfig, kind: LayerKind) -> Iterator[Problem]:
+    """Check that rotary positions rotate an even number of elements of a head."""
+    own = "kv_channels" if kind.head_dim is None else "full_attention_kv_channels"
+    names = (own, "hidden_size", "num_attention_heads", "position_embedding_type")
+    if model.rotary_percent < 1 and (model.rotary_dim % 2 or model.rotary_dim == 0):
         yield Problem(
-            ("hidden_size", "num_attention_heads", "kv_channels", "position_embedding_type"),
+            ("rotary_percent", *names),
+            f"--rotary-percent {model.rotary_percent:g} of a head of {model.head_dim} is "
+            f"{model.rotary_dim} elements: pass a share that is an even number of elements",
+        )
+    elif model.rotary_percent == 1 and model.head_dim % 2:
+        yield Problem(
+            names,
             f"--position-embedding-type rope needs an even head size, not {model.head_dim}: "
-            f"pass --kv-channels {model.head_dim + 1}, or change --hidden-size or --num-attention-heads",
+            f"pass {flag_of(own)} {model.head_dim + 1}, or change --hidden-size or --num-attention-heads",
         )
 
 
@@ -73,32 +83,21 @@ def rope_scaling(config: Config, world_size: int | None) -> Iterator[Problem]:
 def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the pattern of layers without rotary positions fits the model."""
     if config.model.no_rope_freq is not None:
-        yield from _pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
-
-
-def _pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
-    """Check that a pattern of layers is one number, or a 0 or 1 for each layer."""
-    num_layers, flag = config.model.num_layers, flag_with_value(name, pattern)
-    if len(pattern) not in (1, num_layers):
-        yield Problem(
-            (name, "num_layers"),
-            f"{flag} has {len(pattern)} numbers, not one for each of --num-layers {num_layers}: "
-            "change one of them",
-        )
-    elif len(pattern) > 1 and max(pattern) > 1:
-        yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
+        yield from pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
 
 
 def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that every key/value head serves the same number of query heads."""
     model = config.model
-    heads, groups = model.num_attention_heads, model.num_kv_heads
-    if heads % groups:
-        yield Problem(
-            ("num_attention_heads", "num_query_groups"),
-            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
-            f"pass --num-query-groups {_divisors_near(heads, groups)}",
-        )
+    heads = model.num_attention_heads
+    for kind in model.head_kinds:
+        groups, name = model.for_kind(kind).num_kv_heads, groups_name(kind)
+        if heads % groups:
+            yield Problem(
+                ("num_attention_heads", name),
+                f"--num-attention-heads {heads} is not divisible by {flag_of(name)} {groups}: "
+                f"pass {flag_of(name)} {divisors_near(heads, groups)}",
+            )
 
 
 def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -152,99 +151,6 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a mixture of experts has enough of them, and no options that it cannot have."""
-    model, recompute = config.model, config.recompute
-    if model.num_experts is None or model.num_experts <= 1:
-        return
-    given = f"--num-experts {model.num_experts}"
-    if model.moe_router_topk > model.num_experts:
-        yield Problem(
-            ("moe_router_topk", "num_experts"),
-            f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
-        )
-    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
-    if shared is not None and shared % tp:
-        yield Problem(
-            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-shared // tp) * tp}",
-        )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        yield Problem(
-            ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
-            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
-        )
-    yield from _expert_groups(config)
-    if model.moe_layer_freq is not None:
-        if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
-            yield from problems
-        elif not any(kind.has_experts for kind in model.layer_kinds):
-            pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
-            yield Problem(
-                ("moe_layer_freq", "num_experts"),
-                f"{pattern} leaves no layer with experts: remove both it and --num-experts",
-            )
-    if model.mup_base_width is not None:
-        yield Problem(
-            ("num_experts", "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
-            "it",
-        )
-    if model.add_bias_linear:
-        yield Problem(
-            ("num_experts", "add_bias_linear"),
-            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
-            "keys and values need them",
-        )
-    if config.training.compile:
-        yield Problem(
-            ("num_experts", "compile"),
-            f"--compile with {given}: the shapes of an expert's GEMMs depend on its tokens; remove it",
-        )
-    if config.training.fp8_format is not None:
-        yield Problem(
-            ("num_experts", "fp8_format"),
-            f"--fp8-format {config.training.fp8_format} with {given}: experts have no 8-bit GEMMs; remove it",
-        )
-    if "mlp_act" in recompute.modules:
-        yield Problem(
-            ("num_experts", "recompute_modules"),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
-            "part of an MLP; pass mlp",
-        )
-
-
-def _expert_groups(config: Config) -> Iterator[Problem]:
-    """Check that a token's experts fit into its groups of experts."""
-    model = config.model
-    experts, groups, selected = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
-    assert experts is not None
-    fields = ("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
-    if (groups is None) != (selected is None):
-        yield Problem(
-            fields,
-            "--moe-router-num-groups and --moe-router-group-topk have an effect only together: pass both, or "
-            "remove one",
-        )
-    if groups is None or selected is None:
-        return
-    if experts % groups:
-        yield Problem(
-            fields,
-            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: pass "
-            f"--moe-router-num-groups {_divisors_near(experts, groups)}",
-        )
-    elif selected > groups or model.moe_router_topk > selected * (experts // groups):
-        yield Problem(
-            fields,
-            f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has "
-            f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
-            f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
-        )
-
-
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
@@ -254,6 +160,18 @@ def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
             "whose norms' outputs are kept for the residual connections: pass core_attn or mlp_act, or "
             "--recompute-granularity full",
+        )
+
+
+def shared_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a norm of two blocks is not recomputed: the output would be kept for the other block."""
+    modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
+    model = config.model
+    if model.parallel_residual and model.parallel_shared_norm and modules:
+        yield Problem(
+            ("parallel_shared_norm", "recompute_modules"),
+            f"--recompute-modules {' '.join(modules)} with --parallel-shared-norm, whose norm's output both "
+            "blocks keep: pass core_attn or mlp_act, or --recompute-granularity full",
         )
 
 
@@ -310,6 +228,18 @@ def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--qk-clip with --attention-backend {model.attention_backend}, which does not return the "
             "largest scores: pass --attention-backend auto",
         )
+    if model.keys_as_values != "none":
+        yield Problem(
+            ("qk_clip", "keys_as_values"),
+            f"--qk-clip with --keys-as-values {model.keys_as_values}: scaled keys would scale the values; "
+            "remove one of them",
+        )
+    if len({model.for_kind(kind) for kind in model.head_kinds}) > 1:
+        yield Problem(
+            ("qk_clip", "full_attention_kv_channels", "full_attention_query_groups"),
+            "--qk-clip with --full-attention-kv-channels or --full-attention-query-groups: it scales layers "
+            "of one size; remove one of them",
+        )
     if config.training.compile:
         yield Problem(("qk_clip", "compile"), "--qk-clip with --compile is not supported: remove one of them")
     if optimizer.offloads_optimizer:
@@ -346,7 +276,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
             f"--window-size {size[0]},0",
         )
-    elif not size[0] > 0 or (size[0] >= model.seq_length and not model.windows_differ_in_rotary):
+    elif not size[0] > 0 or (size[0] >= model.seq_length and not model.windows_differ):
         yield Problem(
             ("window_size", "seq_length"),
             f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
@@ -355,7 +285,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     if skipped is None:
         return
     pattern = flag_with_value("window_attn_skip_freq", skipped)
-    if problems := list(_pattern_problems(config, "window_attn_skip_freq", skipped)):
+    if problems := list(pattern_problems(config, "window_attn_skip_freq", skipped)):
         yield from problems
     elif not any(kind.window for kind in model.layer_kinds):
         yield Problem(
@@ -452,25 +382,13 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--fp8-format {fp8_format} with --params-dtype {model.params_dtype}: everything but the 8-bit "
             "GEMMs is in bf16; pass --bf16",
         )
-    heads = model.num_attention_heads * model.head_dim
-    qkv = model.num_kv_heads * sum(model.group_heads) * model.head_dim
-    dimensions = (
+    dimensions = [
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
-        (
-            ("num_attention_heads", "num_query_groups", "kv_channels"),
-            f"the {qkv} features of queries, keys and values "
-            "(--num-attention-heads, --num-query-groups, --kv-channels)",
-            qkv,
-            tp,
-        ),
-        (
-            ("num_attention_heads", "kv_channels"),
-            f"the {heads} features of all heads (--num-attention-heads, --kv-channels)",
-            heads,
-            tp,
-        ),
         (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
-    )
+        *(each for kind in model.head_kinds for each in _head_features(model.for_kind(kind), kind, tp)),
+    ]
+    if (width := model.kv_shared_ffn_hidden_size) is not None:
+        dimensions.append((("kv_shared_ffn_hidden_size",), f"--kv-shared-ffn-hidden-size {width}", width, tp))
     for fields, what, size, ranks in dimensions:
         if size % (16 * ranks):
             over = f" over --tp {ranks}" if ranks > 1 else ""
@@ -478,3 +396,17 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
                 ("fp8_format", "tensor_model_parallel_size", *fields),
                 f"--fp8-format {fp8_format} with {what}{over}: each rank's share must be a multiple of 16",
             )
+
+
+def _head_features(
+    model: ModelConfig, kind: LayerKind, tp: int
+) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
+    """Yield the dimensions of the GEMMs of attention: fields, description, size, and ranks that divide it."""
+    head = "kv_channels" if kind.head_dim is None else "full_attention_kv_channels"
+    heads = model.num_attention_heads * model.head_dim
+    qkv = model.num_head_groups(kind) * sum(model.group_heads(kind)) * model.head_dim
+    names = ("num_attention_heads", groups_name(kind), head)
+    flags = ", ".join(map(flag_of, names))
+    yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
+    flags = f"--num-attention-heads, {flag_of(head)}"
+    yield ("num_attention_heads", head), f"the {heads} features of all heads ({flags})", heads, tp

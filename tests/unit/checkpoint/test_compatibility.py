@@ -343,6 +343,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
     ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),
+    ("kv_shared_ffn_hidden_size", {"model": {"num_kv_shared_layers": 1}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
     ("mup_base_head_dim", {"model": {"mup_base_width": 32}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),

@@ -68,3 +68,41 @@ def test_zero_skips_no_layer() -> None:
     """Megatron-core divides by this number."""
     model = ModelConfig(num_layers=3, window_size=(8, 0), window_attn_skip_freq=(0,))
     assert model.layer_kinds == (LayerKind(8),) * 3
+
+
+GEMMA4 = ModelConfig(
+    num_layers=6,
+    position_embedding_type="rope",
+    num_query_groups=4,
+    window_size=(8, 0),
+    window_attn_skip_freq=(2,),
+    full_attention_kv_channels=32,
+    full_attention_query_groups=2,
+    keys_as_values="full_attention",
+    num_kv_shared_layers=3,
+)
+
+
+def test_layers_without_a_window_have_their_own_heads() -> None:
+    window, full = GEMMA4.layer_kinds[:2]
+    assert (window.head_dim, window.num_kv_heads, window.keys_as_values) == (None, None, False)
+    assert (full.head_dim, full.num_kv_heads, full.keys_as_values) == (32, 2, True)
+    assert (window.own_rotary, full.own_rotary) == (True, False)  # angles of 64 and 32 elements
+    assert GEMMA4.for_kind(full).score_scale == pytest.approx(32**-0.5)
+    assert (GEMMA4.group_heads(window), GEMMA4.for_kind(full).group_heads(full)) == ((3, 1, 1), (6, 1))
+
+
+def test_the_last_layers_share_the_keys_of_the_last_layer_of_their_kind() -> None:
+    assert [kind.key_source for kind in GEMMA4.layer_kinds] == [None, None, None, 1, 2, 1]
+    assert [kind.gives_keys for kind in GEMMA4.layer_kinds] == [False, True, True, False, False, False]
+    unrotated = replace(GEMMA4, no_rope_freq=(1, 0, 0, 0, 1, 0))
+    assert [kind.key_source for kind in unrotated.layer_kinds] == [None, None, None, 1, 0, 1]
+
+
+def test_sizes_of_layers_that_do_not_differ_are_no_other_model() -> None:
+    plain = replace(GEMMA4, full_attention_kv_channels=None, full_attention_query_groups=None)
+    named = replace(plain, full_attention_kv_channels=64, full_attention_query_groups=4)
+    assert resolved_fields(named) == resolved_fields(plain)
+    assert resolved_fields(plain) != resolved_fields(GEMMA4)
+    wide = replace(GEMMA4, kv_shared_ffn_hidden_size=GEMMA4.ffn_size)
+    assert resolved_fields(wide) == resolved_fields(GEMMA4)

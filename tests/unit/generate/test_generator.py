@@ -17,8 +17,12 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -108,6 +112,25 @@ THEIRS |= {
     "olmo3": (Olmo3ForCausalLM, Olmo3Config(**SIZES, **COMMON, **LAYERS)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, **COMMON, **GEMMA, sliding_window=6)),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **COMMON, **{**GEMMA, **NO_CAP}, **LAYERS)),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig(
+            **{**SIZES, "num_hidden_layers": 6, "hidden_size": 64, "max_position_embeddings": 240},
+            **COMMON,
+            **{"head_dim": 10, "global_head_dim": 12, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            hidden_size_per_layer_input=0,
+            sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            rope_parameters={
+                "full_attention": {
+                    **{"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            final_logit_softcapping=3.0,
+        ),
+    ),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, **COMMON)),
     "ministral3": (
         Ministral3ForCausalLM,
@@ -115,6 +138,10 @@ THEIRS |= {
     ),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12)),
+    "gptj": (
+        GPTJForCausalLM,
+        GPTJConfig(n_layer=2, n_head=3, n_embd=24, n_positions=40, rotary_dim=4, **COMMON),
+    ),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(
@@ -130,18 +157,23 @@ THEIRS |= {
 }
 
 
-@pytest.mark.parametrize("kind", THEIRS)
-def test_greedy_text(kind, one_rank):
+@pytest.mark.parametrize(
+    ("kind", "num_new"),
+    [*((kind, NUM_NEW) for kind in THEIRS), pytest.param("gemma4", 200, marks=pytest.mark.slow)],
+)
+def test_greedy_text(kind, num_new, one_rank):
     build, hf_config = THEIRS[kind]
     torch.manual_seed(1)
     theirs = build(hf_config).double().eval()
+    if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
+        theirs.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
     for name, parameter in theirs.named_parameters():
         is_norm = parameter.dim() == 1 and name.endswith(".weight")
         torch.nn.init.normal_(parameter, 1.0 if is_norm else 0.0, 0.3)
     prompts = [[5, 9, 2], [7], [44, 3, 250, 17, 8, 100, 31]]
     expected = []
     for ids in prompts:
-        made = theirs.generate(torch.tensor([ids]), max_new_tokens=NUM_NEW, do_sample=False)
+        made = theirs.generate(torch.tensor([ids]), max_new_tokens=num_new, do_sample=False)
         expected.append(made[0, len(ids) :].tolist())
 
     config = dataclasses.replace(config_of(hf_config.to_dict()), params_dtype="fp64")
@@ -149,7 +181,7 @@ def test_greedy_text(kind, one_rank):
     ours.load_state_dict(from_hf(theirs.state_dict(), config))
     generator = Generator(ours, Sampler(Sampling(temperature=0.0), VOCAB, one_rank.tp), EOD)
     made = [[] for _ in prompts]
-    for step in generator([Prompt(i, ids, NUM_NEW) for i, ids in enumerate(prompts)]):
+    for step in generator([Prompt(i, ids, num_new) for i, ids in enumerate(prompts)]):
         for row, token in step.items():
             made[row].append(token)
     assert made == expected

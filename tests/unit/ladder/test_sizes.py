@@ -94,7 +94,7 @@ def test_a_batch_has_whole_microbatches_on_each_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", ["gpt2-124m", "llama3-8b", "qwen3-0.6b", "gemma2-2b", "gemma3-1b", "olmo2-7b"]
+    "preset", ["gpt2-124m", "llama3-8b", "qwen3-0.6b", "gemma2-2b", "gemma3-1b", "gemma4-31b", "olmo2-7b"]
 )
 def test_shapes_keep_their_ratios(preset: str) -> None:
     config = Config(model=PRESETS[preset])
@@ -108,6 +108,13 @@ def test_shapes_keep_their_ratios(preset: str) -> None:
         assert new.embedding_multiplier == pytest.approx(new.hidden_size**0.5)
     assert scaled_model(config, "depth", old.num_layers) == old
     assert scaled_model(config, "width", old.hidden_size) == old
+
+
+def test_sizes_of_kinds_of_layers_keep_their_ratios() -> None:
+    model = replace(PRESETS["gemma4-31b"], num_kv_shared_layers=20, kv_shared_ffn_hidden_size=43008)
+    half = scaled_model(Config(model=model), "depth", 30)
+    assert (half.num_query_groups, half.full_attention_query_groups) == (8, 2)
+    assert (half.num_kv_shared_layers, half.kv_shared_ffn_hidden_size) == (10, 21504)
 
 
 def test_experts_grow_with_the_width() -> None:

@@ -23,8 +23,12 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -73,7 +77,9 @@ MODELS = {
     "smollm3": SmolLM3ForCausalLM,
     "gemma2": Gemma2ForCausalLM,
     "gemma3": Gemma3ForCausalLM,
+    "gemma4": Gemma4ForCausalLM,
     "gpt_neox": GPTNeoXForCausalLM,
+    "gptj": GPTJForCausalLM,
     "mixtral": MixtralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "olmoe": OlmoeForCausalLM,
@@ -272,6 +278,41 @@ def gemma3_config(choose):
     return like_llama(Gemma3TextConfig, choose, **fields, **kinds)
 
 
+def gemma4_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    groups = choose((1, 2))
+    as_values = choose((True, False))
+    return Gemma4TextConfig(
+        num_hidden_layers=6,
+        num_attention_heads=groups * choose((2, 4)),
+        num_key_value_heads=groups,
+        head_dim=choose((4, 6, 8)),
+        global_head_dim=choose((8, 12)),
+        num_global_key_value_heads=choose((None, 1, 2)) if as_values else None,
+        attention_k_eq_v=as_values,
+        num_kv_shared_layers=choose((3, 1, 0)),
+        use_double_wide_mlp=choose((True, False)),
+        hidden_size=choose((16, 36, 64)),  # see gemma_fields
+        intermediate_size=choose((30, 37)),
+        vocab_size=choose((97, 301, 384)),
+        hidden_size_per_layer_input=0,
+        max_position_embeddings=NUM_POSITIONS,
+        rms_norm_eps=choose((1e-6, 1e-3)),
+        sliding_window=choose((2, 9, 17)),
+        layer_types=choose(([windows, full] * 3, [windows, windows, full] * 2)),
+        rope_parameters={
+            full: choose(
+                ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, {"rope_type": "default"})
+            )
+            | {"rope_theta": 500.0},
+            windows: {"rope_type": "default", "rope_theta": choose((500.0, 70.0))},
+        },
+        final_logit_softcapping=choose((None, 2.0)),
+        pad_token_id=None,  # its embedding would have no gradient
+        tie_word_embeddings=choose((True, False)),
+    )
+
+
 def gpt_neox_config(choose):
     heads = choose((1, 2, 3, 5))
     return GPTNeoXConfig(
@@ -285,6 +326,24 @@ def gpt_neox_config(choose):
         rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": choose((0.25, 0.5, 0.75, 1.0))},
         use_parallel_residual=choose((True, False)),
         layer_norm_eps=choose((1e-5, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def gptj_config(choose):
+    heads = choose((1, 2, 3, 5))
+    return GPTJConfig(
+        n_layer=choose((1, 2, 3)),
+        n_head=heads,
+        n_embd=heads * choose((8, 16)),
+        n_inner=choose((None, 30, 37)),
+        n_positions=NUM_POSITIONS,
+        rotary_dim=choose((2, 4, 8)),
+        vocab_size=choose((97, 301, 384)),
+        activation_function=choose(("gelu_new", "gelu", "relu")),
+        layer_norm_epsilon=choose((1e-5, 1e-3)),
         tie_word_embeddings=choose((True, False)),
         bos_token_id=0,
         eos_token_id=0,
@@ -363,7 +422,9 @@ CONFIGS = {
     "ministral3": ministral3_config,
     "gemma2": gemma2_config,
     "gemma3": gemma3_config,
+    "gemma4": gemma4_config,
     "gpt_neox": gpt_neox_config,
+    "gptj": gptj_config,
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
@@ -381,16 +442,28 @@ def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
     more = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
     model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
+    if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
+        model.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         is_norm_weight = parameter.dim() == 1 and name.endswith(".weight")
         noise = torch.randn(parameter.shape, generator=generator)
-        mean = 1.0 if is_norm_weight and "gemma" not in kind else 0.0  # Gemma's norms multiply by 1 + weight
+        is_zero_centered = kind in ("gemma2", "gemma3")  # their norms multiply by 1 + weight
+        mean = 1.0 if is_norm_weight and not is_zero_centered else 0.0
+        if kind == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            mean = 0.5  # its scores are not divided by the square root of the head size
         parameter.data.copy_(noise * 0.2 + mean)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+    for scale in output_scales(model).values():
+        scale.fill_(1.0 + 0.2 * torch.randn((), generator=generator).item())
     return model
+
+
+def output_scales(hf_model):
+    """Gemma 4's factors of hidden states after each layer, which are parameters of ours."""
+    return {name: each for name, each in hf_model.named_buffers() if name.endswith("layer_scalar")}
 
 
 def as_saved(hf_model, tensors):
@@ -411,10 +484,13 @@ def build_ours(hf_model, topology, **changes):
 
 def run_theirs(model, ids):
     """Logits [b, s, v], mean loss of the tokens, gradients by name; theirs shifts the labels by itself."""
+    for scale in output_scales(model).values():
+        scale.requires_grad_()
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
+    trained = {**dict(model.named_parameters()), **output_scales(model)}
     buffers = {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: each.grad for name, each in trained.items()}
     return result.logits[:, :-1], result.loss, as_saved(model, {**buffers, **gradients})
 
 
@@ -461,8 +537,16 @@ def test_agrees(kind, seed, attention_dropout, dtype, one_rank):
     assert_close(loss, expected[1], tolerance, "loss")
     expected_gradients = from_hf(expected[2], ours.config)
     assert set(gradients) == set(expected_gradients) - {name for name, _ in ours.named_buffers()}
+    gradients, expected_gradients = map(scales_together, (gradients, expected_gradients))
     for name, gradient in gradients.items():
         assert_close(gradient, expected_gradients[name], tolerance, name)
+
+
+def scales_together(gradients):
+    """The factors of the layers' outputs as one tensor: the last one, before a norm, has no gradient."""
+    of_scales = {name: each for name, each in gradients.items() if ".output_scale." in name}
+    others = {name: each for name, each in gradients.items() if name not in of_scales}
+    return {**others, "output scales": torch.stack([*of_scales.values()])} if of_scales else others
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -471,11 +555,11 @@ def test_padding_rows_get_no_gradient(kind, one_rank):
     ours = build_ours(build_theirs(kind, hf_config, 0), one_rank)
     assert ours.vocab_size == 301
     with torch.no_grad():  # whatever stands in them
-        for name in ("embedding.word.weight", "output.weight"):
+        for name in ("embedding.word.weight", "output.weight", "output.bias"):
             if name in dict(ours.named_parameters()):
                 ours.get_parameter(name)[301:] = 1e4
     _, _, gradients = run_ours(ours, random_ids(hf_config, 2, 18, 0))
-    for name in {"embedding.word.weight", "output.weight"} & set(gradients):
+    for name in {"embedding.word.weight", "output.weight", "output.bias"} & set(gradients):
         assert gradients[name].shape[0] == 384
         assert torch.count_nonzero(gradients[name][301:]) == 0
         assert torch.isfinite(gradients[name]).all()
@@ -486,7 +570,7 @@ def test_weights_return_to_transformers(kind, one_rank):
     theirs = build_theirs(kind, CONFIGS[kind](lambda values: values[1]), 0)
     ours = build_ours(theirs, one_rank)
     returned = to_hf(dict(ours.named_parameters()), ours.config)
-    tensors = as_saved(theirs, theirs.named_parameters())
+    tensors = as_saved(theirs, {**dict(theirs.named_parameters()), **output_scales(theirs)})
     named = {family_of(ours.config).full_name(name): each for name, each in tensors.items()}
     assert returned.keys() == named.keys()
     for name, parameter in named.items():

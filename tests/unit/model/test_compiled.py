@@ -81,6 +81,21 @@ CASES = {
         ),
         RecomputeConfig(),
     ),
+    "shared keys": (
+        replace(
+            MODEL,
+            num_layers=3,
+            position_embedding_type="rope",
+            window_size=(5, 0),
+            window_attn_skip_freq=(2,),
+            full_attention_kv_channels=16,
+            keys_as_values="full_attention",
+            num_kv_shared_layers=1,
+            value_layernorm=True,
+            layer_output_scale=True,
+        ),
+        RecomputeConfig(),
+    ),
     "full": (MODEL, RecomputeConfig(recompute_granularity="full")),
     "parts": (
         replace(MODEL, position_embedding_type="alibi", attention_output_gate=True),
@@ -90,6 +105,9 @@ CASES = {
     ),
     "mlp": (MODEL, RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))),
 }
+
+
+SLOW = ("full", "mlp", "shared keys")
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +201,7 @@ def _set(stage: Stage, main_grads: Mapping[str, MainGrad | None]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case in ("full", "mlp") else []) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
 )
 @pytest.mark.parametrize("fuses", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology) -> None:
@@ -201,7 +219,8 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
         torch.testing.assert_close(compiled.grads[name], grad, rtol=1e-11, atol=1e-12, msg=name)
     assert compiled.hooked == expected.hooked
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 2  # for training and for evaluation
+    num_kinds = len({*model.layer_kinds[:3]})
+    assert counters["stats"]["unique_graphs"] == 2 * num_kinds  # for training and for evaluation
 
 
 @pytest.mark.parametrize("case", [next(iter(CASES)), "parts"])

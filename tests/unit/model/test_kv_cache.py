@@ -22,6 +22,11 @@ OTHERS = {
     "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
     "sinks": {**WINDOW, "softmax_type": "learnable", **QUERIES},
     "caps and sinks": {**CAPS, "softmax_type": "off-by-one", "attention_output_gate": True},
+    "shared keys": {
+        **{**WINDOW, "window_attn_skip_freq": (2,), "num_kv_shared_layers": 2, "qk_layernorm": True},
+        **{"full_attention_kv_channels": 8, "full_attention_query_groups": 1, "value_layernorm": True},
+        **{"keys_as_values": "full_attention", "layer_output_scale": True, "window_rotary_base": 100.0},
+    },
     "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
 }
 TINY = (
@@ -35,6 +40,7 @@ TINY = (
     "llama-tiny, experts",
     "llama-tiny, sinks",
     "bloom-tiny, caps and sinks",
+    "llama-tiny, shared keys",
 )
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -136,3 +142,8 @@ def test_no_token_sees_nothing(preset, one_rank):
         )
         assert not bias.isneginf().all(-1).any()
         assert bias[1, :, -1, :4].isneginf().all()
+
+
+def test_layers_that_share_keys_have_one_cache(one_rank):
+    _, cached = both(config_of("llama-tiny, shared keys"), one_rank)
+    assert cached.core.layers.keys() == {0, 1}  # of 4 layers

@@ -37,6 +37,11 @@ def _built(run: PlannedRun, rank: int) -> int:
         return sum(parameter.numel() for parameter in stage.parameters())
 
 
+GEMMA4 = {
+    **{"num_layers": 12, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 4},
+    **{"full_attention_query_groups": 1, "kv_channels": 10, "full_attention_kv_channels": 16},
+    **{"window_attn_skip_freq": (2,), "num_kv_shared_layers": 1, "kv_shared_ffn_hidden_size": 96},
+}
 MODELS = {
     "gpt": replace(PRESETS["gpt2-124m"], num_layers=4),
     "bloom": replace(PRESETS["bloom-560m"], num_layers=4),
@@ -48,6 +53,8 @@ MODELS = {
     "gemma": replace(
         PRESETS["gemma3-1b"], num_layers=4, hidden_size=64, num_attention_heads=8, kv_channels=10
     ),
+    "gpt-j": replace(PRESETS["gpt-j-6b"], num_layers=4, hidden_size=64, num_attention_heads=8),
+    "gemma 4": replace(PRESETS["gemma4-31b"], **GEMMA4),
     "experts": replace(
         PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
     ),
@@ -78,6 +85,7 @@ def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) 
         ("llama2-7b", 6.74),
         ("llama3-8b", 8.03),
         ("llama3-70b", 70.6),
+        ("gemma4-31b", 30.7),
     ],
 )
 def test_published_sizes(preset: str, billions: float) -> None:
@@ -102,6 +110,7 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
         ("ministral3-8b", 8_489_553_920),
+        ("gpt-j-6b", 6_050_882_784),
         ("pythia-6.9b", 6_857_302_016),
     ],
 )

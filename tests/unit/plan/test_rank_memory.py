@@ -89,6 +89,20 @@ def test_activations_are_those_that_the_model_keeps(name: str, mode: str, one_ra
     assert kept == pytest.approx(planned, rel=SLACK)
 
 
+def test_recomputed_layers_keep_shared_keys(one_rank: Topology) -> None:
+    recompute, planned, kept = RECOMPUTE["full"], [], []
+    for num_shared, kinds in ((0, (0,) * 4), (2, (0, 1, 2, 2))):
+        # Without norms, keys and values are views that keep the queries too.
+        norms = {"qk_layernorm": True, "value_layernorm": True}
+        model = replace(LLAMA, num_kv_shared_layers=num_shared, **norms)
+        run = run_of(model, 1, 1)
+        training = replace(run.config.training, micro_batch_size=2)
+        run = replace(run, config=replace(run.config, recompute=recompute, training=training))
+        planned.append(stage_bytes(run, kinds) / 8)  # in fp64
+        kept.append(_kept(one_rank, model, 4, recompute))
+    assert planned[1] - planned[0] == kept[1] - kept[0] > 0
+
+
 def offloading(num_layers: int, schedule: str, pp: int) -> PlannedRun:
     run = run_of(replace(GPT, num_layers=16), 1, pp)
     parallel = replace(run.config.parallel, pipeline_schedule=schedule)

@@ -68,51 +68,56 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
-        only_in: returns whether layers of a kind have the module; by default all have it.
+        in_layer: returns whether a layer of a kind has the module; by default it has.
     """
 
-    kind: Literal["table", "norm", "linear", "qkv", "vector"]
+    kind: Literal["table", "norm", "linear", "qkv", "mlp", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
-    only_in: Callable[[LayerKind], bool] = lambda kind: True
+    in_layer: Callable[[LayerKind], bool] = lambda kind: True
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
-        if not self.only_if(config):
-            return
-        if layer is not None and not self.only_in(config.layer_kind(layer)):
+        kind = LayerKind() if layer is None else config.layer_kind(layer)
+        if not self.only_if(config) or not self.in_layer(kind):
             return
         if self.kind == "vector":
-            theirs = tuple(name.format(layer) for name in self.theirs)
-            yield Entry(self.ours.format(layer), theirs, self.transform)
+            names = tuple(name.format(layer) for name in self.theirs)
+            yield Entry(self.ours.format(layer), names, self.transform, kind)
             return
         has_bias = {
             "table": False,
             "norm": config.normalization == "LayerNorm",
             "linear": config.add_bias_linear,
             "qkv": config.has_qkv_bias,
+            "mlp": config.has_mlp_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
             experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
             theirs = tuple(
                 name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
             )
-            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
+            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, kind)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our tensors, and the tensors of theirs that hold the same numbers."""
+    """One of our tensors, and the tensors of theirs that hold the same numbers.
+
+    Attributes:
+        kind: kind of the tensor's layer.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform
+    kind: LayerKind
 
     def to_hf(self, full: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         """Return their tensors by name, contiguous, without the vocabulary's padding rows."""
-        parts = self.transform.to_hf(full, config)
+        parts = self.transform.to_hf(full, config.for_kind(self.kind))
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
     def from_hf(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
@@ -129,7 +134,7 @@ class Entry:
             )
         parts = [tensors[name] for name in self.theirs]
         try:
-            return self.transform.from_hf(parts, config).contiguous()
+            return self.transform.from_hf(parts, config.for_kind(self.kind)).contiguous()
         except RuntimeError:
             shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
             raise UserError(

@@ -16,6 +16,7 @@ _KINDS = {
     "linear": "linear",
     "llama3": "llama3",
     "yarn": "yarn",
+    "proportional": "proportional",
 }
 _THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
 _NAMES: dict[str, dict[str, str]] = {
@@ -37,6 +38,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "mscale": "yarn_mscale",
         "mscale_all_dim": "yarn_mscale_all_dim",
     },
+    "proportional": {"partial_rotary_factor": "proportional_rotary_share"},
 }
 """Our fields for the settings of each kind of scaling."""
 _WHOLE = {"original_max_position_embeddings", "yarn_truncate"}
@@ -101,7 +103,10 @@ def rotary_fields(settings: Mapping[str, Any], theta: float, share: float | None
         "rotary_base": float(rope.get("rope_theta") or theta),
         "rope_scaling": _KINDS[kind],
     }
-    if share is None:
+    if kind == "proportional":
+        rope.require(f"rope_type {kind!r}", factor=1.0)
+        fields["proportional_rotary_share"] = 1.0  # theirs by default
+    elif share is None:
         rope.require(f"rope_type {kind!r}", partial_rotary_factor=1.0)
     else:
         fields["rotary_percent"] = float(rope.get("partial_rotary_factor", share))

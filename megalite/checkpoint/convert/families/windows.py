@@ -41,13 +41,13 @@ def read_layer_types(hf: HFSettings, fields: dict[str, Any], full_every: int) ->
     """Return our fields for the windows, as Gemma and OLMo 3 describe them.
 
     Args:
-        fields: our other fields. Layers with a window may have other rotary positions: they then keep a
-            window that is as long as the samples.
+        fields: our other fields. Layers with a window may have other rotary positions or sizes: they then
+            keep a window that is as long as the samples.
         full_every: every Nth layer has no window, if the config does not list the layers.
     """
     size = hf.get("sliding_window", 4096)
     marks = _marks_of(hf, [(number + 1) % full_every != 0 for number in range(fields["num_layers"])])
-    if size is None or (size >= fields["seq_length"] and not ModelConfig(**fields).windows_differ_in_rotary):
+    if size is None or (size >= fields["seq_length"] and not ModelConfig(**fields).windows_differ):
         return {}
     return _fields_of(size, marks)
 

@@ -9,7 +9,9 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
+    GPTJConfig,
     LlamaConfig,
     MistralConfig,
 )
@@ -35,6 +37,8 @@ FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 DEEPSEEK_V3 = DeepseekV3Config().to_dict()
+GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
+PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -158,6 +162,29 @@ HUB = {
         **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6},
         **{"vocab_size": 262144},
     },
+    "gemma4-31b": {
+        **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "head_dim": 256},
+        **{"enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0},
+        **{"intermediate_size": 21504, "max_position_embeddings": 262144, "num_attention_heads": 32},
+        **{"num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16},
+        **{"num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024, "vocab_size": 262144},
+        **{"use_bidirectional_attention": "vision", "use_double_wide_mlp": False},
+        **{"vocab_size_per_layer_input": 262144, "num_experts": None, "top_k_experts": None},
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+        "rope_parameters": {
+            "full_attention": {
+                **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    },
+    "gpt-j-6b": {
+        **{"model_type": "gptj", "activation_function": "gelu_new", "n_embd": 4096, "n_head": 16},
+        **{"n_inner": None, "n_layer": 28, "n_positions": 2048, "rotary": True, "rotary_dim": 64},
+        **{"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "layer_norm_epsilon": 1e-5},
+        **{"scale_attn_weights": True, "tie_word_embeddings": False, "vocab_size": 50400},
+    },
     "olmo3-7b": {
         **{"model_type": "olmo3", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096},
         **{"intermediate_size": 11008, "max_position_embeddings": 65536, "num_attention_heads": 32},
@@ -186,11 +213,11 @@ HUB = {
         "vocab_size": 129280,
     },
 }
-"""As the hub has them, in the form of versions before 5."""
+"""As the hub has them; all but Gemma 4 in the form of versions before 5."""
 
 
 @pytest.mark.parametrize("preset", HUB)
-def test_models_with_layers_of_two_kinds_are_the_presets(preset):
+def test_published_models_are_the_presets(preset):
     model = config_of(HUB[preset])
     assert resolved_fields(model) == resolved_fields(PRESETS[preset])
     family = HUB[preset]["model_type"]
@@ -209,6 +236,21 @@ def test_a_converted_config_is_of_its_family(config):
 @pytest.mark.parametrize(
     ("hf_config", "cause"),
     [
+        *(
+            ({"model_type": name}, f"'{name}' cannot be converted: gpt2, ")
+            for name in (
+                *("gemma3n", "gemma3n_text", "gemma4", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+                "kimi_linear",
+            )
+        ),
+        ({**GEMMA4, "hidden_size_per_layer_input": 256}, "gemma4_text with hidden_size_per_layer_input"),
+        ({**GEMMA4, "enable_moe_block": True}, "gemma4_text with enable_moe_block True"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention all"),
+        ({**GEMMA4, "altup_num_inputs": 4}, "gemma4_text with altup_num_inputs 4"),
+        ({**GEMMA4, "per_layer_config": {"5": {"head_dim": 9}}}, "other sizes than one for all layers"),
+        ({**GEMMA4, "rope_parameters": {"full_attention": PROPORTIONAL}}, "'proportional' with factor 2.0"),
+        (GPTJConfig(rotary_dim=512).to_dict(), "gptj with rotary_dim 512"),
+        (GPTJConfig(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0"),
         ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, mistral, "),
         ({**LLAMA, "rope_parameters": {"rope_type": "llama3"}}, "rope_type 'llama3' without factor"),
         ({**LLAMA, "rope_scaling": {"type": "linear"}, "rope_parameters": None}, "'linear' without factor"),

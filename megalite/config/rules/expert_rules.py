@@ -1,0 +1,153 @@
+"""Rules for mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.config.flags import flag_with_value
+from megalite.config.rules.model_rules import divisors_near
+from megalite.config.rules.patterns import pattern_problems
+from megalite.errors import Problem
+
+_TP = "tensor_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a mixture of experts has enough of them, and a router that can select them."""
+    model = config.model
+    if model.num_experts is None or model.num_experts <= 1:
+        return
+    given = f"--num-experts {model.num_experts}"
+    if model.moe_router_topk > model.num_experts:
+        yield Problem(
+            ("moe_router_topk", "num_experts"),
+            f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
+        )
+    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
+    if shared is not None and shared % tp:
+        yield Problem(
+            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-shared // tp) * tp}",
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
+            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
+        )
+    yield from _expert_groups(config)
+    if model.moe_layer_freq is not None:
+        if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
+            yield from problems
+        elif not any(kind.has_experts for kind in model.layer_kinds):
+            pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
+            yield Problem(
+                ("moe_layer_freq", "num_experts"),
+                f"{pattern} leaves no layer with experts: remove both it and --num-experts",
+            )
+
+
+def options_without_experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a mixture of experts has no options that it cannot have."""
+    model, recompute = config.model, config.recompute
+    if not model.has_experts:
+        return
+    given = f"--num-experts {model.num_experts}"
+    if model.mup_base_width is not None:
+        yield Problem(
+            ("num_experts", "mup_base_width"),
+            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
+            "it",
+        )
+    if model.add_bias_linear:
+        yield Problem(
+            ("num_experts", "add_bias_linear"),
+            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
+            "keys and values need them",
+        )
+    if model.add_mlp_bias:
+        yield Problem(
+            ("num_experts", "add_mlp_bias"), f"--add-mlp-bias with {given}: experts have no biases; remove it"
+        )
+    if config.training.compile:
+        yield Problem(
+            ("num_experts", "compile"),
+            f"--compile with {given}: the shapes of an expert's GEMMs depend on its tokens; remove it",
+        )
+    if config.training.fp8_format is not None:
+        yield Problem(
+            ("num_experts", "fp8_format"),
+            f"--fp8-format {config.training.fp8_format} with {given}: experts have no 8-bit GEMMs; remove it",
+        )
+    if "mlp_act" in recompute.modules:
+        yield Problem(
+            ("num_experts", "recompute_modules"),
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
+            "part of an MLP; pass mlp",
+        )
+
+
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    """Check that a token's experts fit into its groups of experts."""
+    model = config.model
+    experts, groups, selected = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    assert experts is not None
+    fields = ("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
+    if (groups is None) != (selected is None):
+        yield Problem(
+            fields,
+            "--moe-router-num-groups and --moe-router-group-topk have an effect only together: pass both, or "
+            "remove one",
+        )
+    if groups is None or selected is None:
+        return
+    if experts % groups:
+        yield Problem(
+            fields,
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: pass "
+            f"--moe-router-num-groups {divisors_near(experts, groups)}",
+        )
+    elif selected > groups or model.moe_router_topk > selected * (experts // groups):
+        yield Problem(
+            fields,
+            f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has "
+            f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
+            f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
+        )
+
+
+def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
+    model, parallel = config.model, config.parallel
+    tp, ep, etp, width = parallel.tp, parallel.ep, parallel.etp, model.expert_ffn_size
+    if not model.has_experts:
+        if parallel.has_expert_axes:
+            sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
+            given = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
+            yield Problem(
+                (_EP, _ETP, "num_experts"), f"{given} without experts: pass --num-experts, or remove it"
+            )
+        return
+    if model.num_experts is not None and model.num_experts % ep:
+        fitting = [size for size in range(1, ep) if model.num_experts % size == 0]
+        yield Problem(
+            (_EP, "num_experts"),
+            f"--ep {ep} does not divide --num-experts {model.num_experts}: each rank takes whole experts; "
+            f"use --ep {fitting[-1]}",
+        )
+    if width % etp:
+        flag = "--etp" if parallel.expert_tensor_parallel_size else "--tp"
+        yield Problem(
+            ("moe_ffn_hidden_size", "num_experts", _TP, _ETP),
+            f"--moe-ffn-hidden-size {width} is not divisible by {flag} {etp}: "
+            f"use a multiple of it, such as {-(-width // etp) * etp}",
+        )
+    if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            (_EP, _ETP, _TP, "sequence_parallel"),
+            f"--ep {ep} and --etp {etp} with --tp {tp} need --sequence-parallel: without it, tensor-parallel "
+            "ranks would all send the same tokens",
+        )
