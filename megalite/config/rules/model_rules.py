@@ -163,20 +163,7 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_router_topk", "num_experts"),
             f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
         )
-    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
-    if shared is not None and shared % tp:
-        yield Problem(
-            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-shared // tp) * tp}",
-        )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        yield Problem(
-            ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
-            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
-        )
-    yield from _expert_groups(config)
+    yield from _expert_options(config)
     if model.moe_layer_freq is not None:
         if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
             yield from problems
@@ -214,6 +201,25 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
             "part of an MLP; pass mlp",
         )
+
+
+def _expert_options(config: Config) -> Iterator[Problem]:
+    """Check the shared expert, the bias of the experts' scores, and their groups."""
+    model = config.model
+    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
+    if shared is not None and shared % tp:
+        yield Problem(
+            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-shared // tp) * tp}",
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
+            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
+        )
+    yield from _expert_groups(config)
 
 
 def _expert_groups(config: Config) -> Iterator[Problem]:
