@@ -31,6 +31,7 @@ MODELS = (
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
+    | {"experts": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
+    "experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
+        **{"moe_z_loss_coeff": 0.1},
     },
     "latent": {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
