@@ -198,8 +198,7 @@ def _triton_refusal(case: Case) -> str:
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
         return "the Triton kernel has no fp64"
-    # On meta tensors, one call stands for the GEMMs of `UnfusedCore` with larger heads: it saves the same.
-    if case.head_dim > MAX_HEAD_DIM and case.device != "meta":
+    if case.head_dim > MAX_HEAD_DIM:
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {case.head_dim}"
     return _lacks(case)
 
