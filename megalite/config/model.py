@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megalite.config.layer_kind import LayerKind, is_marked
+from megalite.config.layer_kind import LayerKind, kind_of_layer
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -54,6 +54,7 @@ _GATED: dict[str, Any] = {
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+_LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 
@@ -101,6 +102,19 @@ class ModelConfig:
         default=None, metadata=option(allowed=SIZE, in_megatron=False)
     )
     """Width of the MLP in layers of --num-kv-shared-layers. By default --ffn-hidden-size."""
+    multi_latent_attention: bool = False
+    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
+    q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of queries. By default queries are projected from the hidden states."""
+    kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of each head's queries and keys without rotary positions."""
+    qk_pos_emb_head_dim: int = field(default=64, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
+    v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Size of a head's values."""
     seq_length: int = field(
         default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
     )
@@ -199,7 +213,7 @@ class ModelConfig:
     """With --yarn-mscale-all-dim A and factor f, cosines and sines are multiplied by (0.1 M ln f + 1) /
     (0.1 A ln f + 1)."""
     yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
-    """The A of --yarn-mscale."""
+    """The A of --yarn-mscale. In multi-latent attention, scores are also multiplied by (0.1 A ln f + 1)^2."""
     llama_4_scaling_beta: float | None = field(
         default=None,
         metadata=option(
@@ -291,7 +305,8 @@ class ModelConfig:
     add_output_bias: bool = field(default=False, metadata=option(in_megatron=False))
     """Add a bias to the logits, as GPT-J does. A BERT always does."""
     qk_layernorm: bool = False
-    """Normalize queries and keys before attention, with the norm of --normalization."""
+    """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
+    attention, normalize the latents."""
     qk_layernorm_width: QKNormWidth = field(
         default="head", metadata=option(only_with=("qk_layernorm", (True,)), in_megatron=False)
     )
@@ -350,6 +365,30 @@ class ModelConfig:
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
+    sums of their two highest scores (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of groups of a token's experts."""
+    moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
+    """Factor of the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Add a bias to the scores that select experts, but not to their weights. Each update changes it to even
+    out their use (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = field(
+        default=1e-3,
+        metadata=option(
+            allowed=NOT_NEGATIVE,
+            on_resume=OnResume.SETTING,
+            only_with=("moe_router_enable_expert_bias", (True,)),
+            in_megatron=False,
+        ),
+    )
+    """How much an update changes the bias of each expert."""
+    moe_shared_expert_intermediate_size: int | None = field(
+        default=None, metadata=option(allowed=SIZE, **_EXPERTS)
+    )
+    """Width of an MLP that computes all tokens beside the experts. By default there is none."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
@@ -395,46 +434,7 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
-        window, rotary = self._window_and_rotary(number)
-        is_full = window is None
-        head_dim, groups = self.full_attention_kv_channels, self.full_attention_query_groups
-        source, gives_keys = self._shared_keys(number)
-        as_values = self.keys_as_values == "all" or (self.keys_as_values == "full_attention" and is_full)
-        return LayerKind(
-            window=window,
-            rotary=rotary,
-            own_rotary=not is_full and self.windows_differ_in_rotary,
-            has_experts=self._has_experts(number),
-            head_dim=head_dim if is_full and head_dim != self.head_dim else None,
-            num_kv_heads=groups if is_full and groups != self.num_kv_heads else None,
-            keys_as_values=as_values and source is None,
-            key_source=source,
-            gives_keys=gives_keys,
-        )
-
-    def _window_and_rotary(self, number: int) -> tuple[int | None, bool]:
-        """Return a layer's window, and whether it rotates queries and keys."""
-        window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
-        if window is not None and skipped is not None and not is_marked(skipped, number, every_nth=0):
-            window = None
-        has_rope = self.position_embedding_type != "rope" or unrotated is None
-        return (
-            None if window is None else window[0],
-            has_rope or not is_marked(unrotated or (), number, every_nth=1),
-        )
-
-    def _shared_keys(self, number: int) -> tuple[int | None, bool]:
-        """Return the layer whose keys and values a layer attends to, and whether it gives its own to others.
-
-        Layers share keys and values with layers of the same window and rotation only.
-        """
-        first = self.num_layers - self.num_kv_shared_layers  # that shares
-        if first == self.num_layers:
-            return None, False
-        own = self._window_and_rotary(number)
-        before = (i for i in reversed(range(first)) if self._window_and_rotary(i) == own)
-        last = next(before, None)  # of the layers with keys of their own
-        return (last, False) if number >= first else (None, last == number)
+        return kind_of_layer(self, number)
 
     def for_kind(self, kind: LayerKind) -> ModelConfig:
         """Return the config with the sizes of a layer of this kind."""
@@ -470,15 +470,6 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Return whether layers can have experts."""
         return self.num_experts is not None and self.num_experts > 1
-
-    def _has_experts(self, number: int) -> bool:
-        """Return whether a layer's MLP is a mixture of experts."""
-        pattern = self.moe_layer_freq or (1,)
-        if not self.has_experts:
-            return False
-        if len(pattern) > 1:
-            return pattern[number] == 1
-        return pattern[0] > 0 and number % pattern[0] == 0
 
     @property
     def windows_differ_in_rotary(self) -> bool:
@@ -560,14 +551,25 @@ class ModelConfig:
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
         config = self.for_kind(kind)
-        heads = config.num_head_groups(kind) * sum(config.group_heads(kind)) + self.num_attention_heads
-        attention = self.hidden_size * heads * config.head_dim
         rows = config.ffn_size * self._num_halves
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
-            rows = count * config.expert_ffn_size * self._num_halves + self.num_experts
-        return attention + self.hidden_size * rows
+            width = count * config.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            rows = width * self._num_halves + self.num_experts
+        return config._attention_weights(kind) + self.hidden_size * rows
+
+    def _attention_weights(self, kind: LayerKind) -> int:
+        """Return the number of elements of the matrices of an attention block."""
+        if not self.multi_latent_attention:
+            heads = self.num_head_groups(kind) * sum(self.group_heads(kind)) + self.num_attention_heads
+            return self.hidden_size * heads * self.head_dim
+        queries = self.num_attention_heads * self.head_dim
+        of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
+        rows = self.kv_lora_rank + self.qk_pos_emb_head_dim + self.num_attention_heads * self.v_head_dim
+        if self.q_lora_rank is None:
+            return of_latents + self.hidden_size * (rows + queries)
+        return of_latents + self.q_lora_rank * queries + self.hidden_size * (rows + self.q_lora_rank)
 
     @property
     def _num_halves(self) -> int:
@@ -576,13 +578,24 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of one attention head, resolved."""
+        """Return the size of one head of queries and keys, resolved."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of one head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.squared_score_divisor)
+        scale = 1.0 / math.sqrt(self.squared_score_divisor)
+        if self.multi_latent_attention and self.rope_scaling == "yarn" and self.yarn_mscale_all_dim:
+            longer = max(self.rope_scaling_factor, 1.0)
+            scale *= (0.1 * self.yarn_mscale_all_dim * math.log(longer) + 1.0) ** 2
+        return scale
 
     @property
     def squared_score_divisor(self) -> float:
@@ -601,6 +614,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Return how many elements of a head rotary positions rotate."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property

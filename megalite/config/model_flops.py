@@ -20,8 +20,8 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     """
     hidden = model.hidden_size
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
-    scores_and_context = 2 * sum(
-        _queries(model, kind) * model.mean_visible_keys(kind) for kind in model.layer_kinds
+    scores_and_context = sum(
+        _features(model, kind) * model.mean_visible_keys(kind) for kind in model.layer_kinds
     )
     layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
     multiply_adds = layers + scores_and_context + head * model.predicted_share
@@ -36,8 +36,8 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
     """
     causal = flops_per_token(model, tp)
-    scores = 12 * sum(
-        _queries(model, kind) * (model.seq_length - model.mean_visible_keys(kind))
+    scores = 6 * sum(
+        _features(model, kind) * (model.seq_length - model.mean_visible_keys(kind))
         for kind in model.layer_kinds
     )
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
@@ -45,6 +45,7 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}
 
 
-def _queries(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the number of features of all query heads of a layer."""
-    return model.num_attention_heads * model.for_kind(kind).head_dim
+def _features(model: ModelConfig, kind: LayerKind) -> int:
+    """Return the number of features of the query heads and of the outputs of all heads of a layer."""
+    config = model.for_kind(kind)
+    return model.num_attention_heads * (config.head_dim + config.value_dim)

@@ -116,6 +116,11 @@ CASES = {
         rope_scaling="proportional",
         window_rope_scaling=False,
     ),
+    "latent attention": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
+    ),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

@@ -52,6 +52,8 @@ SHARED = {
     **{"keys_as_values": "full_attention", "full_attention_query_groups": 1, "layer_output_scale": True},
     "full_attention_kv_channels": 8,
 }
+LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
+LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
 MODELS = {
     "gpt": MODEL,
     **{
@@ -62,6 +64,7 @@ MODELS = {
             ("neox", NEOX),
             ("gemma", GEMMA),
             ("shared", SHARED),
+            ("latent", LATENT),
         )
     },
 }
