@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalite.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,63 @@ class LayerKind:
     gives_keys: bool = False
 
 
-def is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
+def kind_of_layer(model: ModelConfig, number: int) -> LayerKind:
+    """Return the kind of a layer by its number in the whole model."""
+    window, rotary = _window_and_rotary(model, number)
+    is_full = window is None
+    head_dim, groups = model.full_attention_kv_channels, model.full_attention_query_groups
+    source, gives_keys = _shared_keys(model, number)
+    as_values = model.keys_as_values == "all" or (model.keys_as_values == "full_attention" and is_full)
+    return LayerKind(
+        window=window,
+        rotary=rotary,
+        own_rotary=not is_full and model.windows_differ_in_rotary,
+        has_experts=_has_experts(model, number),
+        head_dim=head_dim if is_full and head_dim != model.head_dim else None,
+        num_kv_heads=groups if is_full and groups != model.num_kv_heads else None,
+        keys_as_values=as_values and source is None,
+        key_source=source,
+        gives_keys=gives_keys,
+    )
+
+
+def _window_and_rotary(model: ModelConfig, number: int) -> tuple[int | None, bool]:
+    """Return a layer's window, and whether it rotates queries and keys."""
+    window, skipped, unrotated = model.window_size, model.window_attn_skip_freq, model.no_rope_freq
+    if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
+        window = None
+    has_rope = model.position_embedding_type != "rope" or unrotated is None
+    return (
+        None if window is None else window[0],
+        has_rope or not _is_marked(unrotated or (), number, every_nth=1),
+    )
+
+
+def _shared_keys(model: ModelConfig, number: int) -> tuple[int | None, bool]:
+    """Return the layer whose keys and values a layer attends to, and whether it gives its own to others.
+
+    Layers share keys and values with layers of the same window and rotation only.
+    """
+    first = model.num_layers - model.num_kv_shared_layers  # that shares
+    if first == model.num_layers:
+        return None, False
+    own = _window_and_rotary(model, number)
+    before = (i for i in reversed(range(first)) if _window_and_rotary(model, i) == own)
+    last = next(before, None)  # of the layers with keys of their own
+    return (last, False) if number >= first else (None, last == number)
+
+
+def _has_experts(model: ModelConfig, number: int) -> bool:
+    """Return whether a layer's MLP is a mixture of experts."""
+    pattern = model.moe_layer_freq or (1,)
+    if not model.has_experts:
+        return False
+    if len(pattern) > 1:
+        return pattern[number] == 1
+    return pattern[0] > 0 and number % pattern[0] == 0
+
+
+def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
     """Return whether a pattern of layers marks a layer with 1.
 
     Args:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megalite.config.layer_kind import LayerKind, is_marked
+from megalite.config.layer_kind import LayerKind, kind_of_layer
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -88,19 +88,6 @@ class ModelConfig:
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
     kv_channels: int | None = field(default=None, metadata=option(allowed=SIZE))
     """Size of one attention head. By default hidden size / attention heads."""
-    multi_latent_attention: bool = False
-    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
-    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
-    q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
-    """Width of the latent of queries. By default queries are projected from the hidden states."""
-    kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))
-    """Width of the latent of keys and values."""
-    qk_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
-    """Elements of each head's queries and keys without rotary positions."""
-    qk_pos_emb_head_dim: int = field(default=64, metadata=option(allowed=SIZE, **_LATENT))
-    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
-    v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
-    """Size of a head's values."""
     full_attention_kv_channels: int | None = field(default=None, metadata=option(**_FULL_ATTENTION))
     """Size of one attention head in layers without a window (Gemma 4). By default --kv-channels."""
     full_attention_query_groups: int | None = field(default=None, metadata=option(**_FULL_ATTENTION))
@@ -115,6 +102,19 @@ class ModelConfig:
         default=None, metadata=option(allowed=SIZE, in_megatron=False)
     )
     """Width of the MLP in layers of --num-kv-shared-layers. By default --ffn-hidden-size."""
+    multi_latent_attention: bool = False
+    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
+    q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of queries. By default queries are projected from the hidden states."""
+    kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of each head's queries and keys without rotary positions."""
+    qk_pos_emb_head_dim: int = field(default=64, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
+    v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Size of a head's values."""
     seq_length: int = field(
         default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
     )
@@ -434,46 +434,7 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
-        window, rotary = self._window_and_rotary(number)
-        is_full = window is None
-        head_dim, groups = self.full_attention_kv_channels, self.full_attention_query_groups
-        source, gives_keys = self._shared_keys(number)
-        as_values = self.keys_as_values == "all" or (self.keys_as_values == "full_attention" and is_full)
-        return LayerKind(
-            window=window,
-            rotary=rotary,
-            own_rotary=not is_full and self.windows_differ_in_rotary,
-            has_experts=self._has_experts(number),
-            head_dim=head_dim if is_full and head_dim != self.head_dim else None,
-            num_kv_heads=groups if is_full and groups != self.num_kv_heads else None,
-            keys_as_values=as_values and source is None,
-            key_source=source,
-            gives_keys=gives_keys,
-        )
-
-    def _window_and_rotary(self, number: int) -> tuple[int | None, bool]:
-        """Return a layer's window, and whether it rotates queries and keys."""
-        window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
-        if window is not None and skipped is not None and not is_marked(skipped, number, every_nth=0):
-            window = None
-        has_rope = self.position_embedding_type != "rope" or unrotated is None
-        return (
-            None if window is None else window[0],
-            has_rope or not is_marked(unrotated or (), number, every_nth=1),
-        )
-
-    def _shared_keys(self, number: int) -> tuple[int | None, bool]:
-        """Return the layer whose keys and values a layer attends to, and whether it gives its own to others.
-
-        Layers share keys and values with layers of the same window and rotation only.
-        """
-        first = self.num_layers - self.num_kv_shared_layers  # that shares
-        if first == self.num_layers:
-            return None, False
-        own = self._window_and_rotary(number)
-        before = (i for i in reversed(range(first)) if self._window_and_rotary(i) == own)
-        last = next(before, None)  # of the layers with keys of their own
-        return (last, False) if number >= first else (None, last == number)
+        return kind_of_layer(self, number)
 
     def for_kind(self, kind: LayerKind) -> ModelConfig:
         """Return the config with the sizes of a layer of this kind."""
@@ -509,15 +470,6 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Return whether layers can have experts."""
         return self.num_experts is not None and self.num_experts > 1
-
-    def _has_experts(self, number: int) -> bool:
-        """Return whether a layer's MLP is a mixture of experts."""
-        pattern = self.moe_layer_freq or (1,)
-        if not self.has_experts:
-            return False
-        if len(pattern) > 1:
-            return pattern[number] == 1
-        return pattern[0] > 0 and number % pattern[0] == 0
 
     @property
     def windows_differ_in_rotary(self) -> bool:
@@ -608,7 +560,7 @@ class ModelConfig:
         return config._attention_weights(kind) + self.hidden_size * rows
 
     def _attention_weights(self, kind: LayerKind) -> int:
-        """Return the number of elements of the matrices of an attention block, in a config for the kind."""
+        """Return the number of elements of the matrices of an attention block."""
         if not self.multi_latent_attention:
             heads = self.num_head_groups(kind) * sum(self.group_heads(kind)) + self.num_attention_heads
             return self.hidden_size * heads * self.head_dim

@@ -46,6 +46,6 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
 
 
 def _features(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the number of features of all query heads of a layer and of their values."""
+    """Return the number of features of the query heads and of the outputs of all heads of a layer."""
     config = model.for_kind(kind)
-    return config.num_attention_heads * (config.head_dim + config.value_dim)
+    return model.num_attention_heads * (config.head_dim + config.value_dim)

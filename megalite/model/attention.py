@@ -52,9 +52,9 @@ class Attention(nn.Module):
         self.own_rotary = kind.own_rotary
         self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
+        self.number, self.kind, self.gives_keys = layer, kind, kind.gives_keys
         self.local_heads = config.num_attention_heads // self.tp.size
-        self.build_inputs(config, context, kind)
-        self.number, self.gives_keys = layer, kind.gives_keys
+        self.build_inputs(config, context)
         self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
             config.num_attention_heads * config.value_dim,
@@ -67,10 +67,10 @@ class Attention(nn.Module):
         )
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext, kind: LayerKind) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
         """Build the modules that compute queries, keys and values."""
-        self.num_groups = config.num_head_groups(kind)
-        self.group_heads = config.group_heads(kind)
+        self.num_groups = config.num_head_groups(self.kind)
+        self.group_heads = config.group_heads(self.kind)
         self.num_query_parts = 2 if config.attention_output_gate else 1
         qkv_size = self.num_groups * sum(self.group_heads) * self.head_dim
         group_rows = tuple(count * self.head_dim for count in self.group_heads)
@@ -84,10 +84,10 @@ class Attention(nn.Module):
             width_ratio=config.width_ratio,
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
-        if kind.key_source is None:
+        if self.kind.key_source is None:
             self.key_norm = build_head_norm(config, context, self.num_groups)
             self.value_norm = HeadRMSNorm(config.norm_epsilon) if config.value_layernorm else nn.Identity()
-        self.complete = self._complete_of(kind)
+        self.complete = self._complete_of(self.kind)
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
 
     def forward(

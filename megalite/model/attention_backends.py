@@ -120,7 +120,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
-        f"for {_head_sizes(case.config.widest_heads)} in {case.config.params_dtype}{bias}"
+        f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
     )
 
 
@@ -213,9 +213,8 @@ def _triton_refusal(case: Case) -> str:
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
         return "the Triton kernel has no fp64"
-    # On meta tensors, one call stands for the GEMMs of `UnfusedCore` with larger heads: it saves the same.
     size = max(case.head_dim, case.config.value_dim)
-    if size > MAX_HEAD_DIM and case.device != "meta":
+    if size > MAX_HEAD_DIM:
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {size}"
     return _lacks(case)
 

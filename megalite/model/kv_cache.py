@@ -38,8 +38,6 @@ class CachedCore(SdpaCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        if config.multi_latent_attention:  # queries in the width of the latents
-            self.scales[config.kv_lora_rank + config.qk_pos_emb_head_dim] = config.score_scale
         self.cap = config.attn_logit_softcapping
         self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
         self.layers: dict[int, CachedLayer] = {}
@@ -50,7 +48,7 @@ class CachedCore(SdpaCore):
         super().for_layer(layer, kind)
         source = layer if kind.key_source is None else kind.key_source
         kind_of_layer = CachedLatents if self.config.multi_latent_attention else CachedLayer
-        return self.layers.setdefault(source, kind_of_layer(self))
+        return self.layers.setdefault(source, kind_of_layer(self, self.config.for_kind(kind).score_scale))
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
         """Empty the cache for new sequences.
@@ -114,8 +112,8 @@ class CachedCore(SdpaCore):
 class CachedLayer:
     """Holds one layer's keys and values, ``[b, g', capacity, d]``; `CachedCore.length` are filled."""
 
-    def __init__(self, shared: CachedCore) -> None:
-        self.shared = shared
+    def __init__(self, shared: CachedCore, scale: float) -> None:
+        self.shared, self.scale = shared, scale
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -162,17 +160,16 @@ class CachedLayer:
         """
         num_tokens = k.shape[2]
         keys, values = self.append(k, v)
-        scale = self.shared.scales[q.shape[-1]]
         if self.shared.is_plain:
             assert visible.bias is not None
-            return plain_attention(q, keys, values, visible.bias, scale, self.shared.cap, sinks)
+            return plain_attention(q, keys, values, visible.bias, self.scale, self.shared.cap, sinks)
         return F.scaled_dot_product_attention(
             q,
             keys,
             values,
             attn_mask=visible.bias,
             is_causal=visible.bias is None and num_tokens > 1,
-            scale=scale,
+            scale=self.scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
@@ -32,7 +32,7 @@ class LatentAttention(Attention):
     from latents to heads are cut over heads. The rows of `key_value_up` are grouped by head, ``[n, p + v]``.
     """
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext, kind: LayerKind) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
         """Build the modules that compute queries, keys and values."""
         h, std, n = config.hidden_size, config.init_method_std, config.num_attention_heads
         self.latent_width, self.rotary_dim = config.kv_lora_rank, config.qk_pos_emb_head_dim

@@ -5,18 +5,22 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.config import RecomputeConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
+from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
+from megalite.model.attention_backends import build_core
+from megalite.model.attention_core import Core, TritonCore
 from megalite.model.layer import TransformerLayer
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider
@@ -90,9 +94,20 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
     )
 
 
+def _core(config: ModelConfig, context: LayerContext) -> Core:
+    """Return the attention core to record.
+
+    With heads above the largest of all kernels, one call of ours stands for the GEMMs of `UnfusedCore`, which
+    saves the same.
+    """
+    is_large = config.widest_heads.head_dim > MAX_HEAD_DIM
+    return TritonCore(config, context) if is_large else build_core(config, context)
+
+
 def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, live: LiveBytes) -> Stage:
     layers = [key.unit] if isinstance(key.unit, int) else []
-    stage = _provider(key)(
+    provider = partial(_provider(key), attention=_core) if key.provider is None else key.provider
+    stage = provider(
         key.model,
         _context(key, topology, store),
         layers,

@@ -101,11 +101,6 @@ CASES = {
         window_attn_skip_freq=(2,),
         window_rotary_base=100.0,
     ),
-    "latent attention": _small(
-        "tp2+sp",
-        preset="llama-tiny",
-        **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
-    ),
     "gemma 4": _small(
         preset="llama-tiny",
         num_layers=4,
@@ -120,6 +115,11 @@ CASES = {
         layer_output_scale=True,
         rope_scaling="proportional",
         window_rope_scaling=False,
+    ),
+    "latent attention": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
     ),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),

@@ -167,8 +167,10 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
     for name, buffer in model.named_buffers():
-        if (stored := in_file.get(family.full_name(name))) is not None:  # a parameter of ours
-            buffer.copy_(given.rounded(files.tensor(stored)))
+        if (stored := in_file.get(family.full_name(name))) is not None:
+            tensor = files.tensor(stored)
+            is_parameter = name.endswith("layer_scalar")  # of ours, which the conversion rounds
+            buffer.copy_(given.rounded(tensor) if is_parameter else tensor)
     prefix = family.layer[0].theirs[0].split(".{}")[0]
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()

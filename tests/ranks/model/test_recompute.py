@@ -47,13 +47,13 @@ CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
-LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
-LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
 SHARED = {
     **{**GEMMA, "norm_position": "pre", "num_kv_shared_layers": 2, "value_layernorm": True},
     **{"keys_as_values": "full_attention", "full_attention_query_groups": 1, "layer_output_scale": True},
     "full_attention_kv_channels": 8,
 }
+LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
+LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
 MODELS = {
     "gpt": MODEL,
     **{
@@ -63,8 +63,8 @@ MODELS = {
             ("qwen", QWEN),
             ("neox", NEOX),
             ("gemma", GEMMA),
-            ("latent", LATENT),
             ("shared", SHARED),
+            ("latent", LATENT),
         )
     },
 }

@@ -241,7 +241,7 @@ class TokenwiseLayer(nn.Module):
         self.dropout = Dropout(0.1, context, f"layers.{number}.output")
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        y, bias, _ = self.mlp(self.norm(x))
+        y, bias, *_ = self.mlp(self.norm(x))
         return self.dropout.add_to(x, y, bias, microbatch.sample_numbers)
 
 

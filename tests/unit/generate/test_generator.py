@@ -136,12 +136,12 @@ THEIRS |= {
         Ministral3ForCausalLM,
         Ministral3Config(**SIZES, **COMMON, head_dim=10, rope_parameters=SCALED_QUERIES),
     ),
-    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
-    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12)),
     "gptj": (
         GPTJForCausalLM,
         GPTJConfig(n_layer=2, n_head=3, n_embd=24, n_positions=40, rotary_dim=4, **COMMON),
     ),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12)),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(

@@ -453,11 +453,11 @@ def build_theirs(kind, hf_config, seed):
         if kind == "gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
             mean = 0.5  # its scores are not divided by the square root of the head size
         parameter.data.copy_(noise * 0.2 + mean)
+    for scale in output_scales(model).values():
+        scale.fill_(1.0 + 0.2 * torch.randn((), generator=generator).item())
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
-    for scale in output_scales(model).values():
-        scale.fill_(1.0 + 0.2 * torch.randn((), generator=generator).item())
     return model
 
 
@@ -488,8 +488,8 @@ def run_theirs(model, ids):
         scale.requires_grad_()
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
-    trained = {**dict(model.named_parameters()), **output_scales(model)}
     buffers = {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
+    trained = {**dict(model.named_parameters()), **output_scales(model)}
     gradients = {name: each.grad for name, each in trained.items()}
     return result.logits[:, :-1], result.loss, as_saved(model, {**buffers, **gradients})
 

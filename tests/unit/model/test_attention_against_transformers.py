@@ -54,7 +54,7 @@ def run(attention: Attention, x: Tensor) -> Tensor:
     tokens = torch.zeros(B, S, dtype=torch.int64)
     attention.core.for_layer(0, LayerKind())
     positions = attention.core.position_info(Microbatch(tokens, tokens, torch.arange(B)))
-    y, bias, _ = attention(x.transpose(0, 1), torch.arange(B), positions)
+    y, bias, *_ = attention(x.transpose(0, 1), torch.arange(B), positions)
     return (y if bias is None else y + bias).transpose(0, 1)
 
 

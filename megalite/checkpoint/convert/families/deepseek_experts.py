@@ -70,12 +70,12 @@ def only_dense(module: Module) -> Module:
     """Return a module of Llama that layers with experts do not have if it belongs to the MLP."""
     if ".mlp." not in module.ours:
         return module
-    return replace(module, in_layer=lambda kind: not kind.has_experts)
+    return replace(module, only_in=lambda kind: not kind.has_experts)
 
 
 _MLP = "model.layers.{}.mlp"
 EXPERTS = tuple(
-    replace(module, in_layer=_has_experts)
+    replace(module, only_in=_has_experts)
     for module in (
         *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
         Module(

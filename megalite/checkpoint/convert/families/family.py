@@ -68,7 +68,7 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
-        in_layer: returns whether a layer of a kind has the module; by default it has.
+        only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "mlp", "vector"]
@@ -76,12 +76,12 @@ class Module:
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
-    in_layer: Callable[[LayerKind], bool] = lambda kind: True
+    only_in: Callable[[LayerKind], bool] = lambda kind: True
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         kind = LayerKind() if layer is None else config.layer_kind(layer)
-        if not self.only_if(config) or not self.in_layer(kind):
+        if not self.only_if(config) or not self.only_in(kind):
             return
         if self.kind == "vector":
             names = tuple(name.format(layer) for name in self.theirs)

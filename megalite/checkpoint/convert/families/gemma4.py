@@ -121,7 +121,7 @@ GEMMA4 = replace(
     write=_write,
     layer=(
         *(
-            replace(module, in_layer=lambda kind: kind.key_source is None and not kind.keys_as_values)
+            replace(module, only_in=lambda kind: kind.key_source is None and not kind.keys_as_values)
             if module.kind == "qkv"
             else module
             for module in GEMMA2.layer
@@ -131,15 +131,15 @@ GEMMA4 = replace(
             _OURS + "qkv",
             _Q + _K,
             Transform(_split_queries_keys, _join_queries_keys),
-            in_layer=lambda kind: kind.keys_as_values,
+            only_in=lambda kind: kind.keys_as_values,
         ),
-        Module("qkv", _OURS + "qkv", _Q, in_layer=lambda kind: kind.key_source is not None),
+        Module("qkv", _OURS + "qkv", _Q, only_in=lambda kind: kind.key_source is not None),
         Module("norm", _OURS + "query_norm", (_ATTENTION + "q_norm",)),
         Module(
             "norm",
             _OURS + "key_norm",
             (_ATTENTION + "k_norm",),
-            in_layer=lambda kind: kind.key_source is None,
+            only_in=lambda kind: kind.key_source is None,
         ),
         Module("vector", "layers.{}.output_scale.weight", ("model.layers.{}.layer_scalar",)),
     ),

@@ -14,7 +14,7 @@ from megalite.errors import UserError
 def _read(hf: HFSettings) -> dict[str, Any]:
     hf.require_equal("embd_pdrop", "resid_pdrop", default=0.0)
     hidden, heads = hf.first("n_embd", "hidden_size"), hf.first("n_head", "num_attention_heads")
-    num_rotated, head_dim = hf.get("rotary_dim", 64), hidden // heads
+    num_rotated, head_dim = hf.get("rotary_dim", 64), max(1, hidden // heads)
     if num_rotated is None or not 0 < num_rotated <= head_dim:
         raise UserError(f"gptj with rotary_dim {num_rotated} cannot be converted: 1 to {head_dim} can")
     return {
@@ -48,7 +48,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "n_head": config.num_attention_heads,
         "n_inner": none_if_default(config.ffn_size, 4 * config.hidden_size),
         "n_positions": config.seq_length,
-        "rotary_dim": config.rotary_dim,
+        "rotary_dim": max(1, min(config.rotary_dim, config.hidden_size // config.num_attention_heads)),
         "activation_function": THEIR_ACTIVATIONS.get(config.activation, "gelu_new"),
         "layer_norm_epsilon": config.norm_epsilon,
         "embd_pdrop": config.hidden_dropout,

@@ -36,9 +36,9 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_leng
 FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
-DEEPSEEK_V3 = DeepseekV3Config().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
 PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0}
+DEEPSEEK_V3 = DeepseekV3Config().to_dict()
 
 
 @pytest.fixture(params=FAMILIES)
