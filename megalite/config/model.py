@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -28,6 +29,7 @@ NormPosition = Literal["pre", "post", "output", "sandwich"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+RecurrentMixer = Literal["none", "gated_delta_net"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
@@ -53,6 +55,8 @@ _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",))
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
+_RECURRENT: dict[str, Any] = {"only_with": ("recurrent_mixer", ("gated_delta_net",))}
+_DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,14 @@ class LayerKind:
         own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
             from those of other layers.
         has_experts: whether the MLP is a mixture of experts.
+        mixer: what lets a token see earlier ones: attention, or a recurrent mixer (`MIXERS`).
     """
 
     window: int | None = None
     rotary: bool = True
     own_rotary: bool = False
     has_experts: bool = False
+    mixer: Literal["attention", "gated_delta_net"] = "attention"
 
 
 @dataclass(frozen=True)
@@ -303,6 +309,26 @@ class ModelConfig:
     )
     """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
     other layer, such as [1]*3+[0]. By default all layers have it."""
+    recurrent_mixer: RecurrentMixer = field(
+        default="none", metadata=option("--experimental-attention-variant", in_megatron=False)
+    )
+    """Replace attention in some layers by a recurrence, whose cost per token does not grow with the sample:
+    gated_delta_net, as in Qwen3-Next and Qwen3.5 (docs/recurrent.md)."""
+    linear_attention_freq: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, **_RECURRENT)
+    )
+    """Layers with attention: every Nth. Or a list with 1 for each layer with --recurrent-mixer and 0 for each
+    layer with attention. By default no layer has attention."""
+    linear_conv_kernel_dim: int = field(default=4, metadata=option(**_DELTA_NET))
+    """Tokens that the convolution before the recurrence sees: a token and those before it."""
+    linear_key_head_dim: int = field(default=128, metadata=option(**_DELTA_NET))
+    """Size of a query or key head of Gated DeltaNet."""
+    linear_value_head_dim: int = field(default=128, metadata=option(**_DELTA_NET))
+    """Size of a value head of Gated DeltaNet."""
+    linear_num_key_heads: int = field(default=16, metadata=option(**_DELTA_NET))
+    """Number of query and of key heads of Gated DeltaNet."""
+    linear_num_value_heads: int = field(default=32, metadata=option(**_DELTA_NET))
+    """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
     (docs/experts.md). 1 is a dense model."""
@@ -364,6 +390,8 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
+        if self.recurrent_mixer != "none" and self._is_recurrent(number):
+            return LayerKind(has_experts=self._has_experts(number), mixer=self.recurrent_mixer)
         window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
         if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
             window = None
@@ -373,6 +401,27 @@ class ModelConfig:
             rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
             own_rotary=window is not None and self.windows_differ_in_rotary,
             has_experts=self._has_experts(number),
+        )
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Return whether layers can have a recurrent mixer in the place of attention."""
+        return self.recurrent_mixer != "none"
+
+    def _is_recurrent(self, number: int) -> bool:
+        """Return whether a layer has the recurrent mixer, in a model with one."""
+        pattern = self.linear_attention_freq
+        return pattern is None or _is_marked(pattern, number, every_nth=0)
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """Return the sizes of layers with Gated DeltaNet."""
+        return DeltaNetSizes(
+            self.linear_conv_kernel_dim,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
         )
 
     @property
@@ -404,8 +453,10 @@ class ModelConfig:
     def mean_visible_keys(self, kind: LayerKind) -> float:
         """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
 
-        Documents are not considered.
+        Documents are not considered. A recurrent layer has no keys to see.
         """
+        if kind.mixer != "attention":
+            return 0.0
         if not self.is_causal:
             return self.seq_length
         most = self.seq_length if kind.window is None else min(kind.window + 1, self.seq_length)
@@ -454,14 +505,17 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
-        attention = self.hidden_size * heads * self.head_dim
+        if kind.mixer == "attention":
+            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+            mixer = self.hidden_size * heads * self.head_dim
+        else:
+            mixer = self.delta_net.num_weights(self.hidden_size)
         rows = self.ffn_size * self._num_halves
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
             rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
-        return attention + self.hidden_size * rows
+        return mixer + self.hidden_size * rows
 
     @property
     def _num_halves(self) -> int:

@@ -63,6 +63,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
     windows = tuple(int(kind.window is not None) for kind in kinds)
     unrotated = tuple(int(not kind.rotary) for kind in kinds)
+    recurrent = tuple(int(kind.mixer != "attention") for kind in kinds)
     with_experts = tuple(int(kind.has_experts) for kind in kinds)
     rotary = {
         "window_rotary_base": model.window_rotary_base or model.rotary_base,
@@ -71,6 +72,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     return {
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
         "no_rope_freq": unrotated if any(unrotated) else None,
+        "linear_attention_freq": recurrent if not all(recurrent) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,
         **({"ffn_hidden_size": None} if all(with_experts) else {}),
         **(rotary if any(windows) else dict.fromkeys(rotary)),

@@ -13,7 +13,8 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
 
     By the convention of "model FLOPs", a multiply-add is two operations. Only GEMMs count, and backward
     counts twice the forward. Causal attention counts half of the scores, and with a window the scores within
-    it. Of a layer's experts, those of one token count. Recomputation does not count. Logits count with the
+    it. Gated DeltaNet counts its convolution, and its recurrence token by token. Of a layer's experts, those
+    of one token count. Recomputation does not count. Logits count with the
     padded vocabulary, which depends on `tp`; in BERT they count for the predicted tokens only.
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
@@ -22,7 +23,9 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
     scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, model.layer_kinds))
     layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
-    multiply_adds = layers + scores_and_context + head * model.predicted_share
+    num_recurrent = sum(kind.mixer == "gated_delta_net" for kind in model.layer_kinds)
+    recurrences = num_recurrent * model.delta_net.multiply_adds
+    multiply_adds = layers + scores_and_context + recurrences + head * model.predicted_share
     return 3 * 2 * multiply_adds
 
 
@@ -34,7 +37,8 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
     """
     causal = flops_per_token(model, tp)
-    not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in model.layer_kinds)
+    with_attention = [kind for kind in model.layer_kinds if kind.mixer == "attention"]
+    not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in with_attention)
     scores = 12 * model.num_attention_heads * model.head_dim * not_counted
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
     full = causal + scores

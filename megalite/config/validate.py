@@ -8,7 +8,14 @@ from dataclasses import fields, replace
 from megalite.config.config import Config
 from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
-from megalite.config.rules import data_rules, logging_rules, model_rules, parallel_rules, training_rules
+from megalite.config.rules import (
+    data_rules,
+    logging_rules,
+    model_rules,
+    parallel_rules,
+    recurrent_rules,
+    training_rules,
+)
 from megalite.errors import ConfigError, Problem, one_line
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
@@ -21,6 +28,9 @@ RULES: tuple[Rule, ...] = (
     model_rules.query_groups,
     model_rules.bert,
     model_rules.experts,
+    recurrent_rules.recurrent_layers,
+    recurrent_rules.delta_net_heads,
+    recurrent_rules.recurrent_features,
     model_rules.norm_position,
     model_rules.qk_norm,
     model_rules.mup,

@@ -35,6 +35,8 @@ class Attention(nn.Module):
     all-gather their outputs and select the heads that they need.
     """
 
+    core_method, input_method = "attend", "queries_keys_values"
+
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:

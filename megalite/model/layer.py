@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.loss_terms import WithTerms
-from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts
+from megalite.model.mixers import Mixer, build_mixer
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         self.kind = config.layer_kind(layer)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
         self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.attention = Attention(config, context, core, layer, self.kind)
+        self.add_module(self.kind.mixer, build_mixer(config, context, core, layer, self.kind))
         self.attention_output_dropout = Dropout(
             config.hidden_dropout, context, f"layers.{layer}.attention.output"
         )
@@ -46,14 +46,20 @@ class TransformerLayer(nn.Module):
         self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
         self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
+    @property
+    def mixer(self) -> Mixer:
+        """Return the mixer, a submodule with the name of its kind, such as `attention`."""
+        mixer: Mixer = getattr(self, self.kind.mixer)
+        return mixer
+
     @wrap_point
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
 
-        # x = x + dropout(attention(norm(x)) + bias)
+        # x = x + dropout(mixer(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, _ = self.attention(normed, sample_numbers, positions)
+        y, bias, _ = self.mixer(normed, sample_numbers, positions)
         total = self.attention_output_dropout.sum_for_norm(x, y, bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
@@ -68,8 +74,8 @@ class PostNormLayer(TransformerLayer):
     @wrap_point
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = norm(x + dropout(attention(x) + bias))
-        y, bias, _ = self.attention(x, sample_numbers, positions)
+        # x = norm(x + dropout(mixer(x) + bias))
+        y, bias, _ = self.mixer(x, sample_numbers, positions)
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
@@ -84,8 +90,8 @@ class OutputNormLayer(TransformerLayer):
     @wrap_point
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(norm(attention(x) + bias))
-        y, bias, _ = self.attention(x, sample_numbers, positions)
+        # x = x + dropout(norm(mixer(x) + bias))
+        y, bias, _ = self.mixer(x, sample_numbers, positions)
         normed = self.attention_norm(y if bias is None else y + bias)
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
@@ -106,9 +112,9 @@ class SandwichNormLayer(TransformerLayer):
     @wrap_point
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(norm(attention(norm(x)) + bias))
+        # x = x + dropout(norm(mixer(norm(x)) + bias))
         normed, x = self.attention_norm(x)
-        y, bias, _ = self.attention(normed, sample_numbers, positions)
+        y, bias, _ = self.mixer(normed, sample_numbers, positions)
         y = self.attention_output_norm(y if bias is None else y + bias)
         total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
 
@@ -125,10 +131,10 @@ class ParallelLayer(TransformerLayer):
     @wrap_point
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
+        # x = x + dropout(mixer(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         of_attention, x = self.attention_norm(x)
         of_mlp, x = self.mlp_norm(x)
-        y, bias, _ = self.attention(of_attention, sample_numbers, positions)
+        y, bias, _ = self.mixer(of_attention, sample_numbers, positions)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
         y, bias, terms = self.mlp(of_mlp)
         return WithTerms.if_any(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers), terms)

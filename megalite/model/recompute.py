@@ -6,7 +6,9 @@
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
-    selective      core_attn    rotary embedding and attention      queries, keys, values and gates
+    selective      core_attn    what is between a mixer's linear    queries, keys, values and gates, or
+                               layers: rotary embedding and        the features of a recurrent layer's
+                               attention, or the recurrence        heads
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -37,7 +39,6 @@ from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
-from megalite.model.positions import PositionInfo
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
 from megalite.wrapping import wrap
@@ -67,11 +68,12 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
 
 
 def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
-    attention, mlp = layer.attention, layer.mlp
+    mixer, mlp = layer.mixer, layer.mlp
+    assert isinstance(mixer, nn.Module)
     if "core_attn" in config.modules:
-        wrap(attention, "attend", _recompute_attend)
+        wrap(mixer, mixer.core_method, _recompute_core)
     if "layernorm" in config.modules:
-        recompute_output(layer.attention_norm, "forward", attention, "queries_keys_values")
+        recompute_output(layer.attention_norm, "forward", mixer, mixer.input_method)
     if "mlp" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
@@ -83,16 +85,22 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
         recompute_output(mlp, "activate", mlp, "project_down")
 
 
-def _recompute_attend(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def recompute_attend(
-        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo, *gate: Tensor
-    ) -> Tensor:
-        def attend_again(q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
-            return attend(q, k, v, sample_numbers, positions, *gate)
+def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recompute_core(*arguments: Any) -> Tensor:
+        kept = [
+            number
+            for number, each in enumerate(arguments)
+            if isinstance(each, Tensor) and each.is_floating_point()
+        ]
 
-        return recompute(attend_again, q, k, v, *gate)
+        def compute_again(*tensors: Tensor) -> Tensor:
+            found = dict(zip(kept, tensors, strict=True))
+            return core(*(found.get(number, each) for number, each in enumerate(arguments)))
 
-    return recompute_attend
+        result: Tensor = recompute(compute_again, *(arguments[number] for number in kept))
+        return result
+
+    return recompute_core
 
 
 def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:

@@ -129,12 +129,13 @@ class HFSource:
         self.hugging_face = recorded_of(self._files.config, settings)
         if (note := rounding_note(self._files.config)) is not None:
             log.warning("%s: %s", folder / CONFIG_FILE, note)
-        self._names = {family_of(model).full_name(name): name for name in self._files.files}
+        self._model_type = self._files.config.get("model_type")
+        self._names = {family_of(model, self._model_type).full_name(name): name for name in self._files.files}
         if model.architecture == "bert":  # the published config.json names a model without the second head
             model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
-        self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}
+        self._entries = {entry.ours: entry for entry in all_entries(self.config.model, self._model_type)}
         self._check_names(folder)
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -157,7 +158,7 @@ class HFSource:
             wanted.update(SECOND_NAMES)
         others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
         if others:
-            model_type = family_of(self.config.model).model_type
+            model_type = family_of(self.config.model, self._model_type).model_type
             raise UserError(
                 f"{folder} has tensors that a {model_type} of this config does not have: "
                 f"{few(sorted(others))}"
@@ -165,7 +166,7 @@ class HFSource:
 
     def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
         """Return the dtype of the word embedding, which most tensors share."""
-        (name,) = end_entries(model)[0].theirs
+        (name,) = end_entries(model, self._model_type)[0].theirs
         if name not in self._names:
             raise UserError(f"{self._files.folder} lacks {name}: does config.json belong to another model?")
         return self._files.tensor(self._names[name]).dtype

@@ -143,10 +143,11 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
     theirs._experts_implementation = "eager"  # their fused GEMMs need sizes that are multiples of 16 bytes
     # BLOOM's sums in slices leave out the biases of the sliced layers, so they are no reference.
     theirs.slow_but_exact = False
-    (class_name,) = hf_config_of(config)["architectures"]
+    files = HFFolder(folder)
+    (class_name,) = hf_config_of(config, recorded=files.config)["architectures"]
     with parameters_on_meta():
         model = getattr(transformers, class_name)(theirs).eval()
-    family, files = family_of(config), HFFolder(folder)
+    family = family_of(config, files.config.get("model_type"))
     in_file = {family.full_name(name): name for name in files.files}
     names = dict[nn.Parameter, list[list[tuple[str, ...]]]]()  # a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):

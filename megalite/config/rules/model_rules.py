@@ -18,7 +18,7 @@ MIN_BERT_VOCABULARY = 8
 """Minimum vocabulary for random samples: the special tokens, and some others."""
 
 
-def _divisors_near(number: int, wanted: int) -> str:
+def divisors_near(number: int, wanted: int) -> str:
     """Return the divisors of a number that are nearest to `wanted`, which does not divide it: `8 or 12`."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     divisors = sorted({*small, *(number // size for size in small)})
@@ -30,7 +30,7 @@ def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
     model = config.model
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        heads = _divisors_near(model.hidden_size, model.num_attention_heads)
+        heads = divisors_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
             ("hidden_size", "num_attention_heads"),
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
@@ -71,10 +71,10 @@ def rope_scaling(config: Config, world_size: int | None) -> Iterator[Problem]:
 def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the pattern of layers without rotary positions fits the model."""
     if config.model.no_rope_freq is not None:
-        yield from _pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
+        yield from pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
 
 
-def _pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
+def pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
     """Check that a pattern of layers is one number, or a 0 or 1 for each layer."""
     num_layers, flag = config.model.num_layers, flag_with_value(name, pattern)
     if len(pattern) not in (1, num_layers):
@@ -95,7 +95,7 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("num_attention_heads", "num_query_groups"),
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: "
-            f"pass --num-query-groups {_divisors_near(heads, groups)}",
+            f"pass --num-query-groups {divisors_near(heads, groups)}",
         )
 
 
@@ -162,7 +162,7 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
         )
     if model.moe_layer_freq is not None:
-        if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
+        if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
             yield from problems
         elif not any(kind.has_experts for kind in model.layer_kinds):
             pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
@@ -310,7 +310,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     if skipped is None:
         return
     pattern = flag_with_value("window_attn_skip_freq", skipped)
-    if problems := list(_pattern_problems(config, "window_attn_skip_freq", skipped)):
+    if problems := list(pattern_problems(config, "window_attn_skip_freq", skipped)):
         yield from problems
     elif not any(kind.window for kind in model.layer_kinds):
         yield Problem(

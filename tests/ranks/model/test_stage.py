@@ -47,6 +47,10 @@ GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norm
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
 SINKS = {"softmax_type": "learnable", "attention_output_gate": True}
 LIMITS = {"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
+HYBRID = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 3},
+    **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
 CHANGES = {
     "gpt": {},
     "gpt with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
@@ -74,6 +78,8 @@ CHANGES = {
     },
     "llama with sinks": {**LLAMA, **SINKS, **LIMITS, "num_query_groups": 2, "attention_dropout": 0.3},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
+    "llama with a recurrence": {**LLAMA, **HYBRID, "zero_centered_norms": True, "hidden_dropout": 0.2},
+    "recurrences alone": {**HYBRID, "linear_attention_freq": None, "linear_conv_kernel_dim": 2},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},
     "mixed": {**LLAMA, "num_query_groups": 2, "add_bias_linear": True, "normalization": "LayerNorm"},

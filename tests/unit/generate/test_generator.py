@@ -27,8 +27,12 @@ from transformers import (
     Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -40,6 +44,7 @@ from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
+from tests.unit.model.test_against_transformers import InDoublePrecision
 
 VOCAB, EOD, NUM_NEW = 301, 0, 12
 COMMON = {"vocab_size": VOCAB, "bos_token_id": EOD, "eos_token_id": EOD, "pad_token_id": EOD}
@@ -88,6 +93,12 @@ SCALED_QUERIES = {
 }
 NO_CAP = {"attn_logit_softcapping": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+RECURRENT = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
+}
+OF_200 = {"qwen3_next", "qwen3_5"}
+"""Models that generate many tokens: an error in the state of a recurrence grows with them."""
 THEIRS |= {
     "llama3": (LlamaForCausalLM, LlamaConfig(**SIZES, **COMMON, rope_parameters=LLAMA3)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, **COMMON, **WINDOW)),
@@ -96,6 +107,11 @@ THEIRS |= {
     "olmo3": (Olmo3ForCausalLM, Olmo3Config(**SIZES, **COMMON, **LAYERS)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, **COMMON, **GEMMA, sliding_window=6)),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, **COMMON, **{**GEMMA, **NO_CAP}, **LAYERS)),
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(**SIZES, **COMMON, **RECURRENT, num_experts=0),
+    ),
+    "qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig(**SIZES, **COMMON, **RECURRENT)),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config(**SIZES, **COMMON)),
     "ministral3": (
         Ministral3ForCausalLM,
@@ -125,17 +141,18 @@ def test_greedy_text(kind, one_rank):
         is_norm = parameter.dim() == 1 and name.endswith(".weight")
         torch.nn.init.normal_(parameter, 1.0 if is_norm else 0.0, 0.3)
     prompts = [[5, 9, 2], [7], [44, 3, 250, 17, 8, 100, 31]]
-    expected = []
+    expected, num_new = [], 200 if kind in OF_200 else NUM_NEW
     for ids in prompts:
-        made = theirs.generate(torch.tensor([ids]), max_new_tokens=NUM_NEW, do_sample=False)
+        with InDoublePrecision():
+            made = theirs.generate(torch.tensor([ids]), max_new_tokens=num_new, do_sample=False)
         expected.append(made[0, len(ids) :].tolist())
 
     config = dataclasses.replace(config_of(hf_config.to_dict()), params_dtype="fp64")
     ours = build_stage(config, one_rank, range(config.num_layers), seed=0, attention=CachedCore)
-    ours.load_state_dict(from_hf(theirs.state_dict(), config))
+    ours.load_state_dict(from_hf(theirs.state_dict(), config, hf_config.model_type))
     generator = Generator(ours, Sampler(Sampling(temperature=0.0), VOCAB, one_rank.tp), EOD)
     made = [[] for _ in prompts]
-    for step in generator([Prompt(i, ids, NUM_NEW) for i, ids in enumerate(prompts)]):
+    for step in generator([Prompt(i, ids, num_new) for i, ids in enumerate(prompts)]):
         for row, token in step.items():
             made[row].append(token)
     assert made == expected

@@ -68,6 +68,7 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
+        mixer: mixer of the layers that have the module; None if all have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "vector"]
@@ -75,13 +76,17 @@ class Module:
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
+    mixer: str | None = None
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         if not self.only_if(config):
             return
+        if layer is not None and self.mixer not in (None, config.layer_kind(layer).mixer):
+            return
         if self.kind == "vector":
-            yield Entry(self.ours, self.theirs, self.transform)
+            theirs = tuple(name.format(layer) for name in self.theirs)
+            yield Entry(self.ours.format(layer), theirs, self.transform)
             return
         has_bias = {
             "table": False,
