@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megalite.config.delta_net_sizes import DeltaNetSizes
+from megalite.config.mamba_sizes import MambaSizes
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -57,6 +59,7 @@ _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": Fal
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 _RECURRENT: dict[str, Any] = {"only_with": ("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
+_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": ("hybrid_override_pattern", ()), "in_megatron": False}
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,25 @@ class LayerKind:
         own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
             from those of other layers.
         has_experts: whether the MLP is a mixture of experts.
-        mixer: what lets a token see earlier ones: attention, or a recurrent mixer (`MIXERS`).
+        mixer: what lets a token see earlier ones: attention, a recurrent mixer (`MIXERS`), or none.
+        has_mlp: whether the layer has an MLP, or experts in its place.
     """
 
     window: int | None = None
     rotary: bool = True
     own_rotary: bool = False
     has_experts: bool = False
-    mixer: Literal["attention", "gated_delta_net"] = "attention"
+    mixer: Literal["attention", "gated_delta_net", "mamba", "none"] = "attention"
+    has_mlp: bool = True
+
+
+HYBRID_KINDS: Mapping[str, LayerKind] = {
+    "M": LayerKind(mixer="mamba", has_mlp=False),
+    "*": LayerKind(has_mlp=False),
+    "-": LayerKind(mixer="none"),
+    "E": LayerKind(mixer="none", has_experts=True),
+}
+"""Kinds of layers with one block, by their letters in --hybrid-override-pattern."""
 
 
 @dataclass(frozen=True)
@@ -329,6 +343,23 @@ class ModelConfig:
     """Number of query and of key heads of Gated DeltaNet."""
     linear_num_value_heads: int = field(default=32, metadata=option(**_DELTA_NET))
     """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
+    hybrid_override_pattern: str | None = field(
+        default=None, metadata=option("--hybrid-layer-pattern", in_megatron=False)
+    )
+    """Give each layer one block, by a letter: M for Mamba-2, * for attention, - for an MLP, E for experts, as
+    in Nemotron-H's M-M-M-M*- (docs/recurrent.md)."""
+    mamba_num_heads: int | None = field(default=None, metadata=option(**_MAMBA))
+    """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
+    mamba_head_dim: int = field(default=64, metadata=option(**_MAMBA))
+    """Size of a head of Mamba-2."""
+    mamba_num_groups: int = field(default=8, metadata=option(**_MAMBA))
+    """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
+    mamba_state_dim: int = field(default=128, metadata=option(**_MAMBA))
+    """Size of the state of each element of a head of Mamba-2."""
+    mamba_min_time_step: float = field(
+        default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE, "same_shapes": True})
+    )
+    """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
     (docs/experts.md). 1 is a dense model."""
@@ -390,6 +421,9 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
+        if self.hybrid_override_pattern is not None:
+            letter = self.hybrid_override_pattern[number : number + 1]
+            return HYBRID_KINDS.get(letter, LayerKind())  # a rule refuses other letters
         if self.recurrent_mixer != "none" and self._is_recurrent(number):
             return LayerKind(has_experts=self._has_experts(number), mixer=self.recurrent_mixer)
         window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
@@ -406,7 +440,17 @@ class ModelConfig:
     @property
     def has_recurrent_layers(self) -> bool:
         """Return whether layers can have a recurrent mixer in the place of attention."""
-        return self.recurrent_mixer != "none"
+        return self.recurrent_mixer != "none" or self.has_mamba
+
+    @property
+    def has_mamba(self) -> bool:
+        """Return whether layers have Mamba-2."""
+        return "M" in (self.hybrid_override_pattern or "")
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that add to the hidden states: one or two for each layer."""
+        return self.num_layers if self.hybrid_override_pattern is not None else 2 * self.num_layers
 
     def _is_recurrent(self, number: int) -> bool:
         """Return whether a layer has the recurrent mixer, in a model with one."""
@@ -423,6 +467,13 @@ class ModelConfig:
             self.linear_num_key_heads,
             self.linear_num_value_heads,
         )
+
+    @property
+    def mamba(self) -> MambaSizes:
+        """Return the sizes of layers with Mamba-2."""
+        heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+        groups, state = self.mamba_num_groups, self.mamba_state_dim
+        return MambaSizes(state, self.mamba_head_dim, groups, heads, self.mamba_min_time_step)
 
     @property
     def has_experts(self) -> bool:
@@ -505,12 +556,14 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        if kind.mixer == "attention":
-            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
-            mixer = self.hidden_size * heads * self.head_dim
-        else:
-            mixer = self.delta_net.num_weights(self.hidden_size)
-        rows = self.ffn_size * self._num_halves
+        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+        mixer = {
+            "attention": self.hidden_size * heads * self.head_dim,
+            "gated_delta_net": self.delta_net.num_weights(self.hidden_size),
+            "mamba": self.mamba.num_weights(self.hidden_size),
+            "none": 0,
+        }[kind.mixer]
+        rows = self.ffn_size * self._num_halves if kind.has_mlp else 0
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts

@@ -13,8 +13,8 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
 
     By the convention of "model FLOPs", a multiply-add is two operations. Only GEMMs count, and backward
     counts twice the forward. Causal attention counts half of the scores, and with a window the scores within
-    it. Gated DeltaNet counts its convolution, and its recurrence token by token. Of a layer's experts, those
-    of one token count. Recomputation does not count. Logits count with the
+    it. A recurrent layer counts its convolution, and its recurrence token by token. Of a layer's experts,
+    those of one token count. Recomputation does not count. Logits count with the
     padded vocabulary, which depends on `tp`; in BERT they count for the predicted tokens only.
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
@@ -23,8 +23,8 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
     scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, model.layer_kinds))
     layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
-    num_recurrent = sum(kind.mixer == "gated_delta_net" for kind in model.layer_kinds)
-    recurrences = num_recurrent * model.delta_net.multiply_adds
+    of_mixers = {"gated_delta_net": model.delta_net.multiply_adds, "mamba": model.mamba.multiply_adds}
+    recurrences = sum(of_mixers.get(kind.mixer, 0) for kind in model.layer_kinds)
     multiply_adds = layers + scores_and_context + recurrences + head * model.predicted_share
     return 3 * 2 * multiply_adds
 

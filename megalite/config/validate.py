@@ -10,6 +10,7 @@ from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
 from megalite.config.rules import (
     data_rules,
+    hybrid_rules,
     logging_rules,
     model_rules,
     parallel_rules,
@@ -31,6 +32,9 @@ RULES: tuple[Rule, ...] = (
     recurrent_rules.recurrent_layers,
     recurrent_rules.delta_net_heads,
     recurrent_rules.recurrent_features,
+    hybrid_rules.hybrid_pattern,
+    hybrid_rules.hybrid_features,
+    hybrid_rules.mamba_heads,
     model_rules.norm_position,
     model_rules.qk_norm,
     model_rules.mup,

@@ -62,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = new_parameter(ParameterSpec((n,), Cut("tp", 0), mean=1.0, decay=False), context)
         self.norm = GatedNorm(sizes.value_dim, config.norm_epsilon, context)
         self.projection = RowParallelLinear(
-            n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_layers)
+            n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
         )
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:

@@ -1,4 +1,4 @@
-"""RMSNorm of a recurrent mixer's output, multiplied by a gate before or after it."""
+"""RMSNorm of a recurrence's output after a gate."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, *, gate_first: bool) -> Tensor:
-    """Return ``norm(x silu(gate)) weight``, or ``norm(x) weight silu(gate)``, over the last dim.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return ``norm(x silu(gate)) weight`` over the last dim, in the gate's dtype.
 
     Args:
         x: ``[..., n]``, of any precision; sums are in at least fp32.
-        gate: ``[..., n]``, which gives the result its dtype.
-        weight: ``[n]``, or ``[..., n]`` if it is not the same for all.
-        gate_first: multiply by the gate before the norm (Mamba-2), instead of after it (Gated DeltaNet).
+        gate: ``[..., n]``.
+        weight: ``[n]``, or ``[..., n]`` if it differs along other dims.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
-    x, factor = x.to(wide), F.silu(gate.to(wide))
-    if gate_first:
-        x = x * factor
-    x = x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    x = x.to(gate.dtype) * weight
-    return x if gate_first else (x * factor).to(gate.dtype)
+    gated = x.to(wide) * F.silu(gate.to(wide))
+    inverse = (gated.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (gated * inverse).to(gate.dtype) * weight

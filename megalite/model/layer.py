@@ -1,4 +1,4 @@
-"""One transformer layer, with norms before or after the blocks or both, or after the residual connections.
+"""One transformer layer, with norms before or after its blocks or both, or after the residual connections.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.loss_terms import WithTerms
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts
@@ -37,14 +37,16 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.kind = config.layer_kind(layer)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
-        self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.add_module(self.kind.mixer, build_mixer(config, context, core, layer, self.kind))
-        self.attention_output_dropout = Dropout(
-            config.hidden_dropout, context, f"layers.{layer}.attention.output"
-        )
-        self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
-        self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
+        if self.kind.mixer != "none":
+            self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
+            self.add_module(self.kind.mixer, build_mixer(config, context, core, layer, self.kind))
+            self.attention_output_dropout = Dropout(
+                config.hidden_dropout, context, f"layers.{layer}.attention.output"
+            )
+        if self.kind.has_mlp:
+            self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
+            self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
+            self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
 
     @property
     def mixer(self) -> Mixer:
@@ -140,6 +142,30 @@ class ParallelLayer(TransformerLayer):
         return WithTerms.if_any(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers), terms)
 
 
+class MixerLayer(TransformerLayer):
+    """Computes one layer that has a mixer and no MLP (Nemotron-H: NVIDIA 2025, arXiv 2504.03624)."""
+
+    @wrap_point
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(mixer(norm(x)) + bias)
+        normed, x = self.attention_norm(x)
+        y, bias, _ = self.mixer(normed, sample_numbers, positions)
+        return self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
+
+
+class MLPLayer(TransformerLayer):
+    """Computes one layer that has an MLP, or experts, and no mixer."""
+
+    @wrap_point
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(mlp(norm(x)) + bias)
+        normed, x = self.mlp_norm(x)
+        y, bias, terms = self.mlp(normed)
+        return WithTerms.if_any(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers), terms)
+
+
 LAYERS: Mapping[str, type[TransformerLayer]] = {
     "pre": TransformerLayer,
     "post": PostNormLayer,
@@ -149,7 +175,11 @@ LAYERS: Mapping[str, type[TransformerLayer]] = {
 """Layer classes by the config's `norm_position`."""
 
 
-def layer_class(config: ModelConfig) -> type[TransformerLayer]:
-    """Return the class of the config's layers."""
+def layer_class(config: ModelConfig, kind: LayerKind) -> type[TransformerLayer]:
+    """Return the class of the config's layers of a kind."""
+    if kind.mixer == "none":
+        return MLPLayer
+    if not kind.has_mlp:
+        return MixerLayer
     is_parallel = config.parallel_residual and config.norm_position == "pre"
     return ParallelLayer if is_parallel else LAYERS[config.norm_position]

@@ -12,6 +12,7 @@ from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
+from megalite.model.mamba import Mamba
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -32,7 +33,11 @@ class Mixer(Protocol):
     def __call__(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput: ...
 
 
-MIXERS: Mapping[str, type[nn.Module]] = {"attention": Attention, "gated_delta_net": GatedDeltaNet}
+MIXERS: Mapping[str, type[nn.Module]] = {
+    "attention": Attention,
+    "gated_delta_net": GatedDeltaNet,
+    "mamba": Mamba,
+}
 """Mixers by the `mixer` of a layer's kind, which is also the name of the layer's submodule."""
 
 

@@ -68,12 +68,23 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
 
 
 def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
-    mixer, mlp = layer.mixer, layer.mlp
+    if layer.kind.mixer != "none":
+        _recompute_mixer(layer, config)
+    if layer.kind.has_mlp:
+        _recompute_mlp(layer, config)
+
+
+def _recompute_mixer(layer: TransformerLayer, config: RecomputeConfig) -> None:
+    mixer = layer.mixer
     assert isinstance(mixer, nn.Module)
     if "core_attn" in config.modules:
         wrap(mixer, mixer.core_method, _recompute_core)
     if "layernorm" in config.modules:
         recompute_output(layer.attention_norm, "forward", mixer, mixer.input_method)
+
+
+def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
+    mlp = layer.mlp
     if "mlp" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return

@@ -14,19 +14,27 @@ from megalite.tensor_parallel.placement import Cut
 
 
 class ShortConvolution(nn.Module):
-    """Computes silu(sum_i weight_i * x[t - k + 1 + i]) for each channel; tp cuts the channels.
+    """Computes silu(sum_i weight_i * x[t - k + 1 + i] + bias) for each channel; tp cuts the channels.
 
-    Tokens before the start of a document count as zeros.
+    Tokens before the start of a document count as zeros. The sums are in at least fp32, and backward keeps x
+    in its own dtype.
 
     Args:
         channels: channels of all ranks.
         kernel: k.
+        bias: add a bias to each channel, which starts at zero.
     """
 
-    def __init__(self, channels: int, kernel: int, std: float, context: LayerContext) -> None:
+    def __init__(
+        self, channels: int, kernel: int, std: float, context: LayerContext, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        spec = ParameterSpec((channels, kernel), Cut("tp", 0), std=std, maps_features=False)
+        cut = Cut("tp", 0)
+        spec = ParameterSpec((channels, kernel), cut, std=std, maps_features=False)
         self.weight = new_parameter(spec, context)  # [c, k]
+        self.bias = (
+            new_parameter(ParameterSpec((channels,), cut, decay=False), context) if bias else None
+        )  # [c]
 
     def forward(
         self, x: Tensor, starts: Tensor | None = None, before: Tensor | None = None
@@ -44,14 +52,18 @@ class ShortConvolution(nn.Module):
         if before is None:
             before = x.new_zeros(x.shape[1], past, x.shape[2])
         padded = torch.cat((before.transpose(0, 1), x))  # [k - 1 + s, b, c]
-        y = x * self.weight[:, past]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(wide)
+        y = x * weight[:, past]
         for distance in range(1, past + 1):
             shifted = padded[past - distance : past - distance + num_tokens]
-            product = shifted * self.weight[:, past - distance]
+            product = shifted * weight[:, past - distance]
             if starts is not None:
                 product = product.where(is_within(starts, distance), 0.0)
             y = y + product
-        return F.silu(y), padded[num_tokens:].transpose(0, 1)
+        if self.bias is not None:
+            y = y + self.bias.to(wide)
+        return F.silu(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
 
 
 def is_within(starts: Tensor, distance: int) -> Tensor:

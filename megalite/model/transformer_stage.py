@@ -52,7 +52,8 @@ class TransformerStage(Stage):
 
     def build_layer(self, number: int) -> nn.Module:
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
-        return layer_class(self.config)(self.config, self.context, self.core, number)
+        build = layer_class(self.config, self.config.layer_kind(number))
+        return build(self.config, self.context, self.core, number)
 
     def build_head(self) -> nn.Module:
         """Return the final norm."""

@@ -35,6 +35,8 @@ WINDOWED = "gpt-tiny, window"
 MIXTRAL = "llama-tiny, experts"
 HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet."""
+NEMOTRON = "nemotron-h-tiny, own"
+"""Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -72,6 +74,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
+    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1},
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
@@ -88,7 +91,13 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
-    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0, HYBRID: 0.1},
+    **{
+        "gpt-tiny, sigmoid": 0.1,
+        "gpt-tiny, mup": 0.0,
+        "llama-tiny, qk-clip": 0.0,
+        HYBRID: 0.1,
+        NEMOTRON: 0.1,
+    },
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }
 ROWS = (
@@ -106,7 +115,7 @@ ROWS = (
     + [
         (model, dtype, name)
         for model in (*MODELS, *SWITCHES)
-        if model != HYBRID  # a recurrence needs all tokens on one rank
+        if model not in (HYBRID, NEMOTRON)  # a recurrence needs all tokens on one rank
         for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
     ]
     + [

@@ -18,6 +18,7 @@ from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
 from megalite.checkpoint.convert.families.mistral import MISTRAL
 from megalite.checkpoint.convert.families.mixtral import MIXTRAL
+from megalite.checkpoint.convert.families.nemotron_h import NEMOTRON_H
 from megalite.checkpoint.convert.families.olmo2 import OLMO2
 from megalite.checkpoint.convert.families.olmo3 import OLMO3
 from megalite.checkpoint.convert.families.olmoe import OLMOE
@@ -34,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
-        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, QWEN3_NEXT, QWEN3_5),
+        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, NEMOTRON_H, QWEN3_NEXT, QWEN3_5),
     )
 }
 """All architectures by `model_type`."""

@@ -31,6 +31,8 @@ _REFUSED = {
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "num_experts": None,
+    "hybrid_override_pattern": None,
+    "hybrid_layer_pattern": None,
     "glu_activation": None,
     "use_mup": False,
 }

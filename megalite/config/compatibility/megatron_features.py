@@ -137,6 +137,12 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
+        "layers by the share of each kind",
+        "remove it; pass --hybrid-override-pattern, with a letter for each layer",
+        "hybrid-attention-ratio hybrid-mlp-ratio",
+    ),
+    UnsupportedFeature(
+        "model",
         "another architecture",
         "remove it, or choose another --preset",
         """
@@ -145,7 +151,7 @@ UNSUPPORTED = (
         cache-mla-latents use-fused-weighted-squared-relu
         """,
         """
-        mamba- hybrid- is-hybrid- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
+        mamba- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
         qk-head- qk-pos- v-head- experimental-attention-
         """,
     ),

@@ -95,6 +95,7 @@ ACCEPTED = (
         moe-token-dispatcher-type=1 moe-per-layer-logging
         """,
     ),
+    AcceptedFlags("model", "--hybrid-override-pattern sets it", "is-hybrid-model"),
     AcceptedFlags(
         "model",
         "experts are cut over --tp like an MLP, which no result depends on",

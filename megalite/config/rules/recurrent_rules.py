@@ -16,7 +16,7 @@ _KEYS, _VALUES = "linear_num_key_heads", "linear_num_value_heads"
 def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that some layers have the recurrent mixer, in a model that can have them."""
     model = config.model
-    if not model.has_recurrent_layers:
+    if model.recurrent_mixer == "none":
         return
     given = flag_with_value(_MIXER, model.recurrent_mixer)
     if not model.is_causal:
@@ -61,26 +61,26 @@ def recurrent_features(config: Config, world_size: int | None) -> Iterator[Probl
     model, parallel, training = config.model, config.parallel, config.training
     if not model.has_recurrent_layers:
         return
-    given = flag_with_value(_MIXER, model.recurrent_mixer)
+    name = "hybrid_override_pattern" if model.has_mamba else _MIXER
+    given = flag_with_value(name, getattr(model, name))
     if parallel.cp > 1:
         yield Problem(
-            (_MIXER, "context_parallel_size"),
+            (name, "context_parallel_size"),
             f"--cp {parallel.cp} with {given}, whose state goes from token to token: pass --cp 1",
         )
     if training.compile:
         yield Problem(
-            (_MIXER, "compile"),
-            f"--compile with {given}: a graph would repeat the recurrence for each chunk of a sample; "
-            "remove --compile",
+            (name, "compile"),
+            f"--compile with {given}, whose recurrence is not compiled: remove --compile",
         )
     if training.fp8_format is not None:
         yield Problem(
-            (_MIXER, "fp8_format"),
+            (name, "fp8_format"),
             f"--fp8-format {training.fp8_format} with {given}: its decays need more than 8 bits; remove it",
         )
     if model.mup_base_width is not None:
         yield Problem(
-            (_MIXER, "mup_base_width"),
+            (name, "mup_base_width"),
             f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for its decays; remove "
             "it",
         )

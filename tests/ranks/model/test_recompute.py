@@ -52,7 +52,12 @@ HYBRID = {
     **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+NEMOTRON = {
+    **{"hybrid_override_pattern": "M*-", "position_embedding_type": "none", "normalization": "RMSNorm"},
+    **{"attention_dropout": 0.0, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 5},
+}
 CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "hybrid": HYBRID}
+CHANGES |= {"nemotron": NEMOTRON}
 MODELS = {
     "gpt": MODEL,
     **{name: ModelConfig(**{**vars(MODEL), **fields}) for name, fields in CHANGES.items()},

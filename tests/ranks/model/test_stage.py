@@ -51,6 +51,7 @@ HYBRID = {
     **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 3},
     **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
+MAMBA = {"mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_state_dim": 3, "mamba_num_heads": 8}
 CHANGES = {
     "gpt": {},
     "gpt with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
@@ -79,6 +80,8 @@ CHANGES = {
     "llama with sinks": {**LLAMA, **SINKS, **LIMITS, "num_query_groups": 2, "attention_dropout": 0.3},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "llama with a recurrence": {**LLAMA, **HYBRID, "zero_centered_norms": True, "hidden_dropout": 0.2},
+    "mamba": {**LLAMA, **MAMBA, "hybrid_override_pattern": "M*-", "activation": "squared_relu"},
+    "mamba with dropout": {**MAMBA, "hybrid_override_pattern": "*MM", "hidden_dropout": 0.2},
     "recurrences alone": {**HYBRID, "linear_attention_freq": None, "linear_conv_kernel_dim": 2},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
+from megalite.config.mamba_sizes import KERNEL
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.config.presets import PRESETS
 from megalite.plan.units import whole_model
@@ -67,7 +68,10 @@ def test_flops_are_those_that_torch_counts(model: ModelConfig, build) -> None:
 GATED = "llama-tiny, gates"
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, GATED])
+RECURRENT = [name for name, model in PRESETS.items() if model.has_recurrent_layers]
+
+
+@pytest.mark.parametrize("preset", [name for name in (*PRESETS, GATED) if name not in RECURRENT])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
     has_gates = preset == GATED
     model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], attention_output_gate=has_gates)
@@ -80,6 +84,28 @@ def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
     tolerance = 2 / model.seq_length if model.architecture == "bert" else 1e-9
     expected = 3 * units.forward_flops / model.seq_length
     assert flops_per_token(model, tp=1) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("preset", RECURRENT)
+def test_formulas_agree_with_layers_of_each_kind(preset: str) -> None:
+    model = dataclasses.replace(PRESETS[preset], vocab_size=256, params_dtype="bf16")
+    for number, layer in whole_model(model, tp=1).layers.items():
+        kind = model.layer_kinds[number]
+        matrices = [each.shape for each in layer.weights if len(each.shape) > 1]
+        convolution = [shape for shape in matrices if shape[1] == KERNEL]
+        assert len(convolution) == (kind.mixer == "mamba")
+        assert model.layer_weights(kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
+
+
+def test_mamba_counts_its_recurrence() -> None:
+    """Each token writes to the state and reads it, after a convolution of its x, B and C."""
+    tiny = dataclasses.replace(PRESETS["nemotron-h-tiny"], vocab_size=256)
+    mlp, mamba = (dataclasses.replace(tiny, hybrid_override_pattern=f"-*{each}-") for each in "-M")
+    width, state, groups, heads = 128, 16, 4, 8
+    linear = 64 * (2 * width + 2 * groups * state + heads) + width * 64
+    products = linear + 2 * width * state + KERNEL * (width + 2 * groups * state)
+    of_mlp = 2 * 64 * tiny.ffn_size
+    assert flops_per_token(mamba, 1) - flops_per_token(mlp, 1) == 6 * (products - of_mlp)
 
 
 def test_a_window_counts_the_scores_within_it() -> None:

@@ -21,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -91,13 +93,17 @@ SCALED_QUERIES = {
     **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 6},
     "llama_4_scaling_beta": 0.5,
 }
+MAMBA = {
+    **{"head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7},
+    **{"chunk_size": 4, "num_hidden_layers": None},
+}
 NO_CAP = {"attn_logit_softcapping": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
 RECURRENT = {
     **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
 }
-OF_200 = {"qwen3_next", "qwen3_5"}
+OF_200 = {"nemotron_h", "qwen3_next", "qwen3_5"}
 """Models that generate many tokens: an error in the state of a recurrence grows with them."""
 THEIRS |= {
     "llama3": (LlamaForCausalLM, LlamaConfig(**SIZES, **COMMON, rope_parameters=LLAMA3)),
@@ -116,6 +122,13 @@ THEIRS |= {
     "ministral3": (
         Ministral3ForCausalLM,
         Ministral3Config(**SIZES, **COMMON, head_dim=10, rope_parameters=SCALED_QUERIES),
+    ),
+    "nemotron_h": (
+        NemotronHForCausalLM,
+        NemotronHConfig(
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            **{**SIZES, **COMMON, **MAMBA},
+        ),
     ),
     "gpt_neox": (
         GPTNeoXForCausalLM,

@@ -31,6 +31,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -79,6 +81,7 @@ MODELS = {
     "mixtral": MixtralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "olmoe": OlmoeForCausalLM,
+    "nemotron_h": NemotronHForCausalLM,
     "qwen3_next": Qwen3NextForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
 }
@@ -345,6 +348,34 @@ def qwen3_5_config(choose):
     return like_llama(Qwen3_5TextConfig, choose, **hybrid(choose))
 
 
+def nemotron_h_config(choose):
+    mamba, attention, mlp = "linear_attention", "full_attention", "mlp"
+    kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
+    return NemotronHConfig(
+        layers_block_type=choose(
+            ([mamba, mlp, attention], [mamba, attention, mamba, mlp], [mamba] * 2, [attention, mlp, mamba])
+        ),
+        hidden_size=choose((36, 72)),
+        intermediate_size=choose((30, 37)),
+        mlp_hidden_act=choose(("relu2", "gelu")),
+        num_attention_heads=kv_heads * choose((1, 2)),
+        num_key_value_heads=kv_heads,
+        head_dim=choose((4, 6, 8)),
+        mamba_num_heads=groups * group_heads,
+        mamba_head_dim=choose((4, 7)),
+        n_groups=groups,
+        ssm_state_size=choose((3, 8)),
+        chunk_size=choose((4, 128)),
+        time_step_min=choose((0.001, 0.5)),
+        vocab_size=choose((97, 301, 384)),
+        max_position_embeddings=NUM_POSITIONS,
+        layer_norm_epsilon=choose((1e-6, 1e-3)),
+        tie_word_embeddings=choose((True, False)),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -362,6 +393,7 @@ CONFIGS = {
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
+    "nemotron_h": nemotron_h_config,
     "qwen3_next": qwen3_next_config,
     "qwen3_5": qwen3_5_config,
 }

@@ -21,12 +21,15 @@ RECURRENT = {
     **{"recurrent_mixer": "gated_delta_net", "linear_key_head_dim": 6, "linear_value_head_dim": 5},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
+MAMBA = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 5, "mamba_min_time_step": 0.7}
 OTHERS = {
     "window": WINDOW,
     "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
     "sinks": {**WINDOW, "softmax_type": "learnable", **QUERIES},
     "caps and sinks": {**CAPS, "softmax_type": "off-by-one", "attention_output_gate": True},
     "recurrent": {**RECURRENT, "linear_attention_freq": (2,), "attention_output_gate": True},
+    "mamba": {**MAMBA, "hybrid_override_pattern": "M*-M", "position_embedding_type": "none"},
+    "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6},
     "recurrent alone": {**RECURRENT, "linear_conv_kernel_dim": 3},
     "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
 }
@@ -42,6 +45,8 @@ TINY = (
     "llama-tiny, sinks",
     "llama-tiny, recurrent",
     "gpt-tiny, recurrent alone",
+    "llama-tiny, mamba",
+    "gpt-tiny, mamba alone",
     "bloom-tiny, caps and sinks",
 )
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
@@ -108,7 +113,9 @@ def test_padding_changes_nothing(preset, one_rank):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("preset", ["llama-tiny", "llama-tiny, recurrent", "gpt-tiny, recurrent alone"])
+@pytest.mark.parametrize(
+    "preset", ["llama-tiny", "llama-tiny, recurrent", "gpt-tiny, recurrent alone", "llama-tiny, mamba"]
+)
 def test_chosen_sequences_go_on(preset, one_rank):
     whole, cached = both(config_of(preset), one_rank)
     tokens = tokens_of(3)

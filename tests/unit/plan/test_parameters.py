@@ -97,6 +97,7 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("smollm3-3b", 3_075_098_624),
         ("ministral3-8b", 8_489_553_920),
         ("pythia-6.9b", 6_857_302_016),
+        ("nemotron-h-8b", 8_100_852_736),
     ],
 )
 def test_published_counts(preset: str, parameters: int) -> None:

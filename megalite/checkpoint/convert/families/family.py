@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.errors import UserError
 
@@ -69,6 +69,7 @@ class Module:
             no suffix.
         only_if: returns whether the model has the module; by default it has.
         mixer: mixer of the layers that have the module; None if all have it.
+        has_mlp: whether the layers that have the module have an MLP; None if both kinds have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "vector"]
@@ -77,12 +78,13 @@ class Module:
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
     mixer: str | None = None
+    has_mlp: bool | None = None
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         if not self.only_if(config):
             return
-        if layer is not None and self.mixer not in (None, config.layer_kind(layer).mixer):
+        if layer is not None and not self._is_in(config.layer_kind(layer)):
             return
         if self.kind == "vector":
             theirs = tuple(name.format(layer) for name in self.theirs)
@@ -100,6 +102,10 @@ class Module:
                 name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
             )
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
+
+    def _is_in(self, kind: LayerKind) -> bool:
+        """Return whether layers of a kind have the module."""
+        return self.mixer in (None, kind.mixer) and self.has_mlp in (None, kind.has_mlp)
 
 
 @dataclass(frozen=True)
