@@ -90,9 +90,10 @@ class Mamba(nn.Module):
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
         """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n/tp p]``, of convolved x, B and C."""
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
+        inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
         grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
         gate, mixed, step = grouped.split((sizes.group_rows[0], sizes.num_mixed, sizes.group_heads), dim=-1)
-        convolved, inputs = self.convolution(mixed.flatten(2), starts, saved and saved.inputs)
+        convolved, inputs = self.convolution(mixed.flatten(2), starts, inputs)
         x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(sizes.group_rows[1:4], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
@@ -100,7 +101,7 @@ class Mamba(nn.Module):
         A_log, dt_bias, D = (each.to(wide).view(heads) for each in (self.A_log, self.dt_bias, self.D))
         dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g/tp, r]
         x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g/tp, r, p]
-        y, state = scan(x, dt, -A_log.exp(), of_input, of_output, starts, saved and saved.state)
+        y, state = scan(x, dt, -A_log.exp(), of_input, of_output, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs, state
         y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g/tp, r p]

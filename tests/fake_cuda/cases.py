@@ -101,6 +101,8 @@ CASES = {
         window_attn_skip_freq=(2,),
         window_rotary_base=100.0,
     ),
+    "nemotron-h": Case(preset="nemotron-h-tiny"),
+    "nemotron-h documents pp2": Case("pp2dp2", preset="nemotron-h-tiny", options=PACKED),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

@@ -67,9 +67,10 @@ def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
     )
 
 
-def _distance(problems: Mapping[str, str]) -> tuple[bool, bool, int]:
-    """Return how far a family is from a model: the kinds of model and of positions come first."""
-    return "architecture" in problems, "position_embedding_type" in problems, len(problems)
+def _distance(problems: Mapping[str, str]) -> tuple[int, ...]:
+    """Return how far a family is from a model: the kinds of model, layers and positions come first."""
+    first = ("architecture", "hybrid_override_pattern", "position_embedding_type")
+    return (*(name in problems for name in first), len(problems))
 
 
 def layer_entries(config: ModelConfig, layer: int, model_type: str | None = None) -> list[Entry]:

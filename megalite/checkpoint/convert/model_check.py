@@ -163,7 +163,8 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
-    prefix = family.layer[0].theirs[0].split(".{}")[0]
+    in_file_prefix = family.layer[0].theirs[0].split(".{}")[0]
+    prefix = f"{model.base_model_prefix}.{in_file_prefix.partition('.')[2]}"  # as the module has it
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()
     layers[0].register_forward_pre_hook(lambda _, inputs: outputs.append((EMBEDDING, inputs[0][0])))

@@ -76,18 +76,18 @@ _WITHOUT_EFFECT = """
     n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor
     topk_group
 """
-_LAYER = "model.layers.{}."
+_LAYER = "backbone.layers.{}."
 
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
-    "model.",
+    "backbone.",
     ("lm_head.",),
     _read,
     _write,
     (
-        Module("table", "embedding.word", ("model.embeddings",), VOCABULARY),
-        Module("norm", "final_norm", ("model.norm_f",)),
+        Module("table", "embedding.word", ("backbone.embeddings",), VOCABULARY),
+        Module("norm", "final_norm", ("backbone.norm_f",)),
         OUTPUT,
     ),
     (
@@ -106,5 +106,5 @@ NEMOTRON_H = Family(
         Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), has_mlp=True),
     ),
     without_effect=tuple(_WITHOUT_EFFECT.split()),
-    other_names={"backbone.": "model."},  # transformers 5 has another name than its files
+    other_names={"model.": "backbone."},  # transformers 5 has another name than its files
 )
