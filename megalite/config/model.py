@@ -347,7 +347,7 @@ class ModelConfig:
         default=None, metadata=option("--hybrid-layer-pattern", in_megatron=False)
     )
     """Give each layer one block, by a letter: M for Mamba-2, * for attention, - for an MLP, E for experts, as
-    in Nemotron-H's M-M-M-M*- (docs/recurrent.md)."""
+    in Nemotron-H's M-M-M-M*- (docs/hybrid.md)."""
     mamba_num_heads: int | None = field(default=None, metadata=option(**_MAMBA))
     """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
     mamba_head_dim: int = field(default=64, metadata=option(**_MAMBA))

@@ -26,9 +26,11 @@ from megalite.model import (
     embedding,
     head,
     layer,
+    mamba,
     norm,
     positions,
     recompute,
+    short_convolution,
     stage,
 )
 from megalite.model.norm import LayerNorm, RMSNorm
@@ -414,6 +416,36 @@ def _last_changed(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any
     return changed
 
 
+def _with_heads(name: str, change: Callable[[Tensor, Topology], Tensor]) -> Callable[..., Any]:
+    """Change a parameter of Mamba-2 that has a number for each head, as the recurrence reads it."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        def recur(self: Any, *args: Any) -> Tensor:
+            changes = {name: change(getattr(self, name), topology)}
+            delegate = type("Changed", (), {"__getattr__": lambda _, other: getattr(self, other)})()
+            delegate.__dict__.update(changes)
+            return original(delegate, *args)
+
+        return recur
+
+    return changed
+
+
+def _in_one_document(at: int) -> Callable[..., Any]:
+    """Return a change of a function on the last of several stages: it does not know the documents.
+
+    Args:
+        at: number of the argument with the documents' starts.
+    """
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        is_there = topology.pp.size > 1 and topology.pp.is_last
+        without = before(lambda *args: (*args[:at], None, *args[at + 1 :]))
+        return without(original, topology) if is_there else original
+
+    return changed
+
+
 def _other_vector(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
     """Return the place of the last rank for the first one of a cut vector, and so on."""
     if len(box.shape) > 1 or not spec.cuts:
@@ -762,6 +794,27 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              original(self, x, *rest) + x * (topology.tp.size - 1)), "neox"),
         ("stages between the first and the last have norms after the residual connections", "pp4",
          TransformerStage, "build_layer", _at_middle(after(_as_post_norm)), "olmo"),
+    ],
+    "Mamba-2": [
+        ("a rank's heads decay at the rates of other heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("A_log", lambda each, topology: each.roll(topology.tp.rank)), "nemotron-h"),
+        ("decay rates have the gradient of the first replica's samples", "dp2", mamba.Mamba, "recur",
+         _with_heads("A_log", lambda each, topology: _gradient_times(
+             each, float(topology.replicas.is_first))), "nemotron-h"),
+        ("a rank's heads have the time steps of other heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("dt_bias", lambda each, topology: each.roll(topology.tp.rank)), "nemotron-h"),
+        ("time-step biases have the gradient of the first replica's samples", "dp2", mamba.Mamba, "recur",
+         _with_heads("dt_bias", lambda each, topology: _gradient_times(
+             each, float(topology.replicas.is_first))), "nemotron-h"),
+        ("every rank adds the inputs of all heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("D", lambda each, topology: each * topology.tp.size), "nemotron-h"),
+        ("the gated norm is over all groups of a rank", "tp2", mamba, "gated_rms_norm",
+         before(lambda y, gate, weight, *rest: (
+             y.flatten(-2), gate.flatten(-2), weight.flatten(), *rest)), "nemotron-h"),
+        ("the last stage passes the state across documents", "pp2", mamba, "scan", _in_one_document(5),
+         "nemotron-h"),
+        ("the last stage convolves across documents", "pp2", short_convolution.ShortConvolution, "forward",
+         _in_one_document(2), "nemotron-h"),
     ],
     "recomputation": [
         ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,

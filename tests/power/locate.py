@@ -36,6 +36,7 @@ WHOLE = ""
 
 ATTEND = r"layers\.0\.attention\.(attend|keep_own_tokens)"
 KEY_GRADIENT = r"gradient of the output.* of layers\.\d\.attention\.(qkv|queries_keys_values)"
+RECURRED = r"layers\.0\.mamba\.(recur|projection)"
 REACHED = r"layers\.0\.attention\.(attend|reach_keys|keep_own_tokens)"
 
 PLACES: dict[str, tuple[str, str]] = {
@@ -119,6 +120,15 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of embedding\.word\.weight", "a sum over pp is missing"),
     "the copies of a tied embedding are averaged": (
         r"gradient of embedding\.word\.weight", "(mean|send|receive) over pp"),
+    "a rank's heads decay at the rates of other heads": (RECURRED, WHOLE),
+    "decay rates have the gradient of the first replica's samples": (r"layers\.\d\.mamba\.A_log", WHOLE),
+    "a rank's heads have the time steps of other heads": (RECURRED, WHOLE),
+    "time-step biases have the gradient of the first replica's samples": (
+        r"layers\.\d\.mamba\.dt_bias", WHOLE),
+    "every rank adds the inputs of all heads": (RECURRED, WHOLE),
+    "the gated norm is over all groups of a rank": (RECURRED, WHOLE),
+    "the last stage passes the state across documents": (r"layers\.2\.mamba\.(recur|projection)", WHOLE),
+    "the last stage convolves across documents": (r"layers\.2\.mamba\.(recur|convolution|projection)", WHOLE),
     "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
     "the last stage has the labels of another microbatch": ("of the microbatch", WHOLE),
     "the last stage's labels are shifted by one": ("labels of the microbatch", WHOLE),
