@@ -24,11 +24,13 @@ from megalite.model import (
     bert_stage,
     context_parallel,
     embedding,
+    gated_delta_net,
     head,
     layer,
     norm,
     positions,
     recompute,
+    short_convolution,
     stage,
 )
 from megalite.model.norm import LayerNorm, RMSNorm
@@ -60,6 +62,7 @@ from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step
 from tests.power import own_stage
 from tests.power.injected_error import (
+    Change,
     InjectedError,
     after,
     before,
@@ -421,6 +424,22 @@ def _other_vector(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
     return Box((spec.full_shape[0] - box.shape[0] - box.starts[0],), box.shape)
 
 
+def _other_heads(mean: float) -> Change:
+    """Change the place of cut vectors with these initial values (`_other_vector`): Gated DeltaNet's."""
+
+    def change(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
+        return _other_vector(box, spec, topology) if spec.mean == mean else box
+
+    return after(change)
+
+
+def _on_later_stages(change: Callable[..., tuple[Any, ...]]) -> Change:
+    """Change the arguments on all stages but the first."""
+    return lambda original, topology: (
+        lambda *args: original(*(args if topology.pp.is_first else change(*args)))
+    )
+
+
 def _as_post_norm(module: Any, *_: Any) -> Any:
     module.__class__ = layer.PostNormLayer
     return module
@@ -737,6 +756,17 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(_other_vector), "gpt-oss"),
         ("ranks of a shared group take queries for gates", "tp4", attention.Attention, "_split_shared_group",
          after(lambda heads, *_: (heads[1], heads[0], *heads[2:])), "gpt-oss"),
+        ("a rank has the decays of another rank's heads (A_log)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(0.0), "hybrid"),
+        ("a rank has the steps of another rank's heads (dt_bias)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(1.0), "hybrid"),
+        ("gradients of a recurrence's norm are not summed", "tp2", gated_delta_net.GatedNorm, "__init__",
+         complete_over("weight"), "hybrid"),
+        ("states of later stages go on after a document's end", "pp2", gated_delta_net, "gated_delta_rule",
+         _on_later_stages(lambda q, k, v, decay, rate, starts, state: (
+             q, k, v, decay, rate, None, state)), "hybrid"),
+        ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
+         "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",

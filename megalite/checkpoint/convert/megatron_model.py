@@ -31,6 +31,7 @@ _REFUSED = {
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "num_experts": None,
+    "experimental_attention_variant": None,
     "glu_activation": None,
     "use_mup": False,
 }

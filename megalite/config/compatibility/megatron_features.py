@@ -145,8 +145,8 @@ UNSUPPORTED = (
         cache-mla-latents use-fused-weighted-squared-relu
         """,
         """
-        mamba- hybrid- is-hybrid- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
-        qk-head- qk-pos- v-head- experimental-attention-
+        mamba- hybrid- is-hybrid- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
+        qk-head- qk-pos- v-head-
         """,
     ),
     UnsupportedFeature(
