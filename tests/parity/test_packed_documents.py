@@ -30,6 +30,13 @@ from megalite.verify.record_run import RunRecord, record_run
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
+HYBRID = "llama-tiny, recurrent"
+SWITCHES = {
+    HYBRID: {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
+        **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    }
+}
 DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 ADDED = (
@@ -43,7 +50,8 @@ ADDED = (
 def _config(model: str, dropout: float, *options: str) -> Config:
     return Config(
         model=replace(
-            PRESETS[model],
+            PRESETS[model.partition(", ")[0]],
+            **SWITCHES.get(model, {}),
             hidden_dropout=dropout,
             attention_dropout=dropout,
             vocab_size=VOCABULARY,
@@ -60,7 +68,7 @@ def _config(model: str, dropout: float, *options: str) -> Config:
 
 @functools.cache
 def _reference(model: str, *options: str) -> RunRecord:
-    return record_run(_config(model, DROPOUT[model], *options), NUM_ITERATIONS, 1)
+    return record_run(_config(model, DROPOUT.get(model, 0.0), *options), NUM_ITERATIONS, 1)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,9 @@ def _reference(model: str, *options: str) -> RunRecord:
         # Between the first and the last stage, for attention's mask alone and for rotary angles alone.
         ("gpt-tiny", "pp4", ("reset_attention_mask",)),
         ("llama-tiny", "pp4", ("reset_position_ids",)),
+        # A recurrence starts anew with each document.
+        (HYBRID, "tp2pp2dp2", OPTIONS),
+        ("nemotron-h-tiny", "tp2pp2dp2", OPTIONS),
         # Slices of samples, whose documents begin on other ranks.
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
@@ -78,7 +89,7 @@ def _reference(model: str, *options: str) -> RunRecord:
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
     layout = Layout.parse(name)
-    config = layout.apply(_config(model, DROPOUT[model], *options), GLOBAL_BATCH_SIZE)
+    config = layout.apply(_config(model, DROPOUT.get(model, 0.0), *options), GLOBAL_BATCH_SIZE)
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
 

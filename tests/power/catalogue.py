@@ -24,6 +24,7 @@ from megalite.model import (
     bert_stage,
     context_parallel,
     embedding,
+    gated_delta_net,
     head,
     layer,
     mamba,
@@ -62,6 +63,7 @@ from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step
 from tests.power import own_stage
 from tests.power.injected_error import (
+    Change,
     InjectedError,
     after,
     before,
@@ -431,26 +433,27 @@ def _with_heads(name: str, change: Callable[[Tensor, Topology], Tensor]) -> Call
     return changed
 
 
-def _in_one_document(at: int) -> Callable[..., Any]:
-    """Return a change of a function on the last of several stages: it does not know the documents.
-
-    Args:
-        at: number of the argument with the documents' starts.
-    """
-
-    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
-        is_there = topology.pp.size > 1 and topology.pp.is_last
-        without = before(lambda *args: (*args[:at], None, *args[at + 1 :]))
-        return without(original, topology) if is_there else original
-
-    return changed
-
-
 def _other_vector(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
     """Return the place of the last rank for the first one of a cut vector, and so on."""
     if len(box.shape) > 1 or not spec.cuts:
         return box
     return Box((spec.full_shape[0] - box.shape[0] - box.starts[0],), box.shape)
+
+
+def _other_heads(mean: float) -> Change:
+    """Change the place of cut vectors with these initial values (`_other_vector`): Gated DeltaNet's."""
+
+    def change(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
+        return _other_vector(box, spec, topology) if spec.mean == mean else box
+
+    return after(change)
+
+
+def _on_later_stages(change: Callable[..., tuple[Any, ...]]) -> Change:
+    """Change the arguments on all stages but the first."""
+    return lambda original, topology: (
+        lambda *args: original(*(args if topology.pp.is_first else change(*args)))
+    )
 
 
 def _as_post_norm(module: Any, *_: Any) -> Any:
@@ -769,6 +772,17 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(_other_vector), "gpt-oss"),
         ("ranks of a shared group take queries for gates", "tp4", attention.Attention, "_split_shared_group",
          after(lambda heads, *_: (heads[1], heads[0], *heads[2:])), "gpt-oss"),
+        ("a rank has the decays of another rank's heads (A_log)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(0.0), "hybrid"),
+        ("a rank has the steps of another rank's heads (dt_bias)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(1.0), "hybrid"),
+        ("gradients of a recurrence's norm are not summed", "tp2", gated_delta_net.GatedNorm, "__init__",
+         complete_over("weight"), "hybrid"),
+        ("states of later stages go on after a document's end", "pp2", gated_delta_net, "gated_delta_rule",
+         _on_later_stages(lambda q, k, v, decay, rate, starts, state: (
+             q, k, v, decay, rate, None, state)), "hybrid"),
+        ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
+         "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
@@ -811,10 +825,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the gated norm is over all groups of a rank", "tp2", mamba, "gated_rms_norm",
          before(lambda y, gate, weight, *rest: (
              y.flatten(-2), gate.flatten(-2), weight.flatten(), *rest)), "nemotron-h"),
-        ("the last stage passes the state across documents", "pp2", mamba, "scan", _in_one_document(5),
-         "nemotron-h"),
-        ("the last stage convolves across documents", "pp2", short_convolution.ShortConvolution, "forward",
-         _in_one_document(2), "nemotron-h"),
+        ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "scan",
+         _on_later_stages(lambda x, dt, a, of_input, of_output, starts, state: (
+             x, dt, a, of_input, of_output, None, state)), "nemotron-h"),
     ],
     "recomputation": [
         ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,

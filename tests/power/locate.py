@@ -127,8 +127,8 @@ PLACES: dict[str, tuple[str, str]] = {
         r"layers\.\d\.mamba\.dt_bias", WHOLE),
     "every rank adds the inputs of all heads": (RECURRED, WHOLE),
     "the gated norm is over all groups of a rank": (RECURRED, WHOLE),
-    "the last stage passes the state across documents": (r"layers\.2\.mamba\.(recur|projection)", WHOLE),
-    "the last stage convolves across documents": (r"layers\.2\.mamba\.(recur|convolution|projection)", WHOLE),
+    "states of Mamba-2 on later stages go on after a document's end": (
+        r"layers\.2\.mamba\.(recur|projection)", WHOLE),
     "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
     "the last stage has the labels of another microbatch": ("of the microbatch", WHOLE),
     "the last stage's labels are shifted by one": ("labels of the microbatch", WHOLE),
@@ -236,6 +236,16 @@ PLACES: dict[str, tuple[str, str]] = {
     "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
     "ranks of a shared group take queries for gates": (
         r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
+    "a rank has the decays of another rank's heads (A_log)": (
+        r"output of layers\.0\.gated_delta_net\.recur", WHOLE),
+    "a rank has the steps of another rank's heads (dt_bias)": (
+        r"^gradient of layers\.\d\.gated_delta_net\.dt_bias", WHOLE),
+    "gradients of a recurrence's norm are not summed": (
+        r"^gradient of layers\.\d\.gated_delta_net\.norm\.weight", MISSING_TP),
+    "states of later stages go on after a document's end": (
+        r"layers\.2\.gated_delta_net\.(recur|norm)", WHOLE),
+    "convolutions of later stages see the document before": (
+        r"output( \d)? of layers\.2\.gated_delta_net\.convolution", WHOLE),
     "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
     "factors of queries continue over the replicas' samples": (
         r"input \d of layers\.0 ", WHOLE),

@@ -32,6 +32,7 @@ MODELS = (
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
+    | {"hybrid": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -46,13 +47,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
     },
     "nemotron-h": {"init_method_std": 0.1},
+    "hybrid": {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (4,), "linear_key_head_dim": 4},
+        **{"linear_value_head_dim": 6, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
 PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-WITH_DOCUMENTS = ("packed", "nemotron-h")
-"""Models whose samples have several documents."""
 BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
 
 
@@ -65,6 +68,7 @@ def default_names(model: str) -> tuple[str, ...]:
 def config_of(model: str) -> Config:
     """Return the config of a small model."""
     dropout, is_sliced = DROPOUT.get(model, 0.0), model == "sliced"
+    options = PACKED if model in ("packed", "hybrid", "nemotron-h") else ()
     return Config(
         model=replace(
             PRESETS[MODELS[model]],
@@ -84,9 +88,7 @@ def config_of(model: str) -> Config:
         recompute=RecomputeConfig(
             recompute_granularity="full" if is_sliced else None, distribute_saved_activations=is_sliced
         ),
-        data=DataConfig(
-            mock_data=True, **dict.fromkeys(PACKED if model in WITH_DOCUMENTS else (), True)
-        ),
+        data=DataConfig(mock_data=True, **dict.fromkeys(options, True)),
         training=TrainingConfig(
             micro_batch_size=2,
             global_batch_size=GLOBAL_BATCH_SIZE,

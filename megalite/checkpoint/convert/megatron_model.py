@@ -33,6 +33,7 @@ _REFUSED = {
     "num_experts": None,
     "hybrid_override_pattern": None,
     "hybrid_layer_pattern": None,
+    "experimental_attention_variant": None,
     "glu_activation": None,
     "use_mup": False,
 }

@@ -151,8 +151,8 @@ UNSUPPORTED = (
         cache-mla-latents use-fused-weighted-squared-relu
         """,
         """
-        mamba- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
-        qk-head- qk-pos- v-head- experimental-attention-
+        mamba- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
+        qk-head- qk-pos- v-head-
         """,
     ),
     UnsupportedFeature(

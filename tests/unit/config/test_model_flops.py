@@ -14,7 +14,10 @@ from megalite.config import ModelConfig
 from megalite.config.mamba_sizes import KERNEL
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
 from megalite.plan.units import whole_model
+from tests.stages import build_stage
+from tests.unit.model.test_delta_rule import recurrence
 
 GPT = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=96, pad_vocab_size_to=96
@@ -106,6 +109,35 @@ def test_mamba_counts_its_recurrence() -> None:
     products = linear + 2 * width * state + KERNEL * (width + 2 * groups * state)
     of_mlp = 2 * 64 * tiny.ffn_size
     assert flops_per_token(mamba, 1) - flops_per_token(mlp, 1) == 6 * (products - of_mlp)
+
+
+def test_a_recurrence_counts_its_products_token_by_token() -> None:
+    hybrid = dataclasses.replace(
+        PRESETS["llama-tiny"],
+        vocab_size=256,
+        recurrent_mixer="gated_delta_net",
+        linear_attention_freq=(2,),
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    first, second, *_ = hybrid.layer_kinds
+    assert [kind.mixer for kind in (first, second)] == ["gated_delta_net", "attention"]
+    stage = build_stage(hybrid, Topology.alone(), range(1), seed=1, has_weights=False)
+    matrices = [p for name, p in stage.layers.named_parameters() if p.dim() > 1 and "convolution" not in name]
+    assert hybrid.layer_weights(first) == sum(matrix.numel() for matrix in matrices)
+
+    shapes = (1, 2, 1, 6), (1, 2, 1, 6), (1, 2, 2, 1, 5), (1, 2, 2, 1), (1, 2, 2, 1)
+    with FlopCounterMode(display=False) as counter:
+        recurrence(*map(torch.zeros, shapes))
+    convolution = 4 * 2 * (6 + 6 + 2 * 5)
+    assert hybrid.delta_net.multiply_adds == counter.get_total_flops() / 2 + convolution
+    attention = dataclasses.replace(hybrid, recurrent_mixer="none")
+    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * hybrid.mean_visible_keys(second)
+    per_layer = hybrid.layer_weights(first) - hybrid.layer_weights(second) + hybrid.delta_net.multiply_adds
+    more = flops_per_token(hybrid, tp=1) - flops_per_token(attention, tp=1)
+    assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)
 
 
 def test_a_window_counts_the_scores_within_it() -> None:

@@ -54,6 +54,15 @@ MODELS = {
     "gates and sinks": replace(
         PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
     ),
+    "recurrent layers": replace(
+        PRESETS["llama-tiny"],
+        vocab_size=301,
+        recurrent_mixer="gated_delta_net",
+        linear_attention_freq=(2,),
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+    ),
+    "layers with one block": replace(PRESETS["nemotron-h-tiny"], vocab_size=301),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
