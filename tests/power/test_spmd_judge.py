@@ -42,7 +42,7 @@ FOUND = [
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox"], LAYOUTS),
+        *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox", "nemotron-h"], LAYOUTS),
         # With four ranks, the keys of two are the same, and the norm over all heads has no rule for that.
         *(("olmo", layout) for layout in LAYOUTS if "tp4" not in layout),
     ],

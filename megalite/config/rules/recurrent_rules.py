@@ -71,7 +71,7 @@ def recurrent_features(config: Config, world_size: int | None) -> Iterator[Probl
     if training.compile:
         yield Problem(
             (name, "compile"),
-            f"--compile with {given}, whose recurrence is not compiled: remove --compile",
+            f"--compile with {given}: recurrences are not compiled; remove --compile",
         )
     if training.fp8_format is not None:
         yield Problem(
