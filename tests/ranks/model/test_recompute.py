@@ -42,17 +42,15 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True, "no_rope_freq": (2,)}
 QWEN |= {"attention_output_gate": True}
+QWEN |= {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (1, 0, 0)}
+QWEN |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+QWEN |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "embedding_multiplier": 4.0}
 CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
-HYBRID = {
-    **{**LLAMA, "recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,)},
-    **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
-    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
-CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "hybrid": HYBRID}
+CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA}
 MODELS = {
     "gpt": MODEL,
     **{name: ModelConfig(**{**vars(MODEL), **fields}) for name, fields in CHANGES.items()},
