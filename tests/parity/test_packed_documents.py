@@ -79,8 +79,8 @@ def _reference(model: str, *options: str) -> RunRecord:
         ("gpt-tiny", "pp4", ("reset_attention_mask",)),
         ("llama-tiny", "pp4", ("reset_position_ids",)),
         # A recurrence starts anew with each document.
-        (HYBRID, "tp2pp2dp2", OPTIONS),
-        ("nemotron-h-tiny", "tp2pp2dp2", OPTIONS),
+        pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         # Slices of samples, whose documents begin on other ranks.
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),

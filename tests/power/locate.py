@@ -237,7 +237,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "ranks of a shared group take queries for gates": (
         r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
     "a rank has the decays of another rank's heads (A_log)": (
-        r"output of layers\.0\.gated_delta_net\.recur", WHOLE),
+        r"layers\.0\.gated_delta_net\.(recur|norm)", WHOLE),
     "a rank has the steps of another rank's heads (dt_bias)": (
         r"^gradient of layers\.\d\.gated_delta_net\.dt_bias", WHOLE),
     "gradients of a recurrence's norm are not summed": (

@@ -42,22 +42,19 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True, "no_rope_freq": (2,)}
 QWEN |= {"attention_output_gate": True}
+QWEN |= {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (1, 0, 0)}
+QWEN |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+QWEN |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "embedding_multiplier": 4.0}
 CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
-HYBRID = {
-    **{**LLAMA, "recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,)},
-    **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
-    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
-}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
 NEMOTRON = {
     **{"hybrid_override_pattern": "M*-", "position_embedding_type": "none", "normalization": "RMSNorm"},
     **{"attention_dropout": 0.0, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 5},
 }
-CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "hybrid": HYBRID}
-CHANGES |= {"nemotron": NEMOTRON}
+CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "nemotron": NEMOTRON}
 MODELS = {
     "gpt": MODEL,
     **{name: ModelConfig(**{**vars(MODEL), **fields}) for name, fields in CHANGES.items()},
