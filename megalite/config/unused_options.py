@@ -10,7 +10,7 @@ from megalite.config.data import CORPUS_FIELDS, DataConfig
 from megalite.config.flags import flag_with_value
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
-from megalite.config.model_fields import inactive_options
+from megalite.config.model_fields import MAMBA_OPTIONS, inactive_options
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.parallel_rules import replicas
 from megalite.config.stage_layers import SPLITS
@@ -117,6 +117,9 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.mup_base_width is None:
         yield "mup_base_head_dim", "--mup-base-width is not set"
+    if model.hybrid_override_pattern is not None and not model.has_mamba:
+        for name in MAMBA_OPTIONS:
+            yield name, "no layer has Mamba-2 (M in --hybrid-override-pattern)"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"

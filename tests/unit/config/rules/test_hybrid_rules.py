@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megalite.config import LayerKind, ModelConfig
+from megalite.config.command_line import parse
 from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
+from megalite.config.unused_options import unused_options
 from tests.command_line import mistakes_of
 
 BASE = "--preset nemotron-h-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"
@@ -77,6 +79,14 @@ def test_these_models_are_valid(line: str) -> None:
 )
 def test_a_mistake_is_one_line_with_the_fix(line: str, message: str) -> None:
     assert any(message in problem for problem in _problems(line)), _problems(line)
+
+
+def test_sizes_of_mamba_without_mamba_are_reported() -> None:
+    config, _ = parse([*BASE.split(), "--hybrid-override-pattern", "*-*-"])
+    expected = "--mamba-num-groups 4 has no effect: no layer has Mamba-2 (M in --hybrid-override-pattern)"
+    assert expected in unused_options(config)
+    config, _ = parse(BASE.split())
+    assert not any("--mamba" in line for line in unused_options(config))
 
 
 def test_tp_divides_the_groups() -> None:
