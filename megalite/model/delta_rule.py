@@ -16,9 +16,12 @@ head, e size of a value head, m chunks, c tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK = 64
 """Tokens of a chunk, of which every pair is compared."""
@@ -63,17 +66,63 @@ def gated_delta_rule(
     changes, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     scores = (q @ k.mT) * between
     reads = q * since_start.unsqueeze(-1)
-    writes = (k * to_end.unsqueeze(-1)).mT
+    writes = k * to_end.unsqueeze(-1)
     kept = since_start[..., -1, None, None]  # [b, g, r, m, 1, 1]
 
     if state is None:
         state = v.new_zeros(*changes.shape[:3], k.shape[-1], v.shape[-1])
-    outputs = []
-    for i in range(changes.shape[3]):
-        change = changes[:, :, :, i] - of_state[:, :, :, i] @ state
-        outputs.append(reads[:, :, :, i] @ state + scores[:, :, :, i] @ change)
-        state = state * kept[:, :, :, i] + writes[:, :, :, i] @ change
-    return torch.cat(outputs, dim=-2)[..., :num_tokens, :], state
+    changes, states, last = _Scan.apply(changes, of_state, writes, kept, state)
+    outputs = reads @ states + scores @ changes
+    return outputs.flatten(-3, -2)[..., :num_tokens, :], last
+
+
+class _Scan(torch.autograd.Function):
+    """Computes the chunks' states one after the other: all that depends on the chunk before.
+
+    Forward returns the changes, of which it subtracts what a chunk's first state makes of them; the states at
+    the chunks' starts, ``[b, g, r, m, d, e]``; and the last state. Backward keeps two matrices of each chunk,
+    where autograd would keep the operands of each step.
+
+    Args of forward:
+        changes: changes for a state of zeros, ``[b, g, r, m, c, e]``.
+        of_state: what the state subtracts from them, ``[b, g, r, m, c, d]``.
+        writes: keys that add them to the next chunk's state, ``[b, g, r, m, c, d]``.
+        kept: factor of the state from chunk to chunk, ``[b, g, r, m, 1, 1]``.
+        state: ``[b, g, r, d, e]``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, changes: Tensor, of_state: Tensor, writes: Tensor, kept: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        results, states = [], []
+        chunks = zip(*(each.unbind(3) for each in (changes, of_state, writes, kept)), strict=True)
+        for change, weight, write, factor in chunks:
+            change = change - weight @ state
+            results.append(change)
+            states.append(state)
+            state = state * factor + write.mT @ change
+        result, starts = torch.stack(results, dim=3), torch.stack(states, dim=3)
+        ctx.save_for_backward(result, starts, of_state, writes, kept)
+        return result, starts, state.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        changes, states, of_state, writes, kept = ctx.saved_tensors
+        grad_changes, grad_states, grad = grads
+        of_changes, of_ends = [], []
+        chunks = zip(
+            *(each.unbind(3) for each in (grad_changes, grad_states, of_state, writes, kept)), strict=True
+        )
+        for of_change, of_start, weight, write, factor in reversed([*chunks]):
+            of_change = of_change + write @ grad
+            of_changes.append(of_change)
+            of_ends.append(grad)
+            grad = grad * factor - weight.mT @ of_change + of_start
+        of_change, of_end = (torch.stack(each[::-1], dim=3) for each in (of_changes, of_ends))
+        of_factor = (of_end * states).sum((-2, -1), keepdim=True)
+        return of_change, -of_change @ states.mT, changes @ of_end.mT, of_factor, grad
 
 
 class _Sees:
