@@ -366,7 +366,7 @@ def nemotron_h_config(choose):
         n_groups=groups,
         ssm_state_size=choose((3, 8)),
         chunk_size=choose((4, 128)),
-        time_step_min=choose((0.001, 0.5)),
+        time_step_min=choose((0.7, 0.5, 0.001)),
         vocab_size=choose((97, 301, 384)),
         max_position_embeddings=NUM_POSITIONS,
         layer_norm_epsilon=choose((1e-6, 1e-3)),
