@@ -37,8 +37,8 @@ def arguments(num_tokens, decay=1.0):
 
 
 def starts_of(num_tokens):
-    """Documents of every length up to 4 in the first sample, and one document in the second."""
-    first = torch.cat([torch.full((1 + i % 4,), i) for i in range(num_tokens)])[:num_tokens]
+    """Documents of 1, 2 and 3 tokens in the first sample, some at a chunk's start; one in the second."""
+    first = torch.cat([torch.full((1 + i % 3,), i) for i in range(num_tokens)])[:num_tokens]
     is_first = first.diff(prepend=first[:1] - 1) != 0
     starts = torch.arange(num_tokens).where(is_first, 0).cummax(0).values
     return torch.stack((starts, torch.zeros_like(starts)))
