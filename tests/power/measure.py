@@ -33,6 +33,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
+    | {"experts": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -50,6 +51,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hybrid": {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (4,), "linear_key_head_dim": 4},
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    },
+    "experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
+        **{"moe_z_loss_coeff": 0.1},
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
