@@ -24,8 +24,11 @@ from megalite.model import (
     bert_stage,
     context_parallel,
     embedding,
+    expert_dispatch,
+    experts,
     gated_delta_net,
     head,
+    latent_attention,
     layer,
     norm,
     positions,
@@ -37,6 +40,7 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
+    expert_bias,
     global_norm,
     gradient_buckets,
     loss_scaler,
@@ -55,6 +59,7 @@ from megalite.tensor_parallel import (
     gemm_collectives,
     linear,
     parameter_spec,
+    uncut_linear,
     vocab_cross_entropy,
     vocab_embedding,
 )
@@ -99,6 +104,12 @@ def _gathered_only(whole: Tensor, *_: Any, **more: Any) -> Pending:
 
 def _scattered_only(mine: Tensor, *_: Any) -> Pending:
     return Pending(mine, None)
+
+
+def _from_next_rank(rows: Tensor, exchange: Any, x: Tensor) -> Tensor:
+    """Return what an exchange of rows returns, with the ranges of the ranks in another order, if they fit."""
+    parts = rows.split(list(exchange.receive))
+    return torch.cat([*parts[1:], *parts[:1]])
 
 
 def _cut(x: Tensor, axis: Any) -> Pending:
@@ -605,6 +616,32 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
+    "experts": [
+        ("gradients of experts are not summed over their replicas", "dp4ep2", gradient_buckets,
+         "start_all_reduce", unless(lambda x, axis: axis.name == "edp", not_summed), "experts"),
+        ("gradients of experts are means over their replicas", "dp4ep2", gradient_buckets,
+         "start_all_reduce", before(
+             lambda x, axis: (x.div_(axis.size if axis.name == "edp" else 1), axis)), "experts"),
+        ("gradients of experts are divided by the ranks that send tokens", "dp2ep2", experts.ExpertWeights,
+         "__init__", after(lambda _, self, *args: self.weight.register_hook(
+             lambda grad: grad / args[-1].topology.dp.size) and None), "experts"),
+        ("tokens go to the experts of the next rank", "dp2ep2", expert_dispatch.Exchange, "run",
+         after(_from_next_rank), "experts"),
+        ("sums over slices of an expert's width are means", "tp2dp2ep2+sp", expert_dispatch.Rows,
+         "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),
+        ("the norm counts the experts of one rank", "dp2ep2", ParameterAxes, "acts",
+         lambda original, topology: lambda self, over: original(self, over) and not (
+             "ep" in self.cut_over and over.factorings["experts"].axes["ep"].rank > 0), "experts"),
+        ("the balance loss is that of a microbatch", "mbs1", experts.Router, "_balance_loss",
+         before(lambda self, shares, selected: (
+             self, shares.flatten(0, 1).unsqueeze(1), selected.flatten(0, 1).unsqueeze(1))), "experts"),
+        ("a router counts the rows of its slice", "tp2+sp", experts, "all_reduce",
+         instead(lambda x, axis, **_: x), "experts"),
+        ("a router's losses are those of its slice", "tp2+sp", experts, "reduce_from_tensor_parallel",
+         instead(lambda x, tp: x), "experts"),
+        ("gradients of the router are not summed", "tp2+sp", experts.Router, "__init__",
+         complete_over("weight"), "experts"),
+    ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
@@ -777,6 +814,16 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "gpt-oss"),
         ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
          "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
+        ("the gradient of the shared part of keys is that of the rank's heads", "tp2", latent_attention,
+         "copy_to_tensor_parallel", instead(_first), "latent"),
+        ("a rank's tokens have the shared part of keys of another rank's", "tp2+sp", latent_attention,
+         "gather_from_sequence_parallel", after(lambda whole, *_: whole.roll(len(whole) // 2, 0)), "latent"),
+        ("gradients of latents' projections are not summed", "tp2+sp", uncut_linear.UncutLinear, "__init__",
+         complete_over("weight"), "latent"),
+        ("each rank's heads have the values of other heads", "tp2", latent_attention.LatentAttention,
+         "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
+        ("tokens of each expert are those of the replica", "dp2", expert_bias, "all_reduce",
+         instead(lambda x, *_, **more: x), "deepseek"),
         ("an output's norm is that of a part of the sum", "tp2", Collectives, "summed_forward",
          instead(lambda self, x, *rest: _own(self, self.gemm.forward(x, *rest)).tensor), "olmo"),
         ("gradients of an output's norm are not summed", "tp2+sp", RMSNorm, "__init__",
