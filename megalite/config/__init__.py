@@ -9,8 +9,9 @@ The docstring under a field is its `--help`.
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
+from megalite.config.layer_kind import LayerKind
 from megalite.config.logging import LoggingConfig
-from megalite.config.model import LayerKind, ModelConfig
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig

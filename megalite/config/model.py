@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megalite.config.delta_net_sizes import DeltaNetSizes
+from megalite.config.layer_kind import HYBRID_KINDS, LayerKind, is_marked
 from megalite.config.mamba_sizes import MambaSizes
 from megalite.config.option import (
     FRACTION,
@@ -55,42 +55,12 @@ _GATED: dict[str, Any] = {
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+_LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 _RECURRENT: dict[str, Any] = {"only_with": ("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
 _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": ("hybrid_override_pattern", ()), "in_megatron": False}
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Describes in what a layer differs from other layers of its model.
-
-    Attributes:
-        window: largest number of keys before its own that a query attends to; None without this limit.
-        rotary: whether queries and keys are rotated by their position, in a model with rope.
-        own_rotary: whether they are rotated with the base and scaling of layers with a window, which differ
-            from those of other layers.
-        has_experts: whether the MLP is a mixture of experts.
-        mixer: what lets a token see earlier ones: attention, a recurrent mixer (`MIXERS`), or none.
-        has_mlp: whether the layer has an MLP, or experts in its place.
-    """
-
-    window: int | None = None
-    rotary: bool = True
-    own_rotary: bool = False
-    has_experts: bool = False
-    mixer: Literal["attention", "gated_delta_net", "mamba", "none"] = "attention"
-    has_mlp: bool = True
-
-
-HYBRID_KINDS: Mapping[str, LayerKind] = {
-    "M": LayerKind(mixer="mamba", has_mlp=False),
-    "*": LayerKind(has_mlp=False),
-    "-": LayerKind(mixer="none"),
-    "E": LayerKind(mixer="none", has_experts=True),
-}
-"""Kinds of layers with one block, by their letters in --hybrid-override-pattern."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +92,19 @@ class ModelConfig:
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
     kv_channels: int | None = field(default=None, metadata=option(allowed=SIZE))
     """Size of one attention head. By default hidden size / attention heads."""
+    multi_latent_attention: bool = False
+    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
+    q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of queries. By default queries are projected from the hidden states."""
+    kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of each head's queries and keys without rotary positions."""
+    qk_pos_emb_head_dim: int = field(default=64, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
+    v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Size of a head's values."""
     seq_length: int = field(
         default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
     )
@@ -202,7 +185,7 @@ class ModelConfig:
     """With --yarn-mscale-all-dim A and factor f, cosines and sines are multiplied by (0.1 M ln f + 1) /
     (0.1 A ln f + 1)."""
     yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
-    """The A of --yarn-mscale."""
+    """The A of --yarn-mscale. In multi-latent attention, scores are also multiplied by (0.1 A ln f + 1)^2."""
     llama_4_scaling_beta: float | None = field(
         default=None,
         metadata=option(
@@ -284,7 +267,8 @@ class ModelConfig:
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
     qk_layernorm: bool = False
-    """Normalize queries and keys before attention, with the norm of --normalization."""
+    """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
+    attention, normalize the latents."""
     qk_layernorm_width: QKNormWidth = field(
         default="head", metadata=option(only_with=("qk_layernorm", (True,)), in_megatron=False)
     )
@@ -346,8 +330,7 @@ class ModelConfig:
     hybrid_override_pattern: str | None = field(
         default=None, metadata=option("--hybrid-layer-pattern", in_megatron=False)
     )
-    """Give each layer one block, by a letter: M for Mamba-2, * for attention, - for an MLP, E for experts, as
-    in Nemotron-H's M-M-M-M*- (docs/hybrid.md)."""
+    """One block for each layer: M is Mamba-2, * attention, - an MLP, E experts (docs/hybrid.md)."""
     mamba_num_heads: int | None = field(default=None, metadata=option(**_MAMBA))
     """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
     mamba_head_dim: int = field(default=64, metadata=option(**_MAMBA))
@@ -356,9 +339,7 @@ class ModelConfig:
     """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
     mamba_state_dim: int = field(default=128, metadata=option(**_MAMBA))
     """Size of the state of each element of a head of Mamba-2."""
-    mamba_min_time_step: float = field(
-        default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE, "same_shapes": True})
-    )
+    mamba_min_time_step: float = field(default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE}))
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
@@ -376,6 +357,30 @@ class ModelConfig:
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
+    sums of their two highest scores (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of groups of a token's experts."""
+    moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
+    """Factor of the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Add a bias to the scores that select experts, but not to their weights. Each update changes it to even
+    out their use (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = field(
+        default=1e-3,
+        metadata=option(
+            allowed=NOT_NEGATIVE,
+            on_resume=OnResume.SETTING,
+            only_with=("moe_router_enable_expert_bias", (True,)),
+            in_megatron=False,
+        ),
+    )
+    """How much an update changes the bias of each expert."""
+    moe_shared_expert_intermediate_size: int | None = field(
+        default=None, metadata=option(allowed=SIZE, **_EXPERTS)
+    )
+    """Width of an MLP that computes all tokens beside the experts. By default there is none."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
@@ -422,17 +427,16 @@ class ModelConfig:
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
         if self.hybrid_override_pattern is not None:
-            letter = self.hybrid_override_pattern[number : number + 1]
-            return HYBRID_KINDS.get(letter, LayerKind())  # a rule refuses other letters
+            return HYBRID_KINDS.get(self.hybrid_override_pattern[number : number + 1], LayerKind())
         if self.recurrent_mixer != "none" and self._is_recurrent(number):
             return LayerKind(has_experts=self._has_experts(number), mixer=self.recurrent_mixer)
         window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
-        if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
+        if window is not None and skipped is not None and not is_marked(skipped, number, every_nth=0):
             window = None
         has_rope = self.position_embedding_type != "rope" or unrotated is None
         return LayerKind(
             window=None if window is None else window[0],
-            rotary=has_rope or not _is_marked(unrotated or (), number, every_nth=1),
+            rotary=has_rope or not is_marked(unrotated or (), number, every_nth=1),
             own_rotary=window is not None and self.windows_differ_in_rotary,
             has_experts=self._has_experts(number),
         )
@@ -455,7 +459,7 @@ class ModelConfig:
     def _is_recurrent(self, number: int) -> bool:
         """Return whether a layer has the recurrent mixer, in a model with one."""
         pattern = self.linear_attention_freq
-        return pattern is None or _is_marked(pattern, number, every_nth=0)
+        return pattern is None or is_marked(pattern, number, every_nth=0)
 
     @property
     def delta_net(self) -> DeltaNetSizes:
@@ -556,9 +560,8 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
         mixer = {
-            "attention": self.hidden_size * heads * self.head_dim,
+            "attention": self._attention_weights,
             "gated_delta_net": self.delta_net.num_weights(self.hidden_size),
             "mamba": self.mamba.num_weights(self.hidden_size),
             "none": 0,
@@ -567,8 +570,22 @@ class ModelConfig:
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
-            rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
+            width = count * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            rows = width * self._num_halves + self.num_experts
         return mixer + self.hidden_size * rows
+
+    @property
+    def _attention_weights(self) -> int:
+        """Return the number of elements of the matrices of an attention block."""
+        if not self.multi_latent_attention:
+            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+            return self.hidden_size * heads * self.head_dim
+        queries = self.num_attention_heads * self.head_dim
+        of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
+        rows = self.kv_lora_rank + self.qk_pos_emb_head_dim + self.num_attention_heads * self.v_head_dim
+        if self.q_lora_rank is None:
+            return of_latents + self.hidden_size * (rows + queries)
+        return of_latents + self.q_lora_rank * queries + self.hidden_size * (rows + self.q_lora_rank)
 
     @property
     def _num_halves(self) -> int:
@@ -577,13 +594,24 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of one attention head, resolved."""
+        """Return the size of one head of queries and keys, resolved."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of one head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.squared_score_divisor)
+        scale = 1.0 / math.sqrt(self.squared_score_divisor)
+        if self.multi_latent_attention and self.rope_scaling == "yarn" and self.yarn_mscale_all_dim:
+            longer = max(self.rope_scaling_factor, 1.0)
+            scale *= (0.1 * self.yarn_mscale_all_dim * math.log(longer) + 1.0) ** 2
+        return scale
 
     @property
     def squared_score_divisor(self) -> float:
@@ -602,6 +630,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Return how many elements of a head rotary positions rotate."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property
@@ -664,19 +694,6 @@ def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
             f"pass --pad-vocab-size-to {_round_up(target, tp)}"
         )
     return problems
-
-
-def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
-    """Return whether a pattern of layers marks a layer with 1.
-
-    Args:
-        pattern: a number for each layer, or a single number N.
-        every_nth: mark of every Nth layer of a single number; the other layers have the other mark.
-    """
-    if len(pattern) > 1:
-        return pattern[number] == 1
-    is_nth = pattern[0] > 0 and (number + 1) % pattern[0] == 0
-    return is_nth == (every_nth == 1)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -54,7 +54,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "mamba_num_heads": model.mamba.num_heads,
         **_resolved_patterns(model),
-        **dict.fromkeys(inactive_options(model)),
+        **dict.fromkeys(name for name in inactive_options(model) if name in fields),
         **({} if model.has_mamba else dict.fromkeys(MAMBA_OPTIONS)),
     }
 

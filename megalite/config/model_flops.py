@@ -19,9 +19,9 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
-    hidden, queries = model.hidden_size, model.num_attention_heads * model.head_dim
+    hidden, features = model.hidden_size, model.num_attention_heads * (model.head_dim + model.value_dim)
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
-    scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, model.layer_kinds))
+    scores_and_context = features * sum(map(model.mean_visible_keys, model.layer_kinds))
     layers = sum(model.layer_weights(kind, active=True) for kind in model.layer_kinds)
     of_mixers = {"gated_delta_net": model.delta_net.multiply_adds, "mamba": model.mamba.multiply_adds}
     recurrences = sum(of_mixers.get(kind.mixer, 0) for kind in model.layer_kinds)
@@ -39,7 +39,7 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     causal = flops_per_token(model, tp)
     with_attention = [kind for kind in model.layer_kinds if kind.mixer == "attention"]
     not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in with_attention)
-    scores = 12 * model.num_attention_heads * model.head_dim * not_counted
+    scores = 6 * model.num_attention_heads * (model.head_dim + model.value_dim) * not_counted
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * model.predicted_share
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}

@@ -9,6 +9,7 @@ from megalite.config.config import Config
 from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
 from megalite.config.rules import (
+    attention_rules,
     data_rules,
     hybrid_rules,
     logging_rules,
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.rope_scaling,
     model_rules.no_rope,
     model_rules.query_groups,
+    attention_rules.latent_attention,
     model_rules.bert,
     model_rules.experts,
     recurrent_rules.recurrent_layers,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
+from megalite.model.latent_attention import attention_class
 from megalite.model.mamba import Mamba
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -33,8 +33,14 @@ class Mixer(Protocol):
     def __call__(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput: ...
 
 
-MIXERS: Mapping[str, type[nn.Module]] = {
-    "attention": Attention,
+def _attention(
+    config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+) -> nn.Module:
+    return attention_class(config, is_cached=core.is_cached)(config, context, core, layer, kind)
+
+
+MIXERS: Mapping[str, Callable[..., nn.Module]] = {
+    "attention": _attention,
     "gated_delta_net": GatedDeltaNet,
     "mamba": Mamba,
 }

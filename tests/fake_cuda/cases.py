@@ -112,6 +112,11 @@ CASES = {
     "recurrence with packed documents": _small(
         "tp1+selective", preset="llama-tiny", recompute_modules=("core_attn",), **HYBRID, **PACKED
     ),
+    "latent attention": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
+    ),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

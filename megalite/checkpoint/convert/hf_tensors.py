@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.families.bert import BERT
 from megalite.checkpoint.convert.families.bloom import BLOOM
+from megalite.checkpoint.convert.families.deepseek_v2 import DEEPSEEK_V2
+from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
 from megalite.checkpoint.convert.families.family import Entry, Family
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma3 import GEMMA3
@@ -35,7 +37,8 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
-        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, NEMOTRON_H, QWEN3_NEXT, QWEN3_5),
+        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2, QWEN3_NEXT),
+        *(QWEN3_5, NEMOTRON_H),
     )
 }
 """All architectures by `model_type`."""

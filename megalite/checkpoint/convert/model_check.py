@@ -87,6 +87,8 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
         padding = full.new_zeros(spec_of(parameter).num_padding, *full.shape[1:])
         return torch.cat((full, padding)) if len(padding) else full
 
+    for name, buffer in stage.named_buffers():
+        buffer.copy_(source.tensor(name))
     documents = None if config.is_causal else torch.zeros_like(given.tokens)
     types = given.token_types if config.num_token_types else None
     batch = Microbatch(
@@ -163,6 +165,9 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
+    for name, buffer in model.named_buffers():
+        if family.full_name(name) in in_file:
+            buffer.copy_(files.tensor(in_file[family.full_name(name)]))
     in_file_prefix = family.layer[0].theirs[0].split(".{}")[0]
     prefix = f"{model.base_model_prefix}.{in_file_prefix.partition('.')[2]}"  # as the module has it
     layers = list(model.get_submodule(prefix))

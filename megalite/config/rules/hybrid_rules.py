@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.model import HYBRID_KINDS
+from megalite.config.layer_kind import HYBRID_KINDS
 from megalite.config.rules.model_rules import divisors_near
 from megalite.errors import Problem
 

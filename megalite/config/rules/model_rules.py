@@ -29,6 +29,8 @@ def divisors_near(number: int, wanted: int) -> str:
 def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
     model = config.model
+    if model.multi_latent_attention:
+        return  # it has sizes of its own
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         heads = divisors_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
@@ -161,6 +163,20 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_router_topk", "num_experts"),
             f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
         )
+    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
+    if shared is not None and shared % tp:
+        yield Problem(
+            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-shared // tp) * tp}",
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
+            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
+        )
+    yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
             yield from problems
@@ -197,6 +213,35 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("num_experts", "recompute_modules"),
             f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
             "part of an MLP; pass mlp",
+        )
+
+
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    """Check that a token's experts fit into its groups of experts."""
+    model = config.model
+    experts, groups, selected = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    assert experts is not None
+    fields = ("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
+    if (groups is None) != (selected is None):
+        yield Problem(
+            fields,
+            "--moe-router-num-groups and --moe-router-group-topk have an effect only together: pass both, or "
+            "remove one",
+        )
+    if groups is None or selected is None:
+        return
+    if experts % groups:
+        yield Problem(
+            fields,
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: pass "
+            f"--moe-router-num-groups {divisors_near(experts, groups)}",
+        )
+    elif selected > groups or model.moe_router_topk > selected * (experts // groups):
+        yield Problem(
+            fields,
+            f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has "
+            f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
+            f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
         )
 
 

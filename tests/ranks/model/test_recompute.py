@@ -54,7 +54,10 @@ NEMOTRON = {
     **{"hybrid_override_pattern": "M*-", "position_embedding_type": "none", "normalization": "RMSNorm"},
     **{"attention_dropout": 0.0, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 5},
 }
-CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "nemotron": NEMOTRON}
+LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
+LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
+CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "latent": LATENT}
+CHANGES |= {"nemotron": NEMOTRON}
 MODELS = {
     "gpt": MODEL,
     **{name: ModelConfig(**{**vars(MODEL), **fields}) for name, fields in CHANGES.items()},

@@ -68,16 +68,22 @@ def test_flops_are_those_that_torch_counts(model: ModelConfig, build) -> None:
     assert flops_per_token(whole_square, tp=1) == pytest.approx(_counted_per_token(build()), rel=1e-3)
 
 
-GATED = "llama-tiny, gates"
+OPTIONS = {
+    "llama-tiny, gates": {"attention_output_gate": True},
+    "llama-tiny, latent": {
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16},
+        **{"qk_pos_emb_head_dim": 8, "v_head_dim": 32, "num_query_groups": None},
+    },
+    "llama-tiny, latent of keys": {"multi_latent_attention": True, "num_query_groups": None},
+}
 
 
 RECURRENT = [name for name, model in PRESETS.items() if model.has_recurrent_layers]
 
 
-@pytest.mark.parametrize("preset", [name for name in (*PRESETS, GATED) if name not in RECURRENT])
+@pytest.mark.parametrize("preset", [name for name in (*PRESETS, *OPTIONS) if name not in RECURRENT])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
-    has_gates = preset == GATED
-    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], attention_output_gate=has_gates)
+    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], **OPTIONS.get(preset, {}))
     vocabulary = model.vocab_size or 30522
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.windows import FULL
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.errors import UserError
 
 RECURRENT = "linear_attention"
@@ -52,6 +52,11 @@ def write_delta_net(config: ModelConfig) -> dict[str, Any]:
     return {"layer_types": types, **{name: getattr(config, name) for name in _SIZES}}
 
 
+def is_recurrent(kind: LayerKind) -> bool:
+    """Return whether layers of a kind have Gated DeltaNet."""
+    return kind.mixer == "gated_delta_net"
+
+
 def delta_net_modules(block: str, in_projections: Sequence[str], grouping: Transform) -> tuple[Module, ...]:
     """Return the modules of a layer with Gated DeltaNet.
 
@@ -63,7 +68,7 @@ def delta_net_modules(block: str, in_projections: Sequence[str], grouping: Trans
 
     def module(kind: Any, ours: str, theirs: Sequence[str], transform: Transform = SAME) -> Module:
         names = tuple(f"{block}.{name}" for name in theirs)
-        return Module(kind, f"layers.{{}}.gated_delta_net.{ours}", names, transform, mixer="gated_delta_net")
+        return Module(kind, f"layers.{{}}.gated_delta_net.{ours}", names, transform, only_in=is_recurrent)
 
     return (
         module("table", "in_projection", in_projections, grouping),

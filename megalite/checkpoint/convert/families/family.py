@@ -68,8 +68,7 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
-        mixer: mixer of the layers that have the module; None if all have it.
-        has_mlp: whether the layers that have the module have an MLP; None if both kinds have it.
+        only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "vector"]
@@ -77,14 +76,13 @@ class Module:
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
-    mixer: str | None = None
-    has_mlp: bool | None = None
+    only_in: Callable[[LayerKind], bool] = lambda kind: True
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         if not self.only_if(config):
             return
-        if layer is not None and not self._is_in(config.layer_kind(layer)):
+        if layer is not None and not self.only_in(config.layer_kind(layer)):
             return
         if self.kind == "vector":
             theirs = tuple(name.format(layer) for name in self.theirs)
@@ -102,10 +100,6 @@ class Module:
                 name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
             )
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform)
-
-    def _is_in(self, kind: LayerKind) -> bool:
-        """Return whether layers of a kind have the module."""
-        return self.mixer in (None, kind.mixer) and self.has_mlp in (None, kind.has_mlp)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL
 from megalite.errors import UserError
 
@@ -31,10 +31,7 @@ def read_pattern(hf: HFSettings) -> str:
     else:
         letters = [_LETTERS.get(block, "E" if block == "moe" else str(block)) for block in blocks]
     if "E" in letters:
-        raise UserError(
-            "nemotron_h with experts (E, moe) cannot be converted: megalite has neither their shared expert "
-            "nor the bias of their router; layers of M, * and - can"
-        )
+        raise UserError("nemotron_h with experts (E, moe) cannot be converted: layers of M, * and - can")
     if unknown := sorted({*letters} - _BLOCKS.keys()):
         raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, * and - can")
     return "".join(letters)
@@ -73,6 +70,10 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _has_mamba(kind: LayerKind) -> bool:
+    return kind.mixer == "mamba"
+
+
 def mamba_modules(block: str) -> tuple[Module, ...]:
     """Return the modules of a layer with Mamba-2.
 
@@ -81,7 +82,8 @@ def mamba_modules(block: str) -> tuple[Module, ...]:
     """
 
     def module(kind: Any, ours: str, theirs: str, transform: Transform = SAME) -> Module:
-        return Module(kind, f"layers.{{}}.mamba.{ours}", (f"{block}.{theirs}",), transform, mixer="mamba")
+        names = (f"{block}.{theirs}",)
+        return Module(kind, f"layers.{{}}.mamba.{ours}", names, transform, only_in=_has_mamba)
 
     return (
         module("linear", "in_projection", "in_proj", _PROJECTED),

@@ -20,7 +20,7 @@ from megalite.checkpoint.convert.families.mamba import (
     write_pattern,
 )
 from megalite.checkpoint.convert.model_settings import none_if_default
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
@@ -78,6 +78,19 @@ _WITHOUT_EFFECT = """
 """
 _LAYER = "backbone.layers.{}."
 
+
+def _has_attention(kind: LayerKind) -> bool:
+    return kind.mixer == "attention"
+
+
+def _has_mixer(kind: LayerKind) -> bool:
+    return kind.mixer != "none"
+
+
+def _has_mlp(kind: LayerKind) -> bool:
+    return kind.has_mlp
+
+
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
@@ -91,19 +104,21 @@ NEMOTRON_H = Family(
         OUTPUT,
     ),
     (
-        Module("norm", "layers.{}.attention_norm", (_LAYER + "norm",), has_mlp=False),
+        Module("norm", "layers.{}.attention_norm", (_LAYER + "norm",), only_in=_has_mixer),
         *mamba_modules(_LAYER + "mixer"),
         Module(
             "qkv",
             "layers.{}.attention.qkv",
             tuple(f"{_LAYER}mixer.{part}_proj" for part in "qkv"),
             QKV,
-            mixer="attention",
+            only_in=_has_attention,
         ),
-        Module("linear", "layers.{}.attention.projection", (_LAYER + "mixer.o_proj",), mixer="attention"),
-        Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), has_mlp=True),
-        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), has_mlp=True),
-        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), has_mlp=True),
+        Module(
+            "linear", "layers.{}.attention.projection", (_LAYER + "mixer.o_proj",), only_in=_has_attention
+        ),
+        Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=_has_mlp),
+        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), only_in=_has_mlp),
+        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), only_in=_has_mlp),
     ),
     without_effect=tuple(_WITHOUT_EFFECT.split()),
     other_names={"model.": "backbone."},  # transformers 5 has another name than its files

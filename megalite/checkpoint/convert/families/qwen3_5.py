@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.delta_net import FOUR_PROJECTIONS, delta_net_modules
+from megalite.checkpoint.convert.families.delta_net import FOUR_PROJECTIONS, delta_net_modules, is_recurrent
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.qwen3_next import QWEN3_NEXT, read_hybrid, write_hybrid
 from megalite.checkpoint.convert.families.rotary import rotary_fields
@@ -28,7 +28,7 @@ QWEN3_5 = replace(
     read=_read,
     write=write_hybrid,
     layer=(
-        *(module for module in QWEN3_NEXT.layer if module.mixer != "gated_delta_net"),
+        *(module for module in QWEN3_NEXT.layer if module.only_in is not is_recurrent),
         *delta_net_modules(
             "model.layers.{}.linear_attn",
             ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),

@@ -69,7 +69,11 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 _SHARED = tuple(module for module in QWEN3.layer if ".attention." not in module.ours)
 _ATTENTION = tuple(
-    replace(module, mixer="attention", transform=GATED_QKV if module.kind == "qkv" else module.transform)
+    replace(
+        module,
+        transform=GATED_QKV if module.kind == "qkv" else module.transform,
+        only_in=lambda kind: kind.mixer == "attention",
+    )
     for module in QWEN3.layer
     if ".attention." in module.ours
 )
