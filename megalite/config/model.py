@@ -303,6 +303,14 @@ class ModelConfig:
     )
     """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
     other layer, such as [1]*3+[0]. By default all layers have it."""
+    mtp_num_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
+    """Modules of multi-token prediction after the last layer: each is a layer that also predicts one token
+    further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = field(
+        default=0.1,
+        metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False),
+    )
+    """Weight in the loss of the mean over the losses of --mtp-num-layers, logged as mtp_1_loss and so on."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
     (docs/experts.md). 1 is a dense model."""
@@ -363,7 +371,11 @@ class ModelConfig:
         return self.architecture == "gpt"
 
     def layer_kind(self, number: int) -> LayerKind:
-        """Return the kind of a layer by its number in the whole model."""
+        """Return the kind of a layer by its number in the whole model.
+
+        Modules of multi-token prediction have the numbers after it, and the last layer's kind.
+        """
+        number = min(number, self.num_layers - 1)
         window, skipped, unrotated = self.window_size, self.window_attn_skip_freq, self.no_rope_freq
         if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
             window = None
@@ -462,6 +474,12 @@ class ModelConfig:
             count = self.moe_router_topk if active else self.num_experts
             rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
         return attention + self.hidden_size * rows
+
+    @property
+    def mtp_weights(self) -> int:
+        """Return the number of elements of the matrices of all modules of multi-token prediction."""
+        layer = self.layer_weights(self.layer_kind(self.num_layers))
+        return self.mtp_num_layers * (layer + 2 * self.hidden_size**2)
 
     @property
     def _num_halves(self) -> int:

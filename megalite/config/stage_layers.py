@@ -143,12 +143,16 @@ def balanced_partition(
 
 
 def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) -> tuple[int, ...]:
-    """Split layers by DeepSpeed's method, which gives the embedding and the output layer weights too."""
+    """Split layers by DeepSpeed's method, which gives the embedding and the output layer weights too.
+
+    Modules of multi-token prediction are a part of the last stage.
+    """
     if method == "uniform":
         return even_partition(model.num_layers, stages)
     if method == "parameters":
         table = model.padded_vocab_size(tp) * model.hidden_size
-        return balanced_partition([*map(model.layer_weights, model.layer_kinds)], stages, table, table)
+        weights, last = [*map(model.layer_weights, model.layer_kinds)], table + model.mtp_weights
+        return balanced_partition(weights, stages, table, last)
     before, each, after = weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)
 

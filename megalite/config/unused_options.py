@@ -115,6 +115,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield name, "no layer has a window (--window-size)"
     if model.moe_router_score_function != "softmax":
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
+    if model.mtp_num_layers == 0:
+        yield "mtp_loss_scaling_factor", "--mtp-num-layers is 0"
     if model.mup_base_width is None:
         yield "mup_base_head_dim", "--mup-base-width is not set"
     if model.architecture != "bert":

@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     model_rules.query_groups,
     model_rules.bert,
     model_rules.experts,
+    model_rules.multi_token_prediction,
     model_rules.norm_position,
     model_rules.qk_norm,
     model_rules.mup,

@@ -49,7 +49,13 @@ class Evaluator:
             chunk.eval()
         masks = LossMasks()
         total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
-        with BatchLoader(dataset, config.training.micro_batch_size, topology, self.run.samples) as loader:
+        with BatchLoader(
+            dataset,
+            config.training.micro_batch_size,
+            topology,
+            self.run.samples,
+            num_later=config.model.mtp_num_layers,
+        ) as loader:
             for batch in range(self.num_batches):
                 before_batch()
                 consumed = first_sample + batch * self.global_batch_size

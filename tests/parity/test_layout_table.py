@@ -70,6 +70,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
+    "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
+    | {"num_experts": 4, "moe_ffn_hidden_size": 40},
+    "bloom-tiny, mtp": {"mtp_num_layers": 1, "embed_layernorm": False},
     "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
@@ -80,6 +83,7 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
     **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
+    **{"llama-tiny, mtp": 0.1, "bloom-tiny, mtp": 0.0},
     **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
 }

@@ -1,0 +1,146 @@
+"""Multi-token prediction against plain PyTorch: losses and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.distributed.topology import Topology
+from megalite.loss_terms import Terms, later_token
+from megalite.microbatch import Microbatch
+from tests.stages import build_stage
+
+VOCABULARY, LENGTH, SAMPLES, DEPTH = 50, 12, 3, 2
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    num_attention_heads=3,
+    ffn_hidden_size=32,
+    seq_length=LENGTH,
+    vocab_size=VOCABULARY,
+    make_vocab_size_divisible_by=1,
+    position_embedding_type="none",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    params_dtype="fp64",
+    init_method_std=0.2,
+    mtp_num_layers=DEPTH,
+    mtp_loss_scaling_factor=0.3,
+)
+CASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"untie_embeddings_and_output_weights": False},
+    "with z-loss": {"z_loss_coeff": 0.1, "embedding_multiplier": 3.0},
+}
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + MODEL.norm_epsilon).rsqrt() * weight
+
+
+def _layer(x: Tensor, p: dict[str, Tensor], prefix: str, documents: Tensor) -> Tensor:
+    """Compute a layer on ``[b, s, h]``; p has the parameters by name."""
+    p = {name.removeprefix(prefix): each for name, each in p.items() if name.startswith(prefix)}
+    b, s, h = x.shape
+    qkv = _norm(x, p["attention_norm.weight"]) @ p["attention.qkv.weight"].t()
+    q, k, v = qkv.view(b, s, -1, 3, MODEL.head_dim).permute(3, 0, 2, 1, 4)
+    sees = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+    scores = (q @ k.transpose(-1, -2)) / MODEL.head_dim**0.5
+    y = scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
+    x = x + y.transpose(1, 2).reshape(b, s, h) @ p["attention.projection.weight"].t()
+    gate, up = torch.einsum("bsh,cfh->cbsf", _norm(x, p["mlp_norm.weight"]), p["mlp.up.weight"])
+    return x + (F.silu(gate) * up) @ p["mlp.down.weight"].t()
+
+
+def _reference(
+    model: ModelConfig, p: dict[str, Tensor], text: Tensor, has_loss: Tensor, documents: Tensor
+) -> dict[str, Tensor]:
+    """Return the mean of each loss over its own tokens.
+
+    Args:
+        text: ``[b, s + 1]`` tokens.
+        has_loss: ``[b, s]``, of the token after each.
+        documents: ``[b, s]``, the document of each token.
+    """
+    s, tokens = text.shape[1] - 1, text[:, :-1]
+    word = p["embedding.word.weight"] * model.embedding_multiplier
+    output = p.get("output.weight", p["embedding.word.weight"])
+    h = word[tokens]
+    for number in range(model.num_layers):
+        h = _layer(h, p, f"layers.{number}.", documents)
+    h = _norm(h, p["final_norm.weight"])
+    losses, z = {}, (h @ output.t()).logsumexp(-1).square()[has_loss].mean()
+    for ahead in range(model.mtp_num_layers + 1):
+        if ahead:  # position i reads token i + ahead
+            later = word[tokens[:, torch.arange(ahead, s + ahead).clamp(max=s - 1)]]
+            joined = [_norm(later, p[f"mtp.{ahead - 1}.embedding_norm.weight"])]
+            joined += [_norm(h, p[f"mtp.{ahead - 1}.hidden_norm.weight"])]
+            x = torch.cat(joined, -1) @ p[f"mtp.{ahead - 1}.projection.weight"].t()
+            x = _layer(x, p, f"mtp.{ahead - 1}.layer.", documents)
+            h = _norm(x, p[f"mtp.{ahead - 1}.final_norm.weight"])
+        of_tokens = F.cross_entropy((h @ output.t()).transpose(1, 2), text[:, 1:], reduction="none")
+        if ahead:
+            own, labels = h[:, :-ahead], text[:, 1 + ahead :]
+            of_tokens = F.cross_entropy((own @ output.t()).transpose(1, 2), labels, reduction="none")
+        counts = has_loss[:, ahead:] & (documents[:, ahead:] == documents[:, : s - ahead])
+        losses[f"mtp_{ahead}_loss" if ahead else "lm_loss"] = of_tokens[counts].mean()
+    return losses | ({"z_loss": z} if model.z_loss_coeff else {})
+
+
+def _inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Return random tokens, which of them have a loss, and documents of random lengths."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+    has_loss = torch.rand(SAMPLES, LENGTH, generator=generator) > 0.3
+    documents = (torch.rand(SAMPLES, LENGTH, generator=generator) > 0.7).long().cumsum(1)
+    return text, has_loss, documents
+
+
+def _microbatch(text: Tensor, has_loss: Tensor | None, documents: Tensor | None) -> Microbatch:
+    plain = Microbatch.of(text, torch.arange(len(text)))
+    return replace(plain, loss_mask=has_loss, document_ids=documents).with_later_tokens(DEPTH)
+
+
+def _means(terms: Terms, microbatch: Microbatch) -> dict[str, Tensor]:
+    """Return the terms as the pipeline computes them from the microbatch's own counts."""
+    mask = microbatch.loss_mask
+    divisors = {"token": microbatch.labels.numel() if mask is None else mask.sum()}
+    assert microbatch.later_mask is not None
+    for ahead in range(1, DEPTH + 1):
+        divisors[later_token(ahead)] = microbatch.later_mask[:, ahead - 1].sum()
+    return {name: term.value(divisors[term.per]) for name, term in terms.items()}
+
+
+@pytest.mark.parametrize("are_masked", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_plain_pytorch(
+    case: str, are_masked: bool, one_rank: Topology
+) -> None:
+    model = replace(MODEL, **CASES[case])
+    text, has_loss, documents = _inputs()
+    if not are_masked:
+        has_loss, documents = torch.ones_like(has_loss), torch.zeros_like(documents)
+    stage = build_stage(model, one_rank, range(model.num_layers), has_documents=are_masked)
+    microbatch = _microbatch(text, has_loss if are_masked else None, documents if are_masked else None)
+    ours = _means(stage(microbatch, None).terms, microbatch)
+    weights = dict(stage.named_parameters())
+    theirs = _reference(model, weights, text, has_loss, documents)
+    scales = {"lm_loss": 1.0, "z_loss": model.z_loss_coeff}
+    theirs = {name: loss * scales.get(name, 0.3 / DEPTH) for name, loss in theirs.items()}
+    assert set(stage.loss_names) == set(ours) == set(theirs)
+    for name, loss in theirs.items():
+        torch.testing.assert_close(ours[name], loss, rtol=1e-13, atol=0.0, msg=name)
+    gradients = torch.autograd.grad(sum(ours.values()), [*weights.values()])
+    expected = torch.autograd.grad(sum(theirs.values()), [*weights.values()])
+    for name, gradient, want in zip(weights, gradients, expected, strict=True):
+        assert (gradient - want).abs().max() < 1e-12 * want.abs().max(), name
