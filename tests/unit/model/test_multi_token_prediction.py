@@ -9,12 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import MtpModel
 
+from megalite.checkpoint.convert.hf_config import config_of
+from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.loss_terms import Terms, later_token
 from megalite.microbatch import Microbatch
 from tests.stages import build_stage
+from tests.unit.model.test_against_transformers import InDoublePrecision
 
 VOCABULARY, LENGTH, SAMPLES, DEPTH = 50, 12, 3, 2
 MODEL = ModelConfig(
@@ -144,3 +149,79 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(
     expected = torch.autograd.grad(sum(theirs.values()), [*weights.values()])
     for name, gradient, want in zip(weights, gradients, expected, strict=True):
         assert (gradient - want).abs().max() < 1e-12 * want.abs().max(), name
+
+
+class _Llama(LlamaForCausalLM):
+    """A Llama whose files can have multi-token prediction, as transformers' DeepSeek-V3 has it."""
+
+    _keys_to_ignore_on_load_unexpected = (r"model\.layers\.[23]\.",)
+
+
+def _llama_with_modules() -> tuple[LlamaForCausalLM, MtpModel]:
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=24,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        vocab_size=VOCABULARY,
+        num_mtp_layers=DEPTH,
+        num_nextn_predict_layers=DEPTH,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = _Llama(config).double()
+    modules = MtpModel(model, DEPTH).double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in {*model.parameters(), *modules.parameters()}:
+        mean = 1.0 if parameter.dim() == 1 else 0.0
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + mean)
+    return model, modules
+
+
+def _named(model: LlamaForCausalLM, modules: MtpModel, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Return the parameters, or their gradients, under their names in files."""
+    found = {name: each.grad if gradients else each.data for name, each in model.named_parameters()}
+    for name, each in modules.layers.named_parameters():
+        number, _, rest = name.partition(".")
+        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.", 1)
+        found[f"model.layers.{2 + int(number)}.{rest}"] = each.grad if gradients else each.data
+    return found
+
+
+def test_losses_and_gradients_are_those_of_transformers(one_rank: Topology) -> None:
+    text, _, _ = _inputs()
+    with InDoublePrecision():
+        model, modules = _llama_with_modules()
+        hidden = model.model(text[:, :-1]).last_hidden_state
+        losses = [F.cross_entropy(model.lm_head(hidden).flatten(0, 1), text[:, 1:].flatten())]
+        positions = torch.arange(LENGTH)[None]
+        for number in range(DEPTH):
+            later = F.pad(text[:, 1 + number : -1], (0, 1 + number))
+            hidden = modules.forward_layer(number, hidden, positions, None, input_ids=later)
+            logits, labels = model.lm_head(hidden)[:, : -1 - number], text[:, 2 + number :]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * 0.1 / DEPTH)
+        sum(losses).backward()
+    config = replace(config_of(model.config.to_dict()), params_dtype="fp64", seq_length=LENGTH)
+    assert config.mtp_num_layers == DEPTH
+    stage = build_stage(config, one_rank, range(2))
+    stage.load_state_dict(from_hf(_named(model, modules), config))
+    microbatch = _microbatch(text, None, None)
+    ours = _means(stage(microbatch, None).terms, microbatch)
+    for loss, name in zip(losses, stage.loss_names, strict=True):
+        torch.testing.assert_close(ours[name], loss, rtol=1e-12, atol=0.0, msg=name)
+    sum(ours.values()).backward()
+    expected = from_hf(_named(model, modules, gradients=True), config)
+    for name, parameter in stage.named_parameters():
+        want = expected[name]
+        assert (parameter.grad - want).abs().max() < 1e-11 * want.abs().max(), name
+
+
+def test_weights_return_to_transformers(one_rank: Topology) -> None:
+    model, modules = _llama_with_modules()
+    named = _named(model, modules)
+    config = replace(config_of(model.config.to_dict()), params_dtype="fp64")
+    returned = to_hf(from_hf(named, config), config)
+    assert returned.keys() == named.keys()
+    assert all(torch.equal(returned[name], each) for name, each in named.items())
+    assert config_of(family_of(config).settings(config)) == replace(config, params_dtype="fp32")
