@@ -101,6 +101,11 @@ CASES = {
         window_attn_skip_freq=(2,),
         window_rotary_base=100.0,
     ),
+    "later tokens": _small(preset="llama-tiny", mtp_num_layers=2),
+    "later tokens tied tp2 pp2": _small(
+        "tp2pp2zb+sp", preset="llama-tiny", mtp_num_layers=1, untie_embeddings_and_output_weights=False
+    ),
+    "later tokens full recomputation": _small("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),
