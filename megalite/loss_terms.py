@@ -19,7 +19,7 @@ Z_LOSS = "z_loss"
 
 def later_token(ahead: int) -> str:
     """Return the name in `LossTerm.per` of the tokens whose label so many positions later has a loss."""
-    return f"token {ahead} ahead"
+    return f"later-{ahead} token"
 
 
 class LossTerm(NamedTuple):

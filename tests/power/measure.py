@@ -30,6 +30,7 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
+    | {"later": "llama-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,10 +45,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
     },
+    "later": {"mtp_num_layers": 2},
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
+WITH_DOCUMENTS = ("packed", "later")
 PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
 
@@ -80,7 +83,7 @@ def config_of(model: str) -> Config:
         recompute=RecomputeConfig(
             recompute_granularity="full" if is_sliced else None, distribute_saved_activations=is_sliced
         ),
-        data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model == "packed" else (), True)),
+        data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model in WITH_DOCUMENTS else (), True)),
         training=TrainingConfig(
             micro_batch_size=2,
             global_batch_size=GLOBAL_BATCH_SIZE,
