@@ -2,6 +2,7 @@
 """Time a mixture of experts, forward and backward, as ratio to an MLP with as many active weights.
 
 python benchmarks/moe.py --threads 1
+python benchmarks/moe.py    # on a GPU: in bf16, at sizes of published models
 
 The MLP is as wide as the experts of a token together, so both have the same GEMM FLOPs apart from the router.
 `loop` is a plain loop over the experts with the same weights, as in transformers' eager experts. The blocks
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from clock import Clock
 from torch import Tensor
+from torch.nn import Parameter
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
@@ -39,6 +41,12 @@ SHAPES = (
     (1024, 1024, 8, 2, 2048),
 )
 """Tokens, hidden size, experts, experts of a token, width of an expert."""
+SHAPES_ON_GPU = (
+    (16384, 4096, 8, 2, 14336),
+    (16384, 2048, 64, 8, 1024),
+    (16384, 2048, 128, 8, 768),
+)
+"""The same of Mixtral 8x7B, OLMoE and Qwen 3 30B-A3B."""
 Run = Callable[[Tensor], Tensor]
 Block = TypeVar("Block", bound=torch.nn.Module)
 
@@ -60,8 +68,10 @@ def loop_over_experts(block: MixtureOfExperts) -> Run:
     return run
 
 
-def runs_of(shape: tuple[int, ...], topology: Topology) -> dict[str, Run]:
-    """Return the functions to compare; the first is the baseline."""
+def runs_of(
+    shape: tuple[int, ...], topology: Topology, dtype: torch.dtype
+) -> dict[str, tuple[Run, list[Parameter]]]:
+    """Return the functions to compare, each with its weights; the first is the baseline."""
     _, hidden, experts, topk, width = shape
     model = replace(
         PRESETS["llama-tiny"],
@@ -71,12 +81,12 @@ def runs_of(shape: tuple[int, ...], topology: Topology) -> dict[str, Run]:
         moe_router_topk=topk,
         moe_ffn_hidden_size=width,
     )
-    context = LayerContext(topology, torch.float32)
+    context = LayerContext(topology, dtype)
     dense, block = _built(MLP, model, context), _built(MixtureOfExperts, model, context)
     return {
-        "dense": lambda x: dense(x).x,
-        "experts": lambda x: block(x).x,
-        "loop": loop_over_experts(block),
+        "dense": (lambda x: dense(x).x, [*dense.parameters()]),
+        "experts": (lambda x: block(x).x, [*block.parameters()]),
+        "loop": (loop_over_experts(block), [*block.parameters()]),
     }
 
 
@@ -94,21 +104,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    with Topology.start(
-        ParallelConfig(distributed_backend="gloo").mesh, Launch.from_environment()
-    ) as topology:
+    with Topology.start(ParallelConfig().mesh, Launch.from_environment()) as topology:
         cpu.limit_threads(args.threads, 1)
+        is_cuda = topology.device.type == "cuda"
+        dtype = torch.bfloat16 if is_cuda else torch.float32
         clock = Clock(topology.device, by_process=args.threads == 1)
         print("tokens hidden experts of a token width      dense   experts      loop")
-        for shape in SHAPES:
-            runs = runs_of(shape, topology)
-            x = torch.randn(shape[0], 1, shape[1], requires_grad=True)
+        for shape in SHAPES_ON_GPU if is_cuda else SHAPES:
+            runs = runs_of(shape, topology, dtype)
+            kind = {"device": topology.device, "dtype": dtype}
+            x, grad = (torch.randn(shape[0], 1, shape[1], **kind) for _ in range(2))
+            x.requires_grad_()
             seconds: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(args.rounds + 1):
-                for name, run in runs.items():
+                for name, (run, weights) in runs.items():
                     clock.start()
                     first = clock.mark()
-                    run(x).sum().backward()
+                    torch.autograd.grad(run(x), [x, *weights], grad)
                     seconds[name].append(clock.seconds(first, clock.mark()))
             medians = {name: statistics.median(each[1:]) for name, each in seconds.items()}
             ratios = "".join(f"{medians[name] / medians['dense']:10.2f}" for name in ("experts", "loop"))

@@ -325,10 +325,15 @@ def _is_named(named: str, ran: str) -> bool:
 
 def no_synchronization(context: CheckContext) -> Iterator[Result]:
     """Run a training step in which PyTorch raises an error wherever the host waits for the GPU."""
-    model = replace(TINY, params_dtype="bf16")
-    for name, dropout in (("fused attention", 0.0), ("dropout 0.1", 0.1)):
+    model = replace(TINY, params_dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0)
+    models = {
+        "fused attention": model,
+        "dropout 0.1": replace(model, hidden_dropout=0.1, attention_dropout=0.1),
+        "experts": replace(model, add_bias_linear=False, num_experts=4),
+    }
+    for name, changed in models.items():
         config = Config(
-            model=replace(model, hidden_dropout=dropout, attention_dropout=dropout),
+            model=changed,
             parallel=ParallelConfig(distributed_backend="gloo" if context.device == "cpu" else "auto"),
             optimizer=OptimizerConfig(lr=1e-4, lr_decay_style="constant"),
             data=DataConfig(mock_data=True),

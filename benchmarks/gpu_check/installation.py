@@ -98,8 +98,15 @@ def _triton_attention() -> Result:
 
 
 def operator_tests(context: CheckContext) -> Iterator[Result]:
-    """Run the tests of compiled operators, of copies to the GPU and of NCCL."""
-    names = ("host_copy", "activation_offload", "optimizer_offload", "communication", "gelu_in_gemms")
+    """Run the tests of compiled operators, of copies to the GPU, of NCCL and of grouped GEMMs."""
+    names = (
+        "host_copy",
+        "activation_offload",
+        "optimizer_offload",
+        "communication",
+        "gelu_in_gemms",
+        "experts",
+    )
     others = (f"tests/gpu/test_{name}.py" for name in names)
     return _tests("operator tests", "tests/gpu/test_kernels.py", *others, "-k", "not at_run_time")
 

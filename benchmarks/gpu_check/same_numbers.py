@@ -185,6 +185,12 @@ def _config(model: str, **changes: object) -> Config:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
+def _changed(**changes: object) -> Config:
+    """Return a Llama-like config with changes of the model."""
+    config = _config("llama-tiny")
+    return replace(config, model=replace(config.model, **changes))  # type: ignore[arg-type]
+
+
 RUNS: dict[str, Callable[[], Config]] = {
     "gpt, dropout 0.1": lambda: _config("gpt-tiny"),
     "bloom": lambda: _config("bloom-tiny"),
@@ -200,6 +206,15 @@ RUNS: dict[str, Callable[[], Config]] = {
         "llama-tiny", data=DataConfig(mock_data=True, reset_attention_mask=True, reset_position_ids=True)
     ),
     "bert": lambda: _config("bert-tiny"),
+    "experts": lambda: _changed(
+        num_experts=6, moe_router_topk=2, moe_ffn_hidden_size=48, moe_z_loss_coeff=0.01
+    ),
+    "sinks, gates, windows": lambda: _changed(
+        softmax_type="learnable", attention_output_gate=True, window_size=(20, 0), window_attn_skip_freq=(2,)
+    ),
+    "caps, norms before and after": lambda: _changed(
+        attn_logit_softcapping=20.0, final_logit_softcapping=10.0, norm_position="sandwich", qk_layernorm=True
+    ),
     "gradients not fused": lambda: _config(
         "gpt-tiny", parallel=ParallelConfig(gradient_accumulation_fusion=False)
     ),

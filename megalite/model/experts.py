@@ -8,7 +8,7 @@ an expert, tp = tp.size. Rows are pairs of a token and one of its experts, ``t k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +132,7 @@ class ExpertWeights(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
+    """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
 
     Of each expert, a rank has the same slice of its width as of an MLP.
     """
@@ -161,12 +161,17 @@ class MixtureOfExperts(nn.Module):
         rows = Rows.of(experts.flatten(0, 1), self.router.num_experts)
 
         y = rows.dispatch(x.flatten(0, 1))  # [t k, h]
-        y = grouped_linear(y, self.up.weight, rows.sizes)  # [t k, ffn/tp], or [t k, 2 ffn/tp]
+        y = grouped_linear(y, self.up.weight, rows.ends)  # [t k, ffn/tp], or [t k, 2 ffn/tp]
+        # The weights come before the product, because its input is smaller than its output in many models,
+        # and its output then need not be kept.
+        y = _WeightedActivation.apply(y, weights.flatten()[rows.order], self.activate)  # [t k, ffn/tp]
+        y = grouped_linear(y, self.down.weight, rows.ends)  # [t k, h], partial
+        return self._summed(rows.combine(y).view_as(x)), terms
+
+    def activate(self, x: Tensor) -> Tensor:
+        """Map `up`'s ``[t k, ffn/tp]``, or ``[t k, 2 ffn/tp]`` if gated, to ``[t k, ffn/tp]``."""
         function, adds_bias, _ = self.activation
-        y = function(y, None) if adds_bias else function(y)
-        y = grouped_linear(y, self.down.weight, rows.sizes)  # [t k, h], partial
-        y = rows.combine(y, weights.flatten(0, 1)).view_as(x)
-        return self._summed(y), terms
+        return function(x, None) if adds_bias else function(x)
 
     def _gathered(self, x: Tensor) -> Tensor:
         """Return a value of all tokens, for use by this rank's slice of the experts."""
@@ -191,47 +196,42 @@ class Rows(NamedTuple):
     Attributes:
         order: row of the token's order, ``token * k + i``, by its place in the experts' order, ``[t k]``.
         places: the inverse, ``[t k]``.
-        sizes: number of rows of each expert.
+        ends: number of rows of each expert and the experts before it, int32 ``[e]``.
         num_selected: k.
     """
 
     order: Tensor
     places: Tensor
-    sizes: Sequence[int]
+    ends: Tensor
     num_selected: int
 
     @staticmethod
     def of(experts: Tensor, num_experts: int) -> Rows:
-        """Order the rows of tokens with these experts, ``[t, k]``."""
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
+        """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host."""
+        of_rows, order = experts.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
-        if experts.is_meta:  # without values: as even as possible
-            fewest, more = divmod(flat.numel(), num_experts)
-            sizes = [fewest + (number < more) for number in range(num_experts)]
-        else:
-            sizes = torch.bincount(flat, minlength=num_experts).tolist()
-        return Rows(order, places, sizes, experts.shape[1])
+        numbers = torch.arange(num_experts, device=order.device)
+        ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
+        return Rows(order, places, ends, experts.shape[1])
 
     def dispatch(self, x: Tensor) -> Tensor:
         """Return the rows of tokens ``[t, h]`` in the experts' order, ``[t k, h]``."""
         rows: Tensor = _Dispatch.apply(x, self)
         return rows
 
-    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
-        """Sum each token's rows of ``[t k, h]`` by their weights ``[t, k]``; return ``[t, h]``."""
-        combined: Tensor = _Combine.apply(y, weights, self)
+    def combine(self, y: Tensor) -> Tensor:
+        """Sum each token's rows of ``[t k, h]``; return ``[t, h]``."""
+        combined: Tensor = _Combine.apply(y, self)
         return combined
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``."""
         return x[self.order // self.num_selected]
 
-    def sums(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum each token's rows of ``[t k, h]``, with weights ``[t, k]``, to ``[t, h]``."""
-        places = self.places.view(-1, self.num_selected)
-        return F.embedding_bag(places, y, mode="sum", per_sample_weights=weights)
+    def sums(self, y: Tensor) -> Tensor:
+        """Sum each token's rows of ``[t k, h]`` to ``[t, h]``."""
+        return F.embedding_bag(self.places.view(-1, self.num_selected), y, mode="sum")
 
 
 class _Dispatch(torch.autograd.Function):
@@ -249,44 +249,87 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sums each token's rows by their weights; backward copies a token's gradient to its rows."""
+    """Sums each token's rows; backward copies a token's gradient to its rows."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-        ctx.save_for_backward(y, weights)
+    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        return rows.sums(y, weights)
+        return rows.sums(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.of_tokens(grad), None
+
+
+class _WeightedActivation(torch.autograd.Function):
+    """Multiplies an activation ``[n, out]`` by the rows' weights ``[n]``; backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.activate = activate
+        return activate(x).mul_(weights.unsqueeze(-1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        y, weights = ctx.saved_tensors
-        rows: Rows = ctx.rows
-        of_rows = rows.of_tokens(grad)
-        of_weights = torch.linalg.vecdot(y, of_rows)[rows.places].view_as(weights)
-        return of_rows.mul_(weights.flatten()[rows.order].unsqueeze(-1)), of_weights, None
+        x, weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.activate(x)
+        of_weights = torch.linalg.vecdot(y.detach(), grad)
+        (of_x,) = torch.autograd.grad(y, x, grad * weights.unsqueeze(-1))
+        return of_x, of_weights, None
 
 
-def grouped_linear(x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply consecutive rows of ``[n, in]`` by the transposed weight of their group; return ``[n, out]``.
 
     Args:
         weight: ``[groups, ..., out, in]``; all dims between are output features.
-        sizes: number of rows of each group.
+        ends: number of rows of each group and the groups before it, int32 ``[groups]``.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight.flatten(1, -2), sizes)
+    weight = weight.flatten(1, -2)
+    product = GroupedGemm if GroupedGemm.serves(weight) else GemmByGroup
+    y: Tensor = product.apply(x, weight, ends)
     return y
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """Runs one GEMM for each group that has rows."""
+class GroupedGemm(torch.autograd.Function):
+    """Runs one kernel for all groups, which reads their sizes on the GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    def serves(weight: Tensor) -> bool:
+        """Return whether the kernel takes a weight ``[groups, out, in]``: it loads 16 bytes at once."""
+        is_aligned = all(size % 8 == 0 for size in weight.shape[1:])
+        return weight.is_cuda and weight.dtype == torch.bfloat16 and is_aligned
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight.mT, offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad = grad.contiguous()  # the kernel refuses expanded rows
+        x_grad = F.grouped_mm(grad, weight, offs=ends) if needs_x else None
+        weight_grad = F.grouped_mm(grad.mT, x, offs=ends) if needs_weight else None
+        return x_grad, weight_grad, None
+
+
+class GemmByGroup(torch.autograd.Function):
+    """Runs one GEMM for each group that has rows; the host reads their sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
+        ctx.sizes = _sizes(ends, x.shape[0])
         y = x.new_empty(x.shape[0], weight.shape[1])
-        for rows, matrix, out in zip(x.split(list(sizes)), weight, y.split(list(sizes)), strict=True):
+        for rows, matrix, out in zip(x.split(ctx.sizes), weight, y.split(ctx.sizes), strict=True):
             if rows.shape[0]:
                 torch.mm(rows, matrix.t(), out=out)
         return y
@@ -307,3 +350,11 @@ class _GroupedLinear(torch.autograd.Function):
             if weight_grad is not None:  # of a group without rows, it is zero
                 torch.mm(grad[rows].t(), x[rows], out=weight_grad[number])
         return x_grad, weight_grad, None
+
+
+def _sizes(ends: Tensor, num_rows: int) -> list[int]:
+    """Return the number of rows of each group; as even as possible without values, on the meta device."""
+    if ends.is_meta:
+        fewest, more = divmod(num_rows, len(ends))
+        return [fewest + (number < more) for number in range(len(ends))]
+    return ends.diff(prepend=ends.new_zeros(1)).tolist()

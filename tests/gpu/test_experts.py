@@ -1,0 +1,60 @@
+"""The grouped GEMM of experts on a real GPU: any group sizes, and no wait of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.model.experts import GemmByGroup, GroupedGemm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = {
+    "odd": [37, 1, 130, 89],
+    "without rows": [0, 128, 0, 129],
+    "one for all": [0, 0, 257, 0],
+    "even": [64, 64, 64, 65],
+}
+
+
+def ends_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32).cuda()
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (8, 264), (1024, 520)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_equals_a_gemm_by_group(sizes: list[int], shape: tuple[int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    features_in, features_out = shape
+    x, weight = random(sum(sizes), features_in), random(len(sizes), features_out, features_in)
+    grad, ends = random(sum(sizes), features_out), ends_of(sizes)
+    assert GroupedGemm.serves(weight)
+    found = []
+    for product in (GroupedGemm, GemmByGroup):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = product.apply(*leaves, ends)
+        found.append((y.detach(), *torch.autograd.grad(y, leaves, grad)))
+    for name, grouped, by_group in zip(("output", "x", "weight"), *found, strict=True):
+        error = (grouped - by_group).double().norm() / by_group.double().norm().clamp_min(1e-30)
+        assert float(error) < 4e-3, (name, float(error))
+    for group, size in enumerate(sizes):
+        assert size or not found[0][2][group].any()
+
+
+def test_the_host_does_not_wait() -> None:
+    x = torch.randn(257, 64, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(4, 48, 64, device="cuda").bfloat16().requires_grad_()
+    ends = ends_of(SIZES["odd"])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        GroupedGemm.apply(x, weight, ends).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
