@@ -225,3 +225,27 @@ def test_weights_return_to_transformers(one_rank: Topology) -> None:
     assert returned.keys() == named.keys()
     assert all(torch.equal(returned[name], each) for name, each in named.items())
     assert config_of(family_of(config).settings(config)) == replace(config, params_dtype="fp32")
+
+
+def test_the_modules_do_not_change_the_next_token(one_rank: Topology) -> None:
+    """Of a microbatch without later tokens, as in generation and in the evaluation of text."""
+    text, _, _ = _inputs()
+    microbatch = Microbatch.of(text, torch.arange(SAMPLES))
+    results = []
+    for depth in (0, DEPTH):
+        stage = build_stage(replace(MODEL, mtp_num_layers=depth), one_rank, range(2), seed=1).eval()
+        logits = stage.logits(stage.hidden_states(microbatch, None))
+        results.append((logits, stage(microbatch, None)))
+    assert all(one.equal(other) for one, other in zip(*results, strict=True))
+
+
+def test_a_slice_has_the_later_tokens_of_the_whole_sample() -> None:
+    text, has_loss, documents = _inputs()
+    whole = _microbatch(text, has_loss, documents)
+    slices = [whole.cut(index, 4) for index in range(4)]
+    for name in ("later_tokens", "later_labels", "later_mask"):
+        assert torch.cat([getattr(each, name) for each in slices], dim=-1).equal(getattr(whole, name))
+    assert whole.later_tokens is not None and whole.later_labels is not None and whole.later_mask is not None
+    assert whole.later_tokens[:, 1, :-2].equal(text[:, 2:-1])
+    assert whole.later_labels[:, 1, :-2].equal(text[:, 3:])
+    assert not whole.later_mask[:, 1, -2:].any() and not whole.later_mask[:, 0, -1:].any()
