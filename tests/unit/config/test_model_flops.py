@@ -64,13 +64,13 @@ def test_flops_are_those_that_torch_counts(model: ModelConfig, build) -> None:
     assert flops_per_token(whole_square, tp=1) == pytest.approx(_counted_per_token(build()), rel=1e-3)
 
 
-GATED = "llama-tiny, gates"
+GATED, LATER = "llama-tiny, gates", "llama-tiny, later tokens"
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, GATED])
+@pytest.mark.parametrize("preset", [*PRESETS, GATED, LATER])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
-    has_gates = preset == GATED
-    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], attention_output_gate=has_gates)
+    changes = {"attention_output_gate": preset == GATED, "mtp_num_layers": 2 * (preset == LATER)}
+    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], **changes)
     vocabulary = model.vocab_size or 30522
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)

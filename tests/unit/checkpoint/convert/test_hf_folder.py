@@ -7,13 +7,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megalite.checkpoint.convert.hf_tensors import to_hf
+from megalite.checkpoint.convert.hf_config import config_of
+from megalite.checkpoint.convert.hf_tensors import FAMILIES, all_entries, family_of, to_hf
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import spec_of
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, same_bits, tensors_of
 from tests.unit.checkpoint.convert.test_convert import change, convert, save_stage
+from tests.unit.model.test_against_transformers import CONFIGS
 
 MODEL = dataclasses.replace(
     PRESETS["llama-tiny"], num_layers=2, vocab_size=VOCABULARY, hidden_dropout=0.0, mtp_num_layers=2
@@ -77,3 +79,15 @@ def test_weights_that_the_config_does_not_name_are_refused(folder, tmp_path):
         UserError, match=r"has tensors that a llama of this config does not have: model\.layers\.3\."
     ):
         convert(folder, tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", [name for name, family in FAMILIES.items() if family.mtp])
+def test_a_family_reads_what_it_writes(kind, one_rank):
+    settings = CONFIGS[kind.removesuffix("_text")](lambda values: values[-1]).to_dict()
+    config = config_of(settings | {"num_nextn_predict_layers": 1})
+    assert config.mtp_num_layers == 1
+    assert config_of(family_of(config).settings(config)) == config
+    stage = build_stage(config, one_rank, range(config.num_layers), has_weights=False)
+    assert sorted(entry.ours for entry in all_entries(config)) == sorted(dict(stage.named_parameters()))
+    theirs = [name for entry in all_entries(config) for name in entry.theirs]
+    assert len({*theirs}) == len(theirs)
