@@ -101,7 +101,7 @@ class MultiTokenPrediction(nn.ModuleList):
             MultiTokenModule(config, context, core, number) for number in range(config.mtp_num_layers)
         )
         self.term_names = mtp_loss_names(config)
-        self.scale = config.mtp_loss_scaling_factor / max(1, config.mtp_num_layers)
+        self.scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
 
     def forward(
         self, word: nn.Module, hidden: Tensor, microbatch: Microbatch, inputs: Sequence[Any]

@@ -194,7 +194,7 @@ class GlobalBatches:
         self._topology = run.topology
         self._seq_length = run.config.model.seq_length
         self._are_masked = run.samples.are_masked
-        self._counts_later = run.config.data.masks_loss
+        self._counts_afterwards = run.config.data.masks_loss
         self._num_later = run.config.model.mtp_num_layers
         self._reads_all = reads_whole_batches(run)
 
@@ -220,7 +220,7 @@ class GlobalBatches:
         """Return the numbers of tokens with a loss and of samples."""
         if not self._are_masked:
             divisors: dict[str, float | Tensor] = {"token": num_samples * self._seq_length}
-            return divisors if self._counts_later else divisors | {"sample": num_samples}
+            return divisors if self._counts_afterwards else divisors | {"sample": num_samples}
         masks = [microbatch.loss_mask for microbatch in batch]
         num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
         all_reduce(num_masked, self._topology.loss_ranks, of="the number of masked tokens")
@@ -241,7 +241,7 @@ class GlobalBatches:
         counts = torch.stack([mask.sum((0, 2)) for mask in masks]).sum(0).double()
         all_reduce(counts, self._topology.loss_ranks, of="the numbers of later tokens")
         divisors = counts.clamp_min(1.0)
-        if self._counts_later:  # `LossMasks.token_ratio` multiplies these terms too
+        if self._counts_afterwards:  # `LossMasks.token_ratio` multiplies these terms too
             own = [microbatch.loss_mask.sum() for microbatch in batch if microbatch.loss_mask is not None]
             num_with_loss = torch.stack(own).sum().double()
             all_reduce(num_with_loss, self._topology.loss_ranks, of="the number of tokens with a loss")
