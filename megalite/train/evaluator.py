@@ -40,7 +40,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
 
-        A term's mean is over all tokens that have a loss, or over all samples. An error that `before_batch`
+        A term's mean is over all tokens that have a loss, or over all samples. A module of multi-token
+        prediction has the mean of its batches' means, weighted by these tokens. An error that `before_batch`
         raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology

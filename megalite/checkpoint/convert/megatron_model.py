@@ -33,7 +33,7 @@ _REFUSED = {
     "num_experts": None,
     "glu_activation": None,
     "use_mup": False,
-    "mtp_num_layers": None,
+    "mtp_num_layers": 0,
 }
 """Switches that our model does not have, with the only supported value; missing switches have it too."""
 
