@@ -31,6 +31,8 @@ LAYOUT_OPTIONS = frozenset(
         *SPLITS,
         "data_parallel_size",
         "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "num_distributed_optimizer_instances",
         "fsdp_reshard_after_forward",

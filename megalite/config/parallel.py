@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from megalite.config.flags import flags
-from megalite.distributed.axes import AXES, Factoring, MeshOptions
+from megalite.distributed.axes import AXES, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
@@ -43,6 +43,10 @@ class ParallelConfig:
     cp_comm_type: CpCommType = "all_gather"
     """How queries reach the keys of other context-parallel ranks: all_gather keys and values, or exchange
     heads for tokens (a2a)."""
+    expert_model_parallel_size: int = field(default=1, metadata=flags("--ep", "--moe-expert-parallel-size"))
+    """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
+    expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))
+    """Number of ranks that the width of each expert is split over. By default --tp."""
     layout: LayoutSource | None = None
     """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
     (manual). By default auto if none is set (docs/layout.md)."""
@@ -140,6 +144,21 @@ class ParallelConfig:
         return self.context_parallel_size
 
     @property
+    def ep(self) -> int:
+        """Return the expert-parallel size."""
+        return self.expert_model_parallel_size
+
+    @property
+    def etp(self) -> int:
+        """Return the number of ranks that the width of each expert is split over, resolved."""
+        return self.expert_tensor_parallel_size or self.tp
+
+    @property
+    def has_expert_axes(self) -> bool:
+        """Return whether experts are cut over axes of their own; otherwise tp cuts them like an MLP."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
     def schedule(self) -> ScheduleName:
         """Return the schedule, resolved: model chunks make 1f1b interleaved, and a single rank uses 1f1b."""
         if self.pp == 1:
@@ -166,9 +185,12 @@ class ParallelConfig:
     @cached_property
     def mesh(self) -> MeshOptions:
         """Return the sizes of the axes and how the ranks communicate, as a `Topology` takes them."""
+        table = (*self.table, EXPERTS) if self.has_expert_axes else self.table
+        axes = (axis for each in table for axis in each.axes if axis.field)
+        sizes = {axis.name: getattr(self, axis.field) for axis in axes}
         return MeshOptions(
-            sizes={axis.name: getattr(self, axis.field) for each in self.table for axis in each.axes},
-            table=self.table,
+            sizes={**sizes, **({"etp": self.etp} if self.has_expert_axes else {})},
+            table=table,
             shard_degree=self.data_parallel_shard_degree,
             num_shard_groups=self.num_distributed_optimizer_instances,
             zero_stage=self.zero_stage,
@@ -182,6 +204,8 @@ class ParallelConfig:
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:
         """Return the config with these sizes of the axes; a missing axis has one rank."""
         fields: dict[str, Any] = {axis.field: sizes.get(axis.name, 1) for axis in self.mesh.model.axes}
+        fields["expert_model_parallel_size"] = sizes.get("ep", 1)
+        fields["expert_tensor_parallel_size"] = sizes.get("etp")
         return replace(self, **fields)
 
     @property

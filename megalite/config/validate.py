@@ -32,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.layout,
     parallel_rules.tensor_parallel,
     parallel_rules.grouped_heads,
+    parallel_rules.expert_parallel,
     parallel_rules.exchanged_heads,
     parallel_rules.sequence,
     parallel_rules.chunks,

@@ -46,7 +46,7 @@ class AxisEntry:
     Attributes:
         name: short name; `flag` is made of it.
         meaning: name in words.
-        field: field of `ParallelConfig` with its size.
+        field: field of `ParallelConfig` with its size; empty if the other axes determine it.
         roles: how the ranks along the axis differ. Without a role, they repeat each other's work.
 
             weights    they hold different parameters, or different slices of them
@@ -167,7 +167,7 @@ class Factoring:
             rest = 1 if axis.takes_rest and not size else rest
         if (product := math.prod(found.values())) != world_size:
             named = [axis for axis in self.by_flag if axis.is_named(found[axis.name])]
-            *flags, last = (axis.flag for axis in named)
+            *flags, last = (axis.flag for axis in named if axis.field)
             text = " x ".join(f"{axis.name} {found[axis.name]}" for axis in named)
             raise UserError(
                 f"world size {world_size} is not {text} = {product}: start {product} ranks (torchrun "
@@ -211,9 +211,22 @@ MODEL = Factoring(
 )
 """The axes that divide the model and its data."""
 
+EXPERTS = Factoring(
+    "experts",
+    (
+        MODEL.axes[0],
+        AxisEntry("edp", "expert data-parallel", "", frozenset({"replicas"}), takes_rest=True),
+        AxisEntry("ep", "expert-parallel", "expert_model_parallel_size", _DIFFERENT_WEIGHTS),
+        AxisEntry("etp", "expert tensor-parallel", "expert_tensor_parallel_size", _DIFFERENT_WEIGHTS),
+    ),
+    groups=(("ep", "etp"),),  # a token goes to the ranks that hold its expert
+)
+"""The axes that divide experts: the ranks of a stage, dp x cp x tp for other weights, are edp x ep x etp for
+those of experts (parallel folding, Liu et al. 2025, arXiv 2504.14960)."""
+
 AXES = (MODEL,)
-"""The table: the model's factoring of the ranks comes first. Others, such as one for experts, divide the same
-ranks in another way. An axis that has the same name in two of them must have the same ranks in both."""
+"""The table: the model's factoring of the ranks comes first. Others, such as `EXPERTS`, divide the same ranks
+in another way. An axis that has the same name in two of them must have the same ranks in both."""
 
 
 @dataclass(frozen=True)

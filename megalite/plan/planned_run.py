@@ -12,7 +12,7 @@ from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
 from megalite.distributed.axes import Role
-from megalite.errors import Problem
+from megalite.errors import Problem, UserError
 from megalite.hardware.gpus import Gpu
 from megalite.pipeline.schedules import SCHEDULES, StageMap
 from megalite.plan.programs import MAX_TRITON_HEAD, Program
@@ -151,8 +151,17 @@ class PlannedRun:
 
     @cached_property
     def units(self) -> ModelUnits:
-        """Return the records of the model's units."""
+        """Return the records of the model's units.
+
+        Raises:
+            UserError: experts have axes of their own.
+        """
         config, model = self.config, self.config.model
+        if config.parallel.has_expert_axes:
+            raise UserError(
+                "a plan does not know experts on axes of their own (--ep, --etp): --dry-run counts the "
+                "memory and the messages of a rank"
+            )
         # Attention is one call in the record, and the program says how it is computed. megalite writes
         # attention out if a head is too large for its kernel with dropout.
         drops = model.attention_dropout > 0.0

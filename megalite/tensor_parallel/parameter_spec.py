@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.distributed.axes import Slice
-from megalite.distributed.axis import Axis
+from megalite.distributed.axes import EXPERTS, Slice
+from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.tensor_parallel.fp8 import Fp8Weights
@@ -187,6 +187,11 @@ class LayerContext:
     def cp(self) -> Axis:
         """Return the ranks that hold different tokens of the same samples."""
         return self.topology.position_ranks
+
+    @property
+    def expert_axes(self) -> AxisSet | None:
+        """Return the axes that cut experts; None if tp cuts them like an MLP."""
+        return self.topology.factorings.get(EXPERTS.name)
 
     @property
     def device(self) -> torch.device:

@@ -82,11 +82,11 @@ def _parameter(
 ) -> Comparison:
     """Compare a rank's slice, or its sum over ranks with parts of it, with the full tensor."""
     step = steps[trace.rank]
-    own = {axis: rank for axis, rank in trace.coordinates.items() if axis not in step.summed_over}
+    own = trace.coordinates_outside(step.summed_over)
     parts = [
         steps[each.rank].value
         for each in run
-        if each.rank in steps and own.items() <= each.coordinates.items()
+        if each.rank in steps and own == each.coordinates_outside(step.summed_over)
     ]
     value, box = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], step.box
     if value.dim():

@@ -15,7 +15,7 @@ from megalite.config import Config, ParallelConfig, check_config
 from megalite.config.parallel import CpCommType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
-from megalite.distributed.axes import MODEL
+from megalite.distributed.axes import EXPERTS, MODEL
 from megalite.errors import ConfigError, UserError
 from megalite.log import log
 from megalite.pipeline.schedules import SCHEDULES
@@ -23,7 +23,10 @@ from megalite.pipeline.schedules import SCHEDULES
 _SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
 """Schedules by their suffix in a layout name; the number of chunks selects an interleaved schedule."""
 _SUFFIXES = sorted(_SCHEDULES, reverse=True)  # match zbv before its prefix zb
-_NAMES = [axis.name for axis in MODEL.by_flag]
+_NAMES = [
+    *(axis.name for axis in MODEL.by_flag),
+    *(axis.name for axis in EXPERTS.axes if axis.name in ("ep", "etp")),
+]
 _SIZE = re.compile(rf"({'|'.join(_NAMES)}|shard|mbs|v)([1-9][0-9]*)|({'|'.join(_SUFFIXES)})")
 _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "sp": ("sp", True),
@@ -63,6 +66,9 @@ neither first nor last. Only another micro-batch size shows a mean over a microb
 on the index in it, and only sequence parallelism shows a gradient that is partial over tp.
 """
 
+WITH_EXPERTS = (("dp2ep2",), ("tp2dp2ep4etp1+sp",))
+"""Further rows for models with experts; in the second, the experts are on more ranks than the replicas."""
+
 _CHUNKS = 3
 """Parts of `Layout.overlap`, a number that does not divide usual sizes."""
 
@@ -99,7 +105,8 @@ def default_layouts(config: Config) -> list[Layout]:
     Raises:
         ConfigError: it can run none of them.
     """
-    rows = [[Layout.parse(name) for name in row] for row in DEFAULT]
+    names = (*DEFAULT, *(WITH_EXPERTS if config.model.has_experts else ()))
+    rows = [[Layout.parse(name) for name in row] for row in names]
     batch_size = common_batch_size(config, [layout for row in rows for layout in row])
     known = [Layout().apply(config, batch_size)]
     chosen: list[Layout] = []
@@ -149,7 +156,8 @@ class Layout:
     None and False leave an option as it is in the config.
 
     Attributes:
-        sizes: size of each axis with more than one rank, by its name.
+        sizes: size of each axis with more than one rank, by its name; also of etp with one, which is not its
+            default.
         shard: number of replicas that ZeRO shards over; None for all of them.
         mbs: micro-batch size.
         v: chunks per rank of an interleaved pipeline.
@@ -198,8 +206,8 @@ class Layout:
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
         named: dict[str, Any] = {name: int(size) for name, size, _ in parts if name}
-        given = {axis: named.pop(axis, 1) for axis in _NAMES}
-        axis_sizes = {axis: size for axis, size in given.items() if size > 1}
+        given = {axis: named.pop(axis) for axis in _NAMES if axis in named}
+        axis_sizes = {axis: size for axis, size in given.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
         switched = dict(_SWITCHES[switch] for switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
@@ -244,7 +252,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.sizes.values())
+        return math.prod(self.size(axis) for axis in MODEL.names)
 
     def apply(self, config: Config, global_batch_size: int) -> Config:
         """Return the config of the same run in this layout.

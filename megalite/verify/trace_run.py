@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,6 +96,7 @@ class RankTrace:
 
     Attributes:
         coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.
+        factorings: the rank's coordinates along the axes of each factoring of the ranks.
         positions: the slice of the sequence whose hidden states the rank holds.
         replicas: names of the axes over which gradients are reduced.
         loss_collectives: which collectives of the rank sum the loss.
@@ -108,6 +109,7 @@ class RankTrace:
     rank: int
     coordinates: Mapping[str, int]
     sizes: Mapping[str, int]
+    factorings: Sequence[Mapping[str, int]]
     positions: Slice
     replicas: tuple[str, ...]
     loss_collectives: range
@@ -120,6 +122,11 @@ class RankTrace:
     collectives: list[Collective]
     recomputed: list[Activation] = field(default_factory=list)
     head: str = "head"
+
+    def coordinates_outside(self, axes: Collection[str]) -> dict[str, int]:
+        """Return the rank's coordinates along the other axes of the factoring that has these axes."""
+        found = next(each for each in self.factorings if each.keys() >= set(axes))
+        return {axis: rank for axis, rank in found.items() if axis not in axes}
 
 
 @dataclass
@@ -417,6 +424,7 @@ def trace_rank(
             topology.rank,
             topology.coordinates,
             topology.sizes,
+            [{name: axis.rank for name, axis in each.axes.items()} for each in topology.factorings.values()],
             trainer.chunks[0].context.sequence_slice,
             tuple(part.name for part in topology.replicas.parts),
             steps.loss_collectives,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.experts import GemmByGroup, GroupedGemm
+from megalite.model.grouped_linear import GemmByGroup, GroupedGemm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,7 +32,7 @@ OTHER_MICRO_BATCHES = [
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
-MIXTRAL = "llama-tiny, experts"
+MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -66,6 +66,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_z_loss_coeff": 1e-2},
         **{"moe_layer_freq": (0, 1, 1, 0)},
     },
+    WIDE_EXPERTS: {
+        **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
+        **{"moe_router_pre_softmax": True},
+    },
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
@@ -82,7 +86,13 @@ AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
 DROPOUT = {
     **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{"llama-tiny, gemma": 0.0, "gpt-tiny, nemotron": 0.1, "llama-tiny, gpt-oss": 0.1, MIXTRAL: 0.0},
+    **{
+        "llama-tiny, gemma": 0.0,
+        "gpt-tiny, nemotron": 0.1,
+        "llama-tiny, gpt-oss": 0.1,
+        MIXTRAL: 0.0,
+        WIDE_EXPERTS: 0.0,
+    },
     **{"llama-tiny, mtp": 0.1, "bloom-tiny, mtp": 0.0},
     **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
     **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
@@ -118,11 +128,21 @@ ROWS = (
         )
     ]
 )
+ROWS += [
+    (model, "fp64", name)
+    for model in (MIXTRAL, WIDE_EXPERTS)
+    for name in (
+        *("dp2ep2", "dp4ep2", "dp4ep4+zero3", "tp4ep4etp1+sp", "tp2dp2ep2etp1+sp", "tp2dp2ep4etp1+sp+zero1"),
+        *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),
+        *("pp2zbvdp2ep2+zero3", "cp2dp2ep4", "cp2ep2+a2a", "dp4ep2+zero2+offload", "dp2ep2mbs1"),
+    )
+]
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
     *((model, "fp64", "tp2pp2dp2") for model in SWITCHES),
+    (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1"),
     *(
         (MUON, "fp64", name)
         for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")

@@ -25,6 +25,8 @@ from megalite.model import (
     bert_stage,
     context_parallel,
     embedding,
+    expert_dispatch,
+    experts,
     head,
     layer,
     multi_token_prediction,
@@ -98,6 +100,12 @@ def _gathered_only(whole: Tensor, *_: Any, **more: Any) -> Pending:
 
 def _scattered_only(mine: Tensor, *_: Any) -> Pending:
     return Pending(mine, None)
+
+
+def _from_next_rank(rows: Tensor, exchange: Any, x: Tensor) -> Tensor:
+    """Return what an exchange of rows returns, with the ranges of the ranks in another order, if they fit."""
+    parts = rows.split(list(exchange.receive))
+    return torch.cat([*parts[1:], *parts[:1]])
 
 
 def _cut(x: Tensor, axis: Any) -> Pending:
@@ -608,6 +616,32 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "packed"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
+    ],
+    "experts": [
+        ("gradients of experts are not summed over their replicas", "dp4ep2", gradient_buckets,
+         "start_all_reduce", unless(lambda x, axis: axis.name == "edp", not_summed), "experts"),
+        ("gradients of experts are means over their replicas", "dp4ep2", gradient_buckets,
+         "start_all_reduce", before(
+             lambda x, axis: (x.div_(axis.size if axis.name == "edp" else 1), axis)), "experts"),
+        ("gradients of experts are divided by the ranks that send tokens", "dp2ep2", experts.ExpertWeights,
+         "__init__", after(lambda _, self, *args: self.weight.register_hook(
+             lambda grad: grad / args[-1].topology.dp.size) and None), "experts"),
+        ("tokens go to the experts of the next rank", "dp2ep2", expert_dispatch.Exchange, "run",
+         after(_from_next_rank), "experts"),
+        ("sums over slices of an expert's width are means", "tp2dp2ep2+sp", expert_dispatch.Rows,
+         "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),
+        ("the norm counts the experts of one rank", "dp2ep2", ParameterAxes, "acts",
+         lambda original, topology: lambda self, over: original(self, over) and not (
+             "ep" in self.cut_over and over.factorings["experts"].axes["ep"].rank > 0), "experts"),
+        ("the balance loss is that of a microbatch", "mbs1", experts.Router, "_balance_loss",
+         before(lambda self, shares, selected: (
+             self, shares.flatten(0, 1).unsqueeze(1), selected.flatten(0, 1).unsqueeze(1))), "experts"),
+        ("a router counts the rows of its slice", "tp2+sp", experts, "all_reduce",
+         instead(lambda x, axis, **_: x), "experts"),
+        ("a router's losses are those of its slice", "tp2+sp", experts, "reduce_from_tensor_parallel",
+         instead(lambda x, tp: x), "experts"),
+        ("gradients of the router are not summed", "tp2+sp", experts.Router, "__init__",
+         complete_over("weight"), "experts"),
     ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",

@@ -106,6 +106,18 @@ PLACES: dict[str, tuple[str, str]] = {
     "exchanged heads have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
     "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
     "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
+    "gradients of experts are not summed over their replicas": (SUMMED, "sum over e?dp is missing"),
+    "gradients of experts are means over their replicas": (SUMMED, "mean over edp|all-reduce over edp"),
+    "gradients of experts are divided by the ranks that send tokens": (
+        r"gradient of .*mlp.*before its sum over the ranks", WHOLE),
+    "tokens go to the experts of the next rank": (r"layers\.0\.mlp\.transform", "all-to-all over ep"),
+    "sums over slices of an expert's width are means": (r"layers\.0\.mlp\.transform", WHOLE),
+    "the norm counts the experts of one rank": ("the gradient norm", WHOLE),
+    "the balance loss is that of a microbatch": ("load_balancing_loss, the sum", WHOLE),
+    "a router counts the rows of its slice": (
+        "load_balancing_loss, the sum", f"all-reduce over tp|{MISSING_TP}"),
+    "a router's losses are those of its slice": ("load_balancing_loss, the sum", MISSING_TP),
+    "gradients of the router are not summed": (r"^gradient of .*router\.weight", MISSING_TP),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),

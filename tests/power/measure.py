@@ -32,6 +32,7 @@ MODELS = (
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
     | {"later": "llama-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
+    | {"experts": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -46,6 +47,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
     },
     "later": {"mtp_num_layers": 2},
+    "experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
+        **{"moe_z_loss_coeff": 0.1},
+    },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}

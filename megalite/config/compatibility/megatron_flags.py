@@ -96,11 +96,6 @@ ACCEPTED = (
         """,
     ),
     AcceptedFlags(
-        "model",
-        "experts are cut over --tp like an MLP, which no result depends on",
-        "expert-tensor-parallel-size=1",
-    ),
-    AcceptedFlags(
         "optimizer",
         "torch updates the state in host memory; copies overlap with the update, with backward and with "
         "forward; gradients and buffers are pinned",
@@ -305,13 +300,6 @@ ACCEPTED_IF_OFF = (
         "1",
         "muP with another power of the head size",
         "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
-    ),
-    FlagIfOff(
-        "model",
-        "expert-model-parallel-size moe-expert-parallel-size",
-        "1",
-        "expert parallelism",
-        "remove it: each rank has a slice of every expert (--tp)",
     ),
     FlagIfOff(
         "parallel",

@@ -68,13 +68,6 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--num-attention-heads {model.num_attention_heads} is not divisible by --tp {tp}: "
             "each rank takes whole heads",
         )
-    width = model.expert_ffn_size
-    if model.has_experts and width != model.ffn_size and width % tp:
-        yield Problem(
-            ("moe_ffn_hidden_size", "num_experts", _TP),
-            f"--moe-ffn-hidden-size {width} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-width // tp) * tp}",
-        )
     if model.ffn_size % tp:
         yield Problem(
             ("ffn_hidden_size", "hidden_size", "activation", _TP),
@@ -103,6 +96,43 @@ def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
                 f"{given}: the {rows} rows of a group's query, key and value weight cannot be split over "
                 f"{ranks} ranks: use a smaller --tp, or more groups",
             )
+
+
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
+    model, parallel = config.model, config.parallel
+    tp, ep, etp, width = parallel.tp, parallel.ep, parallel.etp, model.expert_ffn_size
+    if not model.has_experts:
+        if parallel.has_expert_axes:
+            sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
+            given = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
+            yield Problem(
+                (_EP, _ETP, "num_experts"), f"{given} without experts: pass --num-experts, or remove it"
+            )
+        return
+    if model.num_experts is not None and model.num_experts % ep:
+        fitting = [size for size in range(1, ep) if model.num_experts % size == 0]
+        yield Problem(
+            (_EP, "num_experts"),
+            f"--ep {ep} does not divide --num-experts {model.num_experts}: each rank takes whole experts; "
+            f"use --ep {fitting[-1]}",
+        )
+    if width % etp:
+        flag = "--etp" if parallel.expert_tensor_parallel_size else "--tp"
+        yield Problem(
+            ("moe_ffn_hidden_size", "num_experts", _TP, _ETP),
+            f"--moe-ffn-hidden-size {width} is not divisible by {flag} {etp}: "
+            f"use a multiple of it, such as {-(-width // etp) * etp}",
+        )
+    if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            (_EP, _ETP, _TP, "sequence_parallel"),
+            f"--ep {ep} and --etp {etp} with --tp {tp} need --sequence-parallel: without it, tensor-parallel "
+            "ranks would all send the same tokens",
+        )
 
 
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -161,7 +191,7 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
         if world_size != product if is_whole else world_size % product:
             start = product if is_whole else -(-world_size // product) * product
             yield Problem(
-                tuple(axis.field for axis in axes),
+                tuple(axis.field for axis in axes if axis.field),
                 f"world size {world_size} is not {'' if is_whole else 'a multiple of '}{text} = {product}: "
                 f"start {start} ranks (torchrun --nproc-per-node), or change one of them",
             )

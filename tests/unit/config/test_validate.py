@@ -26,10 +26,12 @@ from megalite.config.ranges import RANGES, range_problems
 from megalite.config.rules.parallel_rules import (
     batch,
     exchanged_heads,
+    expert_parallel,
     replicas,
     sample_ranks,
     sequence,
     shard_groups,
+    world,
 )
 from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
@@ -727,3 +729,41 @@ def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, 
     problems = [problem.text for problem in exchanged_heads(Config(model=model, parallel=parallel), None)]
     assert len(problems) == bool(expected)
     assert all(re.search(f"{expected}--cp-comm-type all_gather", problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        ({"expert_model_parallel_size": 4}, ""),
+        ({"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 3}, ""),
+        ({"expert_model_parallel_size": 5}, "--ep 5 does not divide --num-experts 8: .* use --ep 4"),
+        ({"expert_tensor_parallel_size": 5}, "size 12 is not divisible by --etp 5: .* such as 15"),
+        ({"tensor_model_parallel_size": 8}, "size 12 is not divisible by --tp 8: .* such as 16"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+            "--ep 2 and --etp 2 with --tp 2 need --sequence-parallel",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "sequence_parallel": True},
+            "",
+        ),
+    ],
+)
+def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
+    model = ModelConfig(num_experts=8, moe_ffn_hidden_size=12)
+    config = Config(model=model, parallel=ParallelConfig(**changes))
+    problems = [problem.text for problem in expert_parallel(config, None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
+
+
+def test_a_folding_whose_ranks_do_not_multiply_is_refused() -> None:
+    parallel = ParallelConfig(expert_model_parallel_size=4, data_parallel_size=6)
+    (problem,) = world(Config(model=ModelConfig(num_experts=8), parallel=parallel), 6)
+    assert "world size 6 is not a multiple of " in problem.text and "--ep 4" in problem.text
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
+    (problem,) = expert_parallel(Config(parallel=ParallelConfig(expert_model_parallel_size=2)), None)
+    assert problem.text.startswith("--expert-model-parallel-size 2 without experts: pass --num-experts")

@@ -14,7 +14,9 @@ from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
-from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Rows, grouped_linear
+from megalite.model.expert_dispatch import Rows
+from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts
+from megalite.model.grouped_linear import grouped_linear
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.stages import build_stage
@@ -98,8 +100,8 @@ def test_rows_keep_the_order_of_tokens() -> None:
     rows = Rows.of(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
     assert rows.order.tolist() == [1, 2, 3, 5, 0, 4] and rows.ends.tolist() == [2, 4, 6, 6]
     x = torch.arange(3.0).unsqueeze(1)
-    assert rows.dispatch(x).flatten().tolist() == [0, 1, 1, 2, 0, 2]
-    assert rows.combine(rows.dispatch(x)).flatten().tolist() == [0, 2, 4]
+    assert rows.of_tokens(x).flatten().tolist() == [0, 1, 1, 2, 0, 2]
+    assert rows.sums_of_tokens(rows.of_tokens(x)).flatten().tolist() == [0, 2, 4]
 
 
 def test_balance_loss_is_that_of_transformers_for_one_sample(one_rank) -> None:

@@ -52,7 +52,8 @@ class FakeRuns:
         sizes = {"dp": 1, "tp": world_size}
         return [
             RankTrace(
-                0, {"dp": 0, "tp": 0}, sizes, Slice(0, 1), ("dp",), range(0), 2, 0, [0], [], [entry], [], []
+                *(0, {"dp": 0, "tp": 0}, sizes, [{"dp": 0, "tp": 0}], Slice(0, 1), ("dp",), range(0), 2, 0),
+                *([0], [], [entry], [], []),
             )
         ]
 

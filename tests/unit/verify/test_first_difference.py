@@ -39,6 +39,7 @@ def _rank(
         rank,
         {"dp": 0, "tp": rank},
         {"dp": 1, "tp": tp},
+        [{"dp": 0, "tp": rank}],
         positions,
         ("dp",),
         range(0),

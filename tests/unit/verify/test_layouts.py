@@ -39,7 +39,7 @@ def test_a_name_is_read_and_written_back(name: str, layout: Layout, world_size: 
 
 
 @pytest.mark.parametrize(
-    "name", ["", "tp", "tp0", "tp2x", "ep2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
+    "name", ["", "tp", "tp0", "tp2x", "xp2", "2tp", "tp2 pp2", "tp2sp", "+sp", "tp2+", "tp2+zz"]
 )
 def test_another_name_is_a_mistake(name: str) -> None:
     with pytest.raises(UserError, match="write tp2pp2"):

@@ -1,0 +1,224 @@
+"""Bring tokens to the ranks that hold their experts, and the experts' outputs back.
+
+Without axes of their own, experts are cut over tp: each rank has a slice of the width of every expert, as of
+an MLP, and gets all tokens. Otherwise an expert is on etp of the ep x etp ranks of a group, and a token is
+sent to those of its experts. The outputs of the etp ranks are partial, and the token's rank adds them up.
+
+Shapes: s sequence, b microbatch, t = s b tokens of the rank, h hidden size, k experts of a token. A row is a
+token for one of its experts, or for one rank's slice of it; n rows are for the experts of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.distributed.axis import Axis, AxisSet
+from megalite.distributed.collectives import (
+    all_to_all,
+    copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+    start_all_gather,
+)
+from megalite.model.grouped_linear import even_sizes
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+
+class Dispatched(NamedTuple):
+    """Holds the rows for a rank's experts, those of each expert together.
+
+    Attributes:
+        x: ``[n, h]``.
+        weights: of the rows in their token's output, ``[n]``.
+        ends: number of rows of each of the rank's experts and the experts before it, int32.
+        combine: maps outputs of the rows, ``[n, h]``, weighted and partial over the ranks that share an
+            expert's width, to the tokens' outputs in the shape of the layer's input.
+    """
+
+    x: Tensor
+    weights: Tensor
+    ends: Tensor
+    combine: Callable[[Tensor], Tensor]
+
+
+def dispatch(
+    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext
+) -> Dispatched:
+    """Bring the rank's tokens to their experts.
+
+    Args:
+        x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
+        weights: of each of a token's experts, ``[s, b, k]``.
+        experts: their numbers, ``[s, b, k]``.
+    """
+    axes = context.expert_axes
+    if axes is None:
+        return _dispatch_within_tp(x, weights, experts, num_experts, context)
+    return _dispatch_to_holders(x, weights, experts, num_experts, axes)
+
+
+def _dispatch_within_tp(
+    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext
+) -> Dispatched:
+    """Order the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
+    tp, is_cut = context.tp, context.sequence_parallel
+    use = gather_from_sequence_parallel if is_cut else copy_to_tensor_parallel
+    add_up = (
+        reduce_scatter_to_sequence_parallel if is_cut else partial(reduce_from_tensor_parallel, in_place=True)
+    )
+    x, weights = use(x, tp), use(weights, tp)
+    if is_cut and tp.size > 1:
+        experts = start_all_gather(experts, tp).wait()
+    rows = Rows.of(experts.flatten(0, 1), num_experts)
+
+    def combine(y: Tensor) -> Tensor:
+        return add_up(rows.sums_of_tokens(y).view_as(x), tp)
+
+    return Dispatched(rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine)
+
+
+def _dispatch_to_holders(
+    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, axes: AxisSet
+) -> Dispatched:
+    """Send each token to the ranks that hold its experts."""
+    ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
+    num_own, num_copies = num_experts // ep.size, etp.size
+    # Rows are ordered by the rank that gets them, and then by its expert.
+    owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
+    copies = torch.arange(num_copies, device=experts.device)
+    keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
+    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies)
+    counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
+    exchange, received_counts = _plan_exchange(counts.view(holders.size, num_own), keys.numel(), holders)
+
+    of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
+    rows = _Exchange.apply(sent.of_tokens(x.flatten(0, 1)), exchange)
+    of_rows = _Exchange.apply(of_rows.unsqueeze(1), exchange).squeeze(1)
+    numbers = torch.arange(num_own, device=x.device).repeat(holders.size)
+    numbers = numbers.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
+    ordered = Rows.of(numbers.unsqueeze(1), num_own)
+
+    def combine(y: Tensor) -> Tensor:
+        returned = _Exchange.apply(ordered.sums_of_tokens(y), exchange.reverse())
+        return sent.sums_of_tokens(returned).view_as(x)
+
+    return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)
+
+
+class Exchange(NamedTuple):
+    """Describes an all-to-all of rows.
+
+    Attributes:
+        send, receive: number of rows to each rank of the axis, and from each rank.
+    """
+
+    send: Sequence[int]
+    receive: Sequence[int]
+    axis: Axis
+
+    def reverse(self) -> Exchange:
+        """Return the exchange that brings the rows back."""
+        return Exchange(self.receive, self.send, self.axis)
+
+    def run(self, x: Tensor) -> Tensor:
+        """Exchange the rows of ``[n, m]``."""
+        width = x.shape[1]
+        send, receive = ([count * width for count in counts] for counts in (self.send, self.receive))
+        return all_to_all(x.flatten(), send, receive, self.axis, of="tokens of experts").view(-1, width)
+
+
+def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis) -> tuple[Exchange, Tensor]:
+    """Return the exchange of rows, and the number for each of the rank's experts from each rank.
+
+    Args:
+        counts: number of rows of each expert of each rank, ``[ranks, experts of a rank]``.
+    """
+    sizes = [counts.shape[1]] * axis.size
+    received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
+    if counts.is_meta:  # without values: as even as possible
+        even = even_sizes(num_rows, axis.size)
+        return Exchange(even, even, axis), received
+    send, receive = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host must know them
+    return Exchange(send, receive, axis), received
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges rows between ranks; backward exchanges their gradients in the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.run(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.reverse().run(grad.contiguous()), None
+
+
+class Rows(NamedTuple):
+    """Describes an order of rows in which each expert's are consecutive; each token has k rows.
+
+    Attributes:
+        order: row of the token's order, ``token * k + i``, by its place in the experts' order, ``[t k]``.
+        places: the inverse, ``[t k]``.
+        ends: number of rows of each expert and the experts before it, int32 ``[e]``.
+        num_selected: k.
+    """
+
+    order: Tensor
+    places: Tensor
+    ends: Tensor
+    num_selected: int
+
+    @staticmethod
+    def of(experts: Tensor, num_experts: int) -> Rows:
+        """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host."""
+        of_rows, order = experts.flatten().sort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        numbers = torch.arange(num_experts, device=order.device)
+        ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
+        return Rows(order, places, ends, experts.shape[1])
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``; backward sums its rows' gradients."""
+        rows: Tensor = _Copies.apply(x, self)
+        return rows
+
+    def sums_of_tokens(self, y: Tensor) -> Tensor:
+        """Sum each token's rows of ``[t k, h]`` to ``[t, h]``; backward copies its gradient to its rows."""
+        sums: Tensor = _Sums.apply(y, self)
+        return sums
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x[rows.order // rows.num_selected]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Sums.apply(grad, ctx.rows), None
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return F.embedding_bag(rows.places.view(-1, rows.num_selected), y, mode="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Copies.apply(grad, ctx.rows), None

@@ -1,0 +1,138 @@
+"""Experts on axes of their own compute what one rank computes, however the router distributes the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.model.experts import MixtureOfExperts
+from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
+from megalite.train.trainer import start_trainer
+
+CONFIG = replace(
+    PRESETS["llama-tiny"],
+    hidden_size=12,
+    kv_channels=4,
+    vocab_size=64,
+    seq_length=16,
+    params_dtype="fp64",
+    num_layers=2,
+    num_experts=6,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=8,
+    init_method_std=0.4,
+)
+ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda weight: weight,
+    "all tokens to two experts": lambda weight: torch.cat((weight[:4] * 0 + 1, weight[4:] * 0 + 30)),
+    "no token to an expert": lambda weight: torch.cat((weight[:3], weight[3:4] * 0 - 100, weight[4:])),
+}
+LENGTH = 8
+
+
+def _hidden() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(LENGTH, 1, 12, generator=generator, dtype=torch.float64)
+
+
+def _experts(topology: Topology, config: ModelConfig, router: str) -> list[Tensor]:
+    """Return this rank's part of the output and of the input's gradient, and the weights' whole gradients."""
+    context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
+    block = MixtureOfExperts(config, context)
+    initialize(block, 3, topology)
+    with torch.no_grad():
+        block.router.weight.copy_(ROUTERS[router](block.router.weight))
+    x = _hidden().chunk(topology.world_size)[topology.rank].clone().requires_grad_()
+    y = block(x).x
+    y.square().sum().backward()
+    gradients = []
+    for weight in (block.up.weight, block.down.weight):
+        spec = spec_of(weight)
+        torch.distributed.all_reduce(weight.grad, group=spec.parameter_axes.replicas(topology).group)
+        gradients.append(gather_full(weight.grad, spec, topology))
+    return [y.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(expert_model_parallel_size=2, data_parallel_size=4),
+        ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
+        ParallelConfig(
+            tensor_model_parallel_size=4,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+            sequence_parallel=True,
+        ),
+    ],
+    ids=["dp4ep2", "tp2dp2ep2etp2", "tp4ep2etp1"],
+)
+def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) -> None:
+    (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
+    ranks = run_ranks(_experts, parallel.mesh, 4, CONFIG, router)
+    for index, whole in enumerate(expected):
+        parts = [each[index] for each in ranks]
+        found = [torch.cat(parts)] if index < 2 else parts
+        for each in found:
+            torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_rank_without_any_token_for_its_experts() -> None:
+    """All tokens go to experts 4 and 5, which are on the last of three ranks."""
+    router, parallel = "all tokens to two experts", ParallelConfig(expert_model_parallel_size=3)
+    (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, replace(CONFIG, seq_length=6), router)
+    config = replace(CONFIG, seq_length=6)
+    ranks = run_ranks(_experts, parallel.mesh, 3, config, router)
+    torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
+
+
+def _losses(topology: Topology, config: Config, num_steps: int) -> list[float]:
+    """Continue from the last checkpoint, if there is one, and save another one."""
+    with start_trainer(config, topology) as trainer:
+        trainer.load()
+        losses = [trainer.step().loss for _ in range(num_steps)]
+        trainer.save()
+    return losses
+
+
+def test_a_checkpoint_continues_with_any_expert_parallel_size(tmp_path: Path) -> None:
+    found: dict[str, list[float]] = {}
+    layouts = {
+        "others": (
+            ParallelConfig(expert_model_parallel_size=2, zero_stage=1),
+            ParallelConfig(),
+            ParallelConfig(
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                expert_model_parallel_size=2,
+                expert_tensor_parallel_size=1,
+                zero_stage=3,
+            ),
+        ),
+        "one": (ParallelConfig(),) * 3,
+    }
+    for name, parallels in layouts.items():
+        (tmp_path / name).mkdir()
+        found[name] = []
+        for parallel in parallels:
+            config = Config(
+                model=replace(CONFIG, num_experts=4),
+                parallel=parallel,
+                data=DataConfig(mock_data=True),
+                training=TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=6, eval_iters=0),
+                checkpoint=CheckpointConfig(save=str(tmp_path / name), load=str(tmp_path / name)),
+            )
+            num_ranks = 1 if parallel == ParallelConfig() else 2
+            found[name] += run_ranks(_losses, parallel.mesh, num_ranks, config, 2)[0]
+    assert found["others"] == pytest.approx(found["one"], rel=1e-12, abs=0)
