@@ -341,6 +341,14 @@ class ModelConfig:
     """Size of the state of each element of a head of Mamba-2."""
     mamba_min_time_step: float = field(default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE}))
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
+    mtp_num_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
+    """Modules of multi-token prediction after the last layer: each is a layer that also predicts one token
+    further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = field(
+        default=0.1,
+        metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False),
+    )
+    """Weight in the loss of the mean over the losses of --mtp-num-layers, logged as mtp_1_loss and so on."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
     (docs/experts.md). 1 is a dense model."""
@@ -425,7 +433,11 @@ class ModelConfig:
         return self.architecture == "gpt"
 
     def layer_kind(self, number: int) -> LayerKind:
-        """Return the kind of a layer by its number in the whole model."""
+        """Return the kind of a layer by its number in the whole model.
+
+        Modules of multi-token prediction have the numbers after it, and the last layer's kind.
+        """
+        number = min(number, self.num_layers - 1)
         if self.hybrid_override_pattern is not None:
             return HYBRID_KINDS.get(self.hybrid_override_pattern[number : number + 1], LayerKind())
         if self.recurrent_mixer != "none" and self._is_recurrent(number):
@@ -551,46 +563,6 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Return the width of one expert, resolved."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-
-    def layer_weights(self, kind: LayerKind, *, active: bool = False) -> int:
-        """Return the number of elements of a layer's matrices.
-
-        Args:
-            active: count of the experts only as many as each token has.
-        """
-        # The planner counts the parameters of the real layer. A formula suffices for what is needed before
-        # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        mixer = {
-            "attention": self._attention_weights,
-            "gated_delta_net": self.delta_net.num_weights(self.hidden_size),
-            "mamba": self.mamba.num_weights(self.hidden_size),
-            "none": 0,
-        }[kind.mixer]
-        rows = self.ffn_size * self._num_halves if kind.has_mlp else 0
-        if kind.has_experts:
-            assert self.num_experts is not None
-            count = self.moe_router_topk if active else self.num_experts
-            width = count * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
-            rows = width * self._num_halves + self.num_experts
-        return mixer + self.hidden_size * rows
-
-    @property
-    def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of an attention block."""
-        if not self.multi_latent_attention:
-            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
-            return self.hidden_size * heads * self.head_dim
-        queries = self.num_attention_heads * self.head_dim
-        of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
-        rows = self.kv_lora_rank + self.qk_pos_emb_head_dim + self.num_attention_heads * self.v_head_dim
-        if self.q_lora_rank is None:
-            return of_latents + self.hidden_size * (rows + queries)
-        return of_latents + self.q_lora_rank * queries + self.hidden_size * (rows + self.q_lora_rank)
-
-    @property
-    def _num_halves(self) -> int:
-        """Return the number of matrices of the MLP's width."""
-        return 3 if self.is_gated else 2
 
     @property
     def head_dim(self) -> int:

@@ -6,9 +6,10 @@
 
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input
+                                a module of later tokens            its two inputs
     selective      core_attn    what is between a mixer's linear    queries, keys, values and gates, or
-                               layers: rotary embedding and        the features of a recurrent layer's
-                               attention, or the recurrence        heads
+                                layers: rotary embedding and        the features of a recurrent layer's
+                                attention, or the recurrence        heads
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -39,6 +40,7 @@ from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
+from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
 from megalite.wrapping import wrap
@@ -53,7 +55,7 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
     Raises:
         UserError: a model of your own does not have these parts.
     """
-    for layer in stage.layers.values():
+    for layer in stage.all_layers():
         if isinstance(layer, TransformerLayer):
             _recompute_parts(layer, config)
         elif config.modules:
@@ -119,6 +121,9 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
     recomputed = {group for group, is_recomputed in groups if is_recomputed}
+    for module in stage.modules():
+        if isinstance(module, MultiTokenModule):
+            wrap(module, "forward", partial(_recompute_module, keep))
 
     def recompute_group(run_group: Callable[..., Any]) -> Callable[..., Any]:
         def run_recomputed(group: range, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> Any:
@@ -130,6 +135,13 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
 
     stage.layer_groups = [group for group, _ in groups]
     wrap(stage, "run_group", recompute_group)
+
+
+def _recompute_module(keep: Keep, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recompute_module(embedded: Tensor, hidden: Tensor, *inputs: Any) -> Any:
+        return recompute(lambda *each: forward(*each, *inputs), embedded, hidden, keep=keep)
+
+    return recompute_module
 
 
 def _compute_losses_in_chunks(stage: Stage, num_chunks: int) -> None:

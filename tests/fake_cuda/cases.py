@@ -117,6 +117,11 @@ CASES = {
         preset="llama-tiny",
         **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
     ),
+    "later tokens": _small(preset="llama-tiny", mtp_num_layers=2),
+    "later tokens tied tp2 pp2": _small(
+        "tp2pp2zb+sp", preset="llama-tiny", mtp_num_layers=1, untie_embeddings_and_output_weights=False
+    ),
+    "later tokens full recomputation": _small("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

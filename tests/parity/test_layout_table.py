@@ -86,6 +86,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"zero_centered_norms": True, "attention_output_gate": True, "qk_layernorm": True},
         **{"rotary_percent": 0.5},
     },
+    "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
+    | {"num_experts": 4, "moe_ffn_hidden_size": 40},
+    "bloom-tiny, mtp": {"mtp_num_layers": 1, "embed_layernorm": False},
     "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
     LATENT: {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
@@ -120,7 +123,7 @@ WITH_DROPOUT = {
         "llama-tiny, gpt-oss",
         "gpt-tiny, sigmoid",
     ),
-    *(LATENT, HYBRID, NEMOTRON),
+    *(LATENT, HYBRID, NEMOTRON, "llama-tiny, mtp"),
 }
 ROWS = (
     [

@@ -17,6 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
+from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,
@@ -31,6 +32,7 @@ from megalite.model import (
     latent_attention,
     layer,
     mamba,
+    multi_token_prediction,
     norm,
     positions,
     recompute,
@@ -127,6 +129,27 @@ def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[.
 
 def _own_seed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
     return lambda module, seed, topo: original(module, seed + topology.pp.rank, topo)
+
+
+def _dropped_on_last(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    return lambda gradient, pp: original(gradient.zero_() if pp.is_last else gradient, pp=pp)
+
+
+def _mean_over_samples(terms: Any, _: Any, losses: Tensor, microbatch: Microbatch) -> Any:
+    return {name: term._replace(total=term.total / len(microbatch.tokens)) for name, term in terms.items()}
+
+
+def _ends_with_slice(cut: Microbatch, *_: Any) -> Microbatch:
+    if cut.later_tokens is None:
+        return cut
+    own = replace(cut, document_ids=None).with_later_tokens(cut.later_tokens.shape[1])
+    return replace(own, document_ids=cut.document_ids)
+
+
+def _with_the_next_mask(later: Microbatch, *_: Any) -> Microbatch:
+    if later.later_mask is None or later.loss_mask is None:
+        return later
+    return replace(later, later_mask=later.loss_mask[:, None].expand_as(later.later_mask))
 
 
 def _only_last_microbatch(self: Any, entry: Any) -> tuple[Tensor, bool]:
@@ -875,6 +898,24 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "scan",
          _on_later_stages(lambda x, dt, a, of_input, of_output, starts, state: (
              x, dt, a, of_input, of_output, None, state)), "nemotron-h"),
+    ],
+    "multi-token prediction": [
+        ("the last stage's gradient of the word embedding is dropped", "pp2", optimizer,
+         "sum_tied_embedding_grads", _dropped_on_last, "later"),
+        ("later tokens are counted on the rank", "dp2", train_step, "all_reduce",
+         unless(_sums("the numbers of later tokens"), _first), "later"),
+        ("the loss of a later token is a mean over the microbatch's samples", "mbs1",
+         multi_token_prediction.MultiTokenPrediction, "terms", after(_mean_over_samples), "later"),
+        ("later tokens end with the rank's slice", "cp2", Microbatch, "cut", after(_ends_with_slice),
+         "later"),
+        ("the gradient of the weight that joins two states is not summed", "tp2+sp",
+         multi_token_prediction.JoiningLinear, "__init__", complete_over("weight"), "later"),
+        ("the loss of later tokens is divided by their number twice", "tp2",
+         multi_token_prediction.MultiTokenPrediction, "__init__",
+         after(lambda _, modules, *args: setattr(modules, "scale", modules.scale / len(modules))), "later",
+         SAME),
+        ("later labels have the mask of the next ones", "tp2", Microbatch, "with_later_tokens",
+         after(_with_the_next_mask), "later", SAME),
     ],
     "recomputation": [
         ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,

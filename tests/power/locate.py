@@ -281,6 +281,13 @@ PLACES: dict[str, tuple[str, str]] = {
     "parallel blocks add their input once on each rank": (r"output of layers\.0 ", WHOLE),
     "stages between the first and the last have norms after the residual connections": (
         r"put of layers\.1\.attention_norm", WHOLE),
+    "the last stage's gradient of the word embedding is dropped": (
+        r"gradient of embedding\.word\.weight", "(send|receive|sum) over pp"),
+    "later tokens are counted on the rank": ("number of later-1 tokens that divides", WHOLE),
+    "the loss of a later token is a mean over the microbatch's samples": ("^mtp_1_loss", WHOLE),
+    "later tokens end with the rank's slice": (r"later_(tokens|labels|mask) of the microbatch", WHOLE),
+    "the gradient of the weight that joins two states is not summed": (
+        r"^gradient of mtp\.\d\.projection\.weight", MISSING_TP),
     "saved slices of a layer's input are gathered in another order": (
         r"input of layers\.\d \(recomputed", "all-gather over tp"),
     "saved slices are gathered over the replicas": (

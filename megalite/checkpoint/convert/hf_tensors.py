@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -83,6 +84,15 @@ def layer_entries(config: ModelConfig, layer: int, model_type: str | None = None
     ]
 
 
+def mtp_entries(config: ModelConfig, number: int, model_type: str | None = None) -> Iterator[Entry]:
+    """Yield the tensors of a module of multi-token prediction: a layer after the last one, and its norms."""
+    family, layer = family_of(config, model_type), config.num_layers + number
+    for module in (*family.layer, *family.mtp):
+        for entry in module.entries(config, layer):
+            ours = entry.ours.replace(f"layers.{layer}.", f"mtp.{layer}.layer.", 1)
+            yield replace(entry, ours=ours.replace(f"mtp.{layer}.", f"mtp.{number}.", 1))
+
+
 def end_entries(config: ModelConfig, model_type: str | None = None) -> list[Entry]:
     """Return the tensors outside the layers: embeddings, last norm, and an untied output weight."""
     return [entry for module in family_of(config, model_type).ends for entry in module.entries(config)]
@@ -93,6 +103,8 @@ def all_entries(config: ModelConfig, model_type: str | None = None) -> Iterator[
     yield from end_entries(config, model_type)
     for layer in range(config.num_layers):
         yield from layer_entries(config, layer, model_type)
+    for number in range(config.mtp_num_layers):
+        yield from mtp_entries(config, number, model_type)
 
 
 def to_hf(

@@ -36,6 +36,7 @@ _REFUSED = {
     "experimental_attention_variant": None,
     "glu_activation": None,
     "use_mup": False,
+    "mtp_num_layers": 0,
 }
 """Switches that our model does not have, with the only supported value; missing switches have it too."""
 

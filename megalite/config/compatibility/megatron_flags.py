@@ -302,7 +302,6 @@ ACCEPTED_IF_OFF = (
         "muP with another power of the head size",
         "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
     ),
-    FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",

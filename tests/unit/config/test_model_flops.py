@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
+from megalite.config.layer_weights import layer_weights
 from megalite.config.mamba_sizes import KERNEL
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.config.presets import PRESETS
@@ -75,6 +76,7 @@ OPTIONS = {
         **{"qk_pos_emb_head_dim": 8, "v_head_dim": 32, "num_query_groups": None},
     },
     "llama-tiny, latent of keys": {"multi_latent_attention": True, "num_query_groups": None},
+    "llama-tiny, later tokens": {"mtp_num_layers": 2},
 }
 
 
@@ -88,7 +90,7 @@ def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)
     matrices = [weight.shape for weight in units.layers[0].weights if len(weight.shape) > 1]
-    assert model.layer_weights(model.layer_kinds[0]) == sum(map(math.prod, matrices))
+    assert layer_weights(model, model.layer_kinds[0]) == sum(map(math.prod, matrices))
     # BERT predicts a whole number of tokens, and has a small matrix for the order of its two segments.
     tolerance = 2 / model.seq_length if model.architecture == "bert" else 1e-9
     expected = 3 * units.forward_flops / model.seq_length
@@ -103,7 +105,7 @@ def test_formulas_agree_with_layers_of_each_kind(preset: str) -> None:
         matrices = [each.shape for each in layer.weights if len(each.shape) > 1]
         convolution = [shape for shape in matrices if shape[1] == KERNEL]
         assert len(convolution) == (kind.mixer == "mamba")
-        assert model.layer_weights(kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
+        assert layer_weights(model, kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
 
 
 def test_mamba_counts_its_recurrence() -> None:
@@ -132,7 +134,7 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     assert [kind.mixer for kind in (first, second)] == ["gated_delta_net", "attention"]
     stage = build_stage(hybrid, Topology.alone(), range(1), seed=1, has_weights=False)
     matrices = [p for name, p in stage.layers.named_parameters() if p.dim() > 1 and "convolution" not in name]
-    assert hybrid.layer_weights(first) == sum(matrix.numel() for matrix in matrices)
+    assert layer_weights(hybrid, first) == sum(matrix.numel() for matrix in matrices)
 
     shapes = (1, 2, 1, 6), (1, 2, 1, 6), (1, 2, 2, 1, 5), (1, 2, 2, 1), (1, 2, 2, 1)
     with FlopCounterMode(display=False) as counter:
@@ -141,7 +143,7 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     assert hybrid.delta_net.multiply_adds == counter.get_total_flops() / 2 + convolution
     attention = dataclasses.replace(hybrid, recurrent_mixer="none")
     scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * hybrid.mean_visible_keys(second)
-    per_layer = hybrid.layer_weights(first) - hybrid.layer_weights(second) + hybrid.delta_net.multiply_adds
+    per_layer = layer_weights(hybrid, first) - layer_weights(hybrid, second) + hybrid.delta_net.multiply_adds
     more = flops_per_token(hybrid, tp=1) - flops_per_token(attention, tp=1)
     assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)
 

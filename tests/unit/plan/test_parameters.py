@@ -67,6 +67,10 @@ MODELS = {
         PRESETS["llama-tiny"],
         **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
     ),
+    "later tokens": replace(PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=2),
+    "later tokens, tied": replace(
+        PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=1, untie_embeddings_and_output_weights=False
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -124,4 +128,5 @@ def test_published_counts(preset: str, parameters: int) -> None:
 def test_the_whole_is_its_stages(name: str) -> None:
     model = replace(MODELS[name], untie_embeddings_and_output_weights=True)
     run = run_of(model, 1, 4)
-    assert sum(run.ranks[rank].size for rank in range(4)) == whole_model(model, 1).num_parameters
+    whole = whole_model(model, 1).num_parameters + run.units.tied_size  # two stages use that table
+    assert sum(run.ranks[rank].size for rank in range(4)) == whole

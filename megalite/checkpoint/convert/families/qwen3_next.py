@@ -92,4 +92,5 @@ QWEN3_NEXT = replace(
         *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok"),
         *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
     ),
+    mtp=(),  # its files have other names for these modules
 )
