@@ -18,12 +18,17 @@ Z_LOSS = "z_loss"
 """Name of the term of --z-loss-coeff."""
 
 
+def later_token(ahead: int) -> str:
+    """Return the name in `LossTerm.per` of the tokens whose label so many positions later has a loss."""
+    return f"later-{ahead} token"
+
+
 class LossTerm(NamedTuple):
     """One summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
 
     Attributes:
         total: sum over the microbatch, a scalar.
-        per: the units: "token" for the tokens that have a loss, "sample" for samples.
+        per: the units: "token" for the tokens that have a loss, "sample" for samples, or `later_token`.
         scale: weight of the term in the loss.
     """
 

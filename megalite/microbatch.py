@@ -1,6 +1,7 @@
 """A microbatch, as it goes from the data loader to the pipeline's stages.
 
-Shapes: b samples of the microbatch, s tokens of a sequence that this rank holds, S all tokens of a sequence.
+Shapes: b samples of the microbatch, s tokens of a sequence that this rank holds, S all tokens of a sequence,
+d modules of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -29,6 +31,10 @@ class Microbatch:
             model has no token types.
         order_labels: int64 ``[b]``, 1 if the segments of a sample are swapped; None for a model that does not
             predict their order.
+        later_tokens: int64 ``[b, d, s]``, the tokens 1 to d positions after each token, 0 after the sample;
+            None without multi-token prediction.
+        later_labels: int64 ``[b, d, s]``, the labels of these tokens.
+        later_mask: bool ``[b, d, s]``, whether these labels have a loss.
     """
 
     tokens: Tensor
@@ -40,11 +46,33 @@ class Microbatch:
     label_positions: Tensor | None = None
     token_types: Tensor | None = None
     order_labels: Tensor | None = None
+    later_tokens: Tensor | None = None
+    later_labels: Tensor | None = None
+    later_mask: Tensor | None = None
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
         """Split int64 ``[b, s + 1]`` tokens into inputs and labels."""
         return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), sample_numbers)
+
+    def with_later_tokens(self, depth: int) -> Microbatch:
+        """Return the microbatch of whole samples with the tokens and labels up to `depth` positions later.
+
+        A later label has a loss if it has one at its own position, and its input is of the same document.
+        """
+        if depth == 0:
+            return self
+        mask = torch.ones_like(self.labels, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
+        later_mask = _later(mask, depth)
+        if self.document_ids is not None:
+            own = self.document_ids[:, None]
+            later_mask = later_mask & (_later(self.document_ids, depth) == own)
+        return replace(
+            self,
+            later_tokens=_later(self.tokens, depth),
+            later_labels=_later(self.labels, depth),
+            later_mask=later_mask,
+        )
 
     def cut(self, index: int, num_slices: int) -> Microbatch:
         """Return the microbatch with one of `num_slices` slices of each sample's tokens."""
@@ -53,11 +81,11 @@ class Microbatch:
         length, rest = divmod(self.tokens.shape[1], num_slices)
         assert rest == 0, (self.tokens.shape, num_slices)
         own = slice(index * length, (index + 1) * length)
-        names = ["tokens", "position_ids", "token_types"]
+        names = ["tokens", "position_ids", "token_types", "later_tokens", "later_labels", "later_mask"]
         if self.label_positions is None:
             names += ["labels", "loss_mask"]
         full = {name: x for name in names if (x := getattr(self, name)) is not None}
-        result = replace(self, **{name: x[:, own].contiguous() for name, x in full.items()})
+        result = replace(self, **{name: x[..., own].contiguous() for name, x in full.items()})
         return result if self.label_positions is None else result._predicting_in(own)
 
     def _predicting_in(self, own: slice) -> Microbatch:
@@ -89,3 +117,8 @@ class Microbatch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: function(x) for name, x in tensors.items() if x is not None})
+
+
+def _later(x: Tensor, depth: int) -> Tensor:
+    """Return what ``[b, s]`` has 1 to `depth` positions later, ``[b, depth, s]``; 0 after the sample."""
+    return torch.stack([F.pad(x[:, ahead:], (0, ahead)) for ahead in range(1, depth + 1)], dim=1)

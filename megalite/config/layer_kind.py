@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig
@@ -24,6 +25,8 @@ class LayerKind:
         keys_as_values: whether the values are the keys before their norm and rotation.
         key_source: number of the earlier layer whose keys and values the layer attends to; None for its own.
         gives_keys: whether later layers may attend to the layer's keys and values.
+        mixer: what lets a token see earlier ones: attention, a recurrent mixer (`MIXERS`), or none.
+        has_mlp: whether the layer has an MLP, or experts in its place.
     """
 
     window: int | None = None
@@ -35,10 +38,29 @@ class LayerKind:
     keys_as_values: bool = False
     key_source: int | None = None
     gives_keys: bool = False
+    mixer: Literal["attention", "gated_delta_net", "mamba", "none"] = "attention"
+    has_mlp: bool = True
+
+
+HYBRID_KINDS: Mapping[str, LayerKind] = {
+    "M": LayerKind(mixer="mamba", has_mlp=False),
+    "*": LayerKind(has_mlp=False),
+    "-": LayerKind(mixer="none"),
+    "E": LayerKind(mixer="none", has_experts=True),
+}
+"""Kinds of layers with one block, by their letters in --hybrid-override-pattern."""
 
 
 def kind_of_layer(model: ModelConfig, number: int) -> LayerKind:
-    """Return the kind of a layer by its number in the whole model."""
+    """Return the kind of a layer by its number in the whole model.
+
+    Modules of multi-token prediction have the numbers after it, and the last layer's kind.
+    """
+    number = min(number, model.num_layers - 1)
+    if model.hybrid_override_pattern is not None:
+        return HYBRID_KINDS.get(model.hybrid_override_pattern[number : number + 1], LayerKind())
+    if model.recurrent_mixer != "none" and _is_recurrent(model, number):
+        return LayerKind(has_experts=_has_experts(model, number), mixer=model.recurrent_mixer)
     window, rotary = _window_and_rotary(model, number)
     is_full = window is None
     head_dim, groups = model.full_attention_kv_channels, model.full_attention_query_groups
@@ -55,6 +77,12 @@ def kind_of_layer(model: ModelConfig, number: int) -> LayerKind:
         key_source=source,
         gives_keys=gives_keys,
     )
+
+
+def _is_recurrent(model: ModelConfig, number: int) -> bool:
+    """Return whether a layer has the recurrent mixer, in a model with one."""
+    pattern = model.linear_attention_freq
+    return pattern is None or _is_marked(pattern, number, every_nth=0)
 
 
 def _window_and_rotary(model: ModelConfig, number: int) -> tuple[int | None, bool]:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.layer_kind import LayerKind, kind_of_layer
+from megalite.config.mamba_sizes import MambaSizes
 from megalite.config.option import (
     FRACTION,
     NONZERO_SHARE,
@@ -30,6 +32,7 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn", "proportional"]
 KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+RecurrentMixer = Literal["none", "gated_delta_net"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
@@ -57,6 +60,9 @@ _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "i
 _LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
+_RECURRENT: dict[str, Any] = {"only_with": ("recurrent_mixer", ("gated_delta_net",))}
+_DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
+_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": ("hybrid_override_pattern", ()), "in_megatron": False}
 
 
 @dataclass(frozen=True)
@@ -349,6 +355,48 @@ class ModelConfig:
     )
     """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
     other layer, such as [1]*3+[0]. By default all layers have it."""
+    recurrent_mixer: RecurrentMixer = field(
+        default="none", metadata=option("--experimental-attention-variant", in_megatron=False)
+    )
+    """Replace attention in some layers by a recurrence, whose cost per token does not grow with the sample:
+    gated_delta_net, as in Qwen3-Next and Qwen3.5 (docs/recurrent.md)."""
+    linear_attention_freq: tuple[int, ...] | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, **_RECURRENT)
+    )
+    """Layers with attention: every Nth. Or a list with 1 for each layer with --recurrent-mixer and 0 for each
+    layer with attention. By default no layer has attention."""
+    linear_conv_kernel_dim: int = field(default=4, metadata=option(**_DELTA_NET))
+    """Tokens that the convolution before the recurrence sees: a token and those before it."""
+    linear_key_head_dim: int = field(default=128, metadata=option(**_DELTA_NET))
+    """Size of a query or key head of Gated DeltaNet."""
+    linear_value_head_dim: int = field(default=128, metadata=option(**_DELTA_NET))
+    """Size of a value head of Gated DeltaNet."""
+    linear_num_key_heads: int = field(default=16, metadata=option(**_DELTA_NET))
+    """Number of query and of key heads of Gated DeltaNet."""
+    linear_num_value_heads: int = field(default=32, metadata=option(**_DELTA_NET))
+    """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
+    hybrid_override_pattern: str | None = field(
+        default=None, metadata=option("--hybrid-layer-pattern", in_megatron=False)
+    )
+    """One block for each layer: M is Mamba-2, * attention, - an MLP, E experts (docs/hybrid.md)."""
+    mamba_num_heads: int | None = field(default=None, metadata=option(**_MAMBA))
+    """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
+    mamba_head_dim: int = field(default=64, metadata=option(**_MAMBA))
+    """Size of a head of Mamba-2."""
+    mamba_num_groups: int = field(default=8, metadata=option(**_MAMBA))
+    """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
+    mamba_state_dim: int = field(default=128, metadata=option(**_MAMBA))
+    """Size of the state of each element of a head of Mamba-2."""
+    mamba_min_time_step: float = field(default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE}))
+    """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
+    mtp_num_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
+    """Modules of multi-token prediction after the last layer: each is a layer that also predicts one token
+    further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = field(
+        default=0.1,
+        metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False),
+    )
+    """Weight in the loss of the mean over the losses of --mtp-num-layers, logged as mtp_1_loss and so on."""
     num_experts: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Replace MLPs by this many experts each, of which a router selects some for each token
     (docs/experts.md). 1 is a dense model."""
@@ -467,6 +515,39 @@ class ModelConfig:
         return max(map(self.for_kind, self.head_kinds), key=lambda config: config.head_dim)
 
     @property
+    def has_recurrent_layers(self) -> bool:
+        """Return whether layers can have a recurrent mixer in the place of attention."""
+        return self.recurrent_mixer != "none" or self.has_mamba
+
+    @property
+    def has_mamba(self) -> bool:
+        """Return whether layers have Mamba-2."""
+        return "M" in (self.hybrid_override_pattern or "")
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that add to the hidden states: one or two for each layer."""
+        return self.num_layers if self.hybrid_override_pattern is not None else 2 * self.num_layers
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """Return the sizes of layers with Gated DeltaNet."""
+        return DeltaNetSizes(
+            self.linear_conv_kernel_dim,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+        )
+
+    @property
+    def mamba(self) -> MambaSizes:
+        """Return the sizes of layers with Mamba-2."""
+        heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+        groups, state = self.mamba_num_groups, self.mamba_state_dim
+        return MambaSizes(state, self.mamba_head_dim, groups, heads, self.mamba_min_time_step)
+
+    @property
     def has_experts(self) -> bool:
         """Return whether layers can have experts."""
         return self.num_experts is not None and self.num_experts > 1
@@ -495,8 +576,10 @@ class ModelConfig:
     def mean_visible_keys(self, kind: LayerKind) -> float:
         """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
 
-        Documents are not considered.
+        Documents are not considered. A recurrent layer has no keys to see.
         """
+        if kind.mixer != "attention":
+            return 0.0
         if not self.is_causal:
             return self.seq_length
         most = self.seq_length if kind.window is None else min(kind.window + 1, self.seq_length)
@@ -541,40 +624,6 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Return the width of one expert, resolved."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-
-    def layer_weights(self, kind: LayerKind, *, active: bool = False) -> int:
-        """Return the number of elements of a layer's matrices.
-
-        Args:
-            active: count of the experts only as many as each token has.
-        """
-        # The planner counts the parameters of the real layer. A formula suffices for what is needed before
-        # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        config = self.for_kind(kind)
-        rows = config.ffn_size * self._num_halves
-        if kind.has_experts:
-            assert self.num_experts is not None
-            count = self.moe_router_topk if active else self.num_experts
-            width = count * config.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
-            rows = width * self._num_halves + self.num_experts
-        return config._attention_weights(kind) + self.hidden_size * rows
-
-    def _attention_weights(self, kind: LayerKind) -> int:
-        """Return the number of elements of the matrices of an attention block."""
-        if not self.multi_latent_attention:
-            heads = self.num_head_groups(kind) * sum(self.group_heads(kind)) + self.num_attention_heads
-            return self.hidden_size * heads * self.head_dim
-        queries = self.num_attention_heads * self.head_dim
-        of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
-        rows = self.kv_lora_rank + self.qk_pos_emb_head_dim + self.num_attention_heads * self.v_head_dim
-        if self.q_lora_rank is None:
-            return of_latents + self.hidden_size * (rows + queries)
-        return of_latents + self.q_lora_rank * queries + self.hidden_size * (rows + self.q_lora_rank)
-
-    @property
-    def _num_halves(self) -> int:
-        """Return the number of matrices of the MLP's width."""
-        return 3 if self.is_gated else 2
 
     @property
     def head_dim(self) -> int:

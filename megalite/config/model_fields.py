@@ -15,6 +15,9 @@ _MOST_LAYERS = 10_000
 MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
 """What each field of `ModelConfig` declares besides its flags."""
 
+MAMBA_OPTIONS = tuple(name for name in MODEL_OPTIONS if name.startswith("mamba_"))
+"""Fields of layers with Mamba-2."""
+
 
 def inactive_options(model: ModelConfig) -> dict[str, str]:
     """Return the fields without effect, each with the value of another field that causes it, as text."""
@@ -23,8 +26,8 @@ def inactive_options(model: ModelConfig) -> dict[str, str]:
         if declared.only_with is not None:
             other, needed = declared.only_with
             value = getattr(model, other)
-            if not needed and (value is None or value <= 1):
-                reasons[name] = f"{flag_of(other)} is not above 1"
+            if not needed and value in (None, 1):
+                reasons[name] = f"{flag_of(other)} is {'not set' if value is None else 'not above 1'}"
             elif needed and value not in needed:
                 reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
     return reasons
@@ -49,8 +52,10 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": model.num_positions,
         "num_experts": model.num_experts if model.has_experts else None,
         "moe_ffn_hidden_size": model.expert_ffn_size,
+        "mamba_num_heads": model.mamba.num_heads,
         **_resolved_patterns(model),
         **dict.fromkeys(name for name in inactive_options(model) if name in fields),
+        **({} if model.has_mamba else dict.fromkeys(MAMBA_OPTIONS)),
     }
 
 
@@ -63,6 +68,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
     windows = tuple(int(kind.window is not None) for kind in kinds)
     unrotated = tuple(int(not kind.rotary) for kind in kinds)
+    recurrent = tuple(int(kind.mixer != "attention") for kind in kinds)
     with_experts = tuple(int(kind.has_experts) for kind in kinds)
     as_values = tuple(int(kind.keys_as_values) for kind in kinds)
     shared_width = model.kv_shared_ffn_hidden_size
@@ -80,6 +86,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     return {
         "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
         "no_rope_freq": unrotated if any(unrotated) else None,
+        "linear_attention_freq": recurrent if not all(recurrent) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,
         **({"ffn_hidden_size": None} if all(with_experts) else {}),
         **of_kinds,

@@ -59,7 +59,8 @@ class Option:
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
     only_with: tuple[str, tuple[Any, ...]] | None = None
-    """Another field, and its values with which this field has an effect; no values for any number above 1."""
+    """Another field, and its values with which this field has an effect; no values for any text and any
+    number above 1."""
     in_megatron: bool = True
     """Whether Megatron's checkpoints have the field, under the same name and with the same meaning."""
 

@@ -3,7 +3,8 @@
 Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
 al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger et al. 2025),
-DeepSeek-V2 and V3 (DeepSeek-AI 2024 and their configs), Gemma 2 and 3 (Gemma Team 2024, 2025 and their
+DeepSeek-V2 and V3 (DeepSeek-AI 2024 and their configs), Nemotron-H (NVIDIA 2025, arXiv 2504.03624, and its
+config), Gemma 2 and 3 (Gemma Team 2024, 2025 and their
 configs), SmolLM 3 (Bakouch et al. 2025) and Pythia (Biderman et al. 2023).
 """
 
@@ -156,6 +157,16 @@ _GEMMA4 = replace(
     query_pre_attn_scalar=1.0,
     final_logit_softcapping=30.0,
 )
+_NEMOTRON_H = ModelConfig(
+    position_embedding_type="none",
+    normalization="RMSNorm",
+    activation="squared_relu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=131072,
+)
 _SMOLLM3 = replace(
     _LLAMA,
     no_rope_freq=(4,),
@@ -291,6 +302,13 @@ PRESETS: Mapping[str, ModelConfig] = {
     "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
     "gpt-j-6b": _sized(_GPTJ, 28, 4096, 16, 2048),
+    "nemotron-h-8b": replace(
+        _sized(_NEMOTRON_H, 52, 4096, 32, 8192),
+        hybrid_override_pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+        ffn_hidden_size=21504,
+        num_query_groups=8,
+        mamba_min_time_step=0.001,
+    ),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),
     "bert-large": _sized(_BERT, 24, 1024, 16, 512),
@@ -298,5 +316,13 @@ PRESETS: Mapping[str, ModelConfig] = {
     "bloom-tiny": _tiny(_BLOOM),
     "bert-tiny": _tiny(_BERT),
     "llama-tiny": replace(_tiny(_LLAMA), num_query_groups=2),
+    "nemotron-h-tiny": replace(
+        _tiny(_NEMOTRON_H),
+        hybrid_override_pattern="M*M-",
+        num_query_groups=2,
+        mamba_head_dim=16,
+        mamba_num_groups=4,
+        mamba_state_dim=16,
+    ),
 }
 """The models that `--preset` accepts."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from megalite.config.config import Config
+from megalite.config.layer_weights import layer_weights, mtp_weights
 from megalite.config.model import ModelConfig
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
 
@@ -143,12 +144,16 @@ def balanced_partition(
 
 
 def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) -> tuple[int, ...]:
-    """Split layers by DeepSpeed's method, which gives the embedding and the output layer weights too."""
+    """Split layers by DeepSpeed's method, which gives the embedding and the output layer weights too.
+
+    Modules of multi-token prediction are a part of the last stage.
+    """
     if method == "uniform":
         return even_partition(model.num_layers, stages)
     if method == "parameters":
         table = model.padded_vocab_size(tp) * model.hidden_size
-        return balanced_partition([*map(model.layer_weights, model.layer_kinds)], stages, table, table)
+        weights = [layer_weights(model, kind) for kind in model.layer_kinds]
+        return balanced_partition(weights, stages, table, table + mtp_weights(model))
     before, each, after = weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)
 

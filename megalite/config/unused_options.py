@@ -10,7 +10,7 @@ from megalite.config.data import CORPUS_FIELDS, DataConfig
 from megalite.config.flags import flag_with_value
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
-from megalite.config.model_fields import inactive_options
+from megalite.config.model_fields import MAMBA_OPTIONS, inactive_options
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.rules.parallel_rules import replicas
 from megalite.config.stage_layers import SPLITS
@@ -117,12 +117,17 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
+    if model.mtp_num_layers == 0:
+        yield "mtp_loss_scaling_factor", "--mtp-num-layers is 0"
     if model.mup_base_width is None:
         yield "mup_base_head_dim", "--mup-base-width is not set"
     if model.parallel_shared_norm and model.norm_position != "pre":
         yield "parallel_shared_norm", f"--norm-position is {model.norm_position}, not pre"
     if model.architecture == "bert":
         yield "add_output_bias", "the head of a BERT has a bias"
+    if model.hybrid_override_pattern is not None and not model.has_mamba:
+        for name in MAMBA_OPTIONS:
+            yield name, "no layer has Mamba-2 (M in --hybrid-override-pattern)"
     if model.architecture != "bert":
         for name in ("bert_binary_head", "mask_prob", "short_seq_prob"):
             yield name, "it is an option of BERT (pretrain_bert.py)"

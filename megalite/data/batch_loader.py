@@ -57,13 +57,14 @@ class BatchLoader:
     the documents.
 
     Ranks that hold different positions of the same samples read whole samples, mark their documents and cut
-    them then: document ends before a slice determine its documents.
+    them then: document ends before a slice determine its documents, and tokens after it are later tokens.
 
     The loader reads ahead in a thread: close it, or use it in a ``with`` block.
 
     Args:
         samples: how the dataset's samples become microbatches.
         num_ahead: number of microbatches to read ahead.
+        num_later: number of later tokens to predict besides the next one.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class BatchLoader:
         topology: Topology,
         samples: Samples,
         num_ahead: int = NUM_AHEAD,
+        num_later: int = 0,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -81,6 +83,7 @@ class BatchLoader:
         self.device = topology.device
         self.events = topology.events
         self.samples = samples
+        self.num_later = num_later
         stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
@@ -127,7 +130,8 @@ class BatchLoader:
         except UserError as error:
             error.on_one_rank = True
             raise
-        return self.samples.marked(microbatch).cut(self.positions.index, self.positions.count)
+        whole = self.samples.marked(microbatch).with_later_tokens(self.num_later)
+        return whole.cut(self.positions.index, self.positions.count)
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread that reads ahead, and free what it has read. A second call does nothing.

@@ -40,6 +40,8 @@ class Attention(nn.Module):
     earlier layer has only rows of queries, and of gates, in the order of the query heads.
     """
 
+    core_method, input_method = "attend", "queries_keys_values"
+
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
@@ -61,7 +63,7 @@ class Attention(nn.Module):
             config.hidden_size,
             context,
             bias=config.add_bias_linear,
-            std=depth_scaled_std(config.init_method_std, config.num_layers),
+            std=depth_scaled_std(config.init_method_std, config.num_blocks),
             skip_bias_add=True,
             width_ratio=config.width_ratio,
         )

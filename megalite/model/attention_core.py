@@ -27,6 +27,7 @@ from megalite.kernels import (
     sinks_gradient,
 )
 from megalite.kernels.packed_heads import gradients_of
+from megalite.kernels.visible_keys import document_starts
 from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
@@ -37,6 +38,7 @@ from megalite.model.positions import (
     distance_bias,
     local_slopes,
 )
+from megalite.model.recurrent_state import RecurrentState
 from megalite.model.traced_attention import traced_attention
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -85,6 +87,8 @@ class Core(Protocol):
 
     def for_layer(self, layer: int, kind: LayerKind) -> LayerCore: ...
 
+    def recurrent_state(self, layer: int) -> RecurrentState | None: ...
+
 
 class AttentionCore(ABC):
     """Base class of the backends for training: all layers share one set of tables.
@@ -118,7 +122,8 @@ class AttentionCore(ABC):
         elif own.count > 1:
             angles = {kind: rotation.of_slice(own, s) for kind, rotation in self.rotations.items()}
         factors = self.query_factors(s, positions)
-        return PositionInfo(self.visible_keys((b, s), ids, self.windows), angles, factors)
+        starts = document_starts(ids) if ids is not None and self.config.has_recurrent_layers else None
+        return PositionInfo(self.visible_keys((b, s), ids, self.windows), angles, factors, starts)
 
     def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
         """Return the factors of this rank's queries of `PositionInfo`.
@@ -195,6 +200,10 @@ class AttentionCore(ABC):
         if kind.window not in self.windows:
             self.windows.append(kind.window)
         return self
+
+    def recurrent_state(self, layer: int) -> RecurrentState | None:
+        """Return what a recurrent layer keeps between the pieces of a sequence: nothing in training."""
+        return None
 
     @abstractmethod
     def __call__(

@@ -45,7 +45,7 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
     """
     tag_compile_caches()
     stage.prepare_tables()
-    for layer in stage.layers.values():
+    for layer in stage.all_layers():
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear):
                 module.fuses_gelu = False  # in a graph, autograd computes the linear layers' backward

@@ -191,7 +191,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config, context)
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
-        std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_layers)
+        std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)

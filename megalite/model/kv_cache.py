@@ -1,4 +1,4 @@
-"""Attention with a cache of keys and values, for generation.
+"""Attention with a cache of keys and values, and the states of recurrent layers, for generation.
 
 Sequences of different lengths end at the same index: shorter ones are padded on the left, and no token
 attends to the padding. All sequences advance together, and the cache is written and read in slices.
@@ -20,6 +20,7 @@ from megalite.kernels import Drop, VisibleKeys
 from megalite.microbatch import Microbatch
 from megalite.model.attention_core import SdpaCore
 from megalite.model.positions import Angles, PositionInfo
+from megalite.model.recurrent_state import RecurrentState
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -41,6 +42,7 @@ class CachedCore(SdpaCore):
         self.cap = config.attn_logit_softcapping
         self.is_plain = self.cap is not None or config.softmax_type != "vanilla"
         self.layers: dict[int, CachedLayer] = {}
+        self.states: dict[int, RecurrentState] = {}
         self.begin(0)
 
     def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
@@ -49,6 +51,10 @@ class CachedCore(SdpaCore):
         source = layer if kind.key_source is None else kind.key_source
         kind_of_layer = CachedLatents if self.config.multi_latent_attention else CachedLayer
         return self.layers.setdefault(source, kind_of_layer(self, self.config.for_kind(kind).score_scale))
+
+    def recurrent_state(self, layer: int) -> RecurrentState:
+        """Return what a recurrent layer keeps between the pieces of a sequence."""
+        return self.states.setdefault(layer, RecurrentState())
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
         """Empty the cache for new sequences.
@@ -61,6 +67,8 @@ class CachedCore(SdpaCore):
         self.padding = padding
         for layer in self.layers.values():
             layer.forget()
+        for state in self.states.values():
+            state.clear()
 
     def select(self, rows: Tensor) -> None:
         """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""
@@ -68,6 +76,8 @@ class CachedCore(SdpaCore):
             self.padding = self.padding[rows]
         for layer in self.layers.values():
             layer.select(rows)
+        for state in self.states.values():
+            state.select(rows)
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
         """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""
@@ -99,7 +109,18 @@ class CachedCore(SdpaCore):
                 visible[window] = VisibleKeys(bias=bias)
         ids = microbatch.position_ids
         angles = {own: each.compute(ids) for own, each in self.rotations.items()}
-        return PositionInfo(visible, angles, self.query_factors(num_tokens, ids))
+        starts = self._starts(range(first, self.length)) if self.config.has_recurrent_layers else None
+        return PositionInfo(visible, angles, self.query_factors(num_tokens, ids), starts)
+
+    def _starts(self, new: range) -> Tensor | None:
+        """Return where the sequences of new tokens start, counted from the first of these, ``[b, s]``.
+
+        Each token of the padding is a document of its own.
+        """
+        if self.padding is None:
+            return None
+        positions = torch.arange(new.start, new.stop, device=self.context.device)
+        return torch.minimum(self.padding[:, None], positions) - new.start
 
     def _after_padding(self) -> VisibleKeys:
         """Return the keys without padding; a token of the padding sees itself, so that no row is all -inf."""

@@ -1,4 +1,4 @@
-"""One transformer layer, with norms before or after the blocks or both, or after the residual connections.
+"""One transformer layer, with norms before or after its blocks or both, or after the residual connections.
 
 Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 """
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.loss_terms import WithTerms
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts
-from megalite.model.latent_attention import attention_class
+from megalite.model.mixers import Mixer, build_mixer
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
@@ -40,16 +40,23 @@ class TransformerLayer(nn.Module):
         self.kind = config.layer_kind(layer)
         config = config.for_kind(self.kind)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
-        self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
-        attention = attention_class(config, is_cached=core.is_cached)
-        self.attention = attention(config, context, core, layer, self.kind)
-        self.attention_output_dropout = Dropout(
-            config.hidden_dropout, context, f"layers.{layer}.attention.output"
-        )
-        self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
-        self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
+        if self.kind.mixer != "none":
+            self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
+            self.add_module(self.kind.mixer, build_mixer(config, context, core, layer, self.kind))
+            self.attention_output_dropout = Dropout(
+                config.hidden_dropout, context, f"layers.{layer}.attention.output"
+            )
+        if self.kind.has_mlp:
+            self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
+            self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
+            self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
+
+    @property
+    def mixer(self) -> Mixer:
+        """Return the mixer, a submodule with the name of its kind, such as `attention`."""
+        mixer: Mixer = getattr(self, self.kind.mixer)
+        return mixer
 
     @wrap_point
     def forward(
@@ -58,9 +65,9 @@ class TransformerLayer(nn.Module):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
 
-        # x = x + dropout(attention(norm(x)) + bias)
+        # x = x + dropout(mixer(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
+        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.sum_for_norm(x, y, bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
@@ -79,8 +86,8 @@ class PostNormLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = norm(x + dropout(attention(x) + bias))
-        y, bias, _, given = self.attention(x, sample_numbers, positions, *keys)
+        # x = norm(x + dropout(mixer(x) + bias))
+        y, bias, _, given = self.mixer(x, sample_numbers, positions, *keys)
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
@@ -97,8 +104,8 @@ class OutputNormLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(norm(attention(x) + bias))
-        y, bias, _, given = self.attention(x, sample_numbers, positions, *keys)
+        # x = x + dropout(norm(mixer(x) + bias))
+        y, bias, _, given = self.mixer(x, sample_numbers, positions, *keys)
         normed = self.attention_norm(y if bias is None else y + bias)
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
@@ -123,9 +130,9 @@ class SandwichNormLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(norm(attention(norm(x)) + bias))
+        # x = x + dropout(norm(mixer(norm(x)) + bias))
         normed, x = self.attention_norm(x)
-        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
+        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
         y = self.attention_output_norm(y if bias is None else y + bias)
         total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
 
@@ -146,10 +153,10 @@ class ParallelLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
+        # x = x + dropout(mixer(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         of_attention, x = self.attention_norm(x)
         of_mlp, x = self.mlp_norm(x)
-        y, bias, _, given = self.attention(of_attention, sample_numbers, positions, *keys)
+        y, bias, _, given = self.mixer(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
         y, bias, terms, _ = self.mlp(of_mlp)
         return WithTerms.if_any(
@@ -171,7 +178,7 @@ class SharedNormLayer(ParallelLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, _, given = self.attention(normed, sample_numbers, positions, *keys)
+        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
         y, bias, terms, _ = self.mlp(normed)
         x = self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers))
@@ -190,6 +197,36 @@ class OutputScale(nn.Module):
         return x * self.weight
 
 
+class MixerLayer(TransformerLayer):
+    """Computes one layer that has a mixer and no MLP (Nemotron-H: NVIDIA 2025, arXiv 2504.03624)."""
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(mixer(norm(x)) + bias)
+        normed, x = self.attention_norm(x)
+        y, bias, terms, given = self.mixer(normed, sample_numbers, positions, *keys)
+        x = self.output_scale(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
+        return WithTerms.if_any(x, terms, given)
+
+
+class MLPLayer(TransformerLayer):
+    """Computes one layer that has an MLP, or experts, and no mixer."""
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(mlp(norm(x)) + bias)
+        normed, x = self.mlp_norm(x)
+        y, bias, terms, given = self.mlp(normed)
+        x = self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
+        return WithTerms.if_any(x, terms, given)
+
+
 LAYERS: Mapping[str, type[TransformerLayer]] = {
     "pre": TransformerLayer,
     "post": PostNormLayer,
@@ -199,8 +236,12 @@ LAYERS: Mapping[str, type[TransformerLayer]] = {
 """Layer classes by the config's `norm_position`."""
 
 
-def layer_class(config: ModelConfig) -> type[TransformerLayer]:
-    """Return the class of the config's layers."""
+def layer_class(config: ModelConfig, kind: LayerKind) -> type[TransformerLayer]:
+    """Return the class of the config's layers of a kind."""
+    if kind.mixer == "none":
+        return MLPLayer
+    if not kind.has_mlp:
+        return MixerLayer
     if config.parallel_residual and config.norm_position == "pre":
         return SharedNormLayer if config.parallel_shared_norm else ParallelLayer
     return LAYERS[config.norm_position]

@@ -123,7 +123,7 @@ class MLP(nn.Module):
             h,
             context,
             bias=bias,
-            std=depth_scaled_std(std, config.num_layers),
+            std=depth_scaled_std(std, config.num_blocks),
             skip_bias_add=True,
             width_ratio=config.width_ratio,
         )

@@ -35,11 +35,16 @@ class PositionInfo(NamedTuple):
         angles: angles of rotary embedding, by the `own_rotary` of a layer's kind; None for positions within
             the sample.
         query_factors: ``[s, b or 1, 1, 1]``, factors of the queries; None without them.
+        document_starts: int64 ``[b, s]``, for recurrent layers: position of the first token of each token's
+            document, counted from the first of the s tokens. It is negative if the document began in an
+            earlier piece of the sequence. None if all tokens are of one document, which may have begun
+            earlier.
     """
 
     visible: dict[int | None, VisibleKeys]
     angles: dict[bool, Angles | None] | None = None
     query_factors: Tensor | None = None
+    document_starts: Tensor | None = None
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""

@@ -7,7 +7,10 @@
     granularity    module       recomputed                          kept for backward instead
     full                        a group of whole layers             the group's input, and keys and values
                                                                     of earlier layers that it attends to
-    selective      core_attn    rotary embedding and attention      queries, keys, values and gates
+                                a module of later tokens            its two inputs
+    selective      core_attn    what is between a mixer's linear    queries, keys, values and gates, or
+                                layers: rotary embedding and        the features of a recurrent layer's
+                                attention, or the recurrence        heads
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -40,7 +43,7 @@ from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
-from megalite.model.positions import PositionInfo
+from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
 from megalite.wrapping import wrap
@@ -55,7 +58,7 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
     Raises:
         UserError: a model of your own does not have these parts.
     """
-    for layer in stage.layers.values():
+    for layer in stage.all_layers():
         if isinstance(layer, TransformerLayer):
             _recompute_parts(layer, config)
         elif config.modules:
@@ -70,11 +73,23 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
 
 
 def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
-    attention, mlp = layer.attention, layer.mlp
+    if layer.kind.mixer != "none":
+        _recompute_mixer(layer, config)
+    if layer.kind.has_mlp:
+        _recompute_mlp(layer, config)
+
+
+def _recompute_mixer(layer: TransformerLayer, config: RecomputeConfig) -> None:
+    mixer = layer.mixer
+    assert isinstance(mixer, nn.Module)
     if "core_attn" in config.modules:
-        wrap(attention, "attend", _recompute_attend)
+        wrap(mixer, mixer.core_method, _recompute_core)
     if "layernorm" in config.modules:
-        recompute_output(layer.attention_norm, "forward", attention, "queries_keys_values")
+        recompute_output(layer.attention_norm, "forward", mixer, mixer.input_method)
+
+
+def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
+    mlp = layer.mlp
     if "mlp" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
@@ -86,16 +101,22 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
         recompute_output(mlp, "activate", mlp, "project_down")
 
 
-def _recompute_attend(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def recompute_attend(
-        q: Tensor, k: Tensor, v: Tensor, sample_numbers: Tensor, positions: PositionInfo, *gate: Tensor
-    ) -> Tensor:
-        def attend_again(q: Tensor, k: Tensor, v: Tensor, *gate: Tensor) -> Tensor:
-            return attend(q, k, v, sample_numbers, positions, *gate)
+def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recompute_core(*arguments: Any) -> Tensor:
+        kept = [
+            number
+            for number, each in enumerate(arguments)
+            if isinstance(each, Tensor) and each.is_floating_point()
+        ]
 
-        return recompute(attend_again, q, k, v, *gate)
+        def compute_again(*tensors: Tensor) -> Tensor:
+            found = dict(zip(kept, tensors, strict=True))
+            return core(*(found.get(number, each) for number, each in enumerate(arguments)))
 
-    return recompute_attend
+        result: Tensor = recompute(compute_again, *(arguments[number] for number in kept))
+        return result
+
+    return recompute_core
 
 
 def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
@@ -103,6 +124,9 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
     is_sliced = config.distribute_saved_activations and not stage.context.sequence_parallel
     keep = keep_slice(stage.context.tp) if is_sliced else keep_whole
     recomputed = {group for group, is_recomputed in groups if is_recomputed}
+    for module in stage.modules():
+        if isinstance(module, MultiTokenModule):
+            wrap(module, "forward", partial(_recompute_module, keep))
 
     def recompute_group(run_group: Callable[..., Any]) -> Callable[..., Any]:
         def run_recomputed(
@@ -121,6 +145,13 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
 
     stage.layer_groups = [group for group, _ in groups]
     wrap(stage, "run_group", recompute_group)
+
+
+def _recompute_module(keep: Keep, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recompute_module(embedded: Tensor, hidden: Tensor, *inputs: Any) -> Any:
+        return recompute(lambda *each: forward(*each, *inputs), embedded, hidden, keep=keep)
+
+    return recompute_module
 
 
 def _compute_losses_in_chunks(stage: Stage, num_chunks: int) -> None:

@@ -150,7 +150,10 @@ class Stage(nn.Module, ABC):
         Args:
             output: output of the head: by default logits, ``[s, b, v/tp]``.
         """
-        of_tokens = self.losses_of(output, microbatch.labels.t())
+        return self.sums_of(self.losses_of(output, microbatch.labels.t()), microbatch)
+
+    def sums_of(self, of_tokens: Tensor, microbatch: Microbatch) -> Tensor | dict[str, LossTerm]:
+        """Return the sum of the losses of a microbatch's tokens ``[s, b]``, or both sums of `with_z_loss`."""
         if self.config.z_loss_coeff == 0.0:
             return self.masked_sum(of_tokens, microbatch)
         return self.with_z_loss(of_tokens, microbatch)
@@ -251,6 +254,10 @@ class Stage(nn.Module, ABC):
         if self.is_last:
             yield self.last_module, list(self.last_parameters())
 
+    def all_layers(self) -> Iterator[nn.Module]:
+        """Yield the layers, also those of modules after the last layer."""
+        yield from self.layers.values()
+
     def prepare_tables(self) -> None:
         """Build the tables of the layers, for layers that are then compiled or offloaded."""
 
@@ -263,6 +270,11 @@ class Stage(nn.Module, ABC):
     def tied_weight(self) -> nn.Parameter | None:
         """Return a weight that the first and last stage share; None on other stages."""
         return None
+
+    @property
+    def num_tied_gradients(self) -> int:
+        """Return how many gradients of `tied_weight` a backward computes, at once or later."""
+        return 0 if self.tied_weight is None else 1
 
     def shared_modules(self) -> dict[str, nn.Module]:
         """Return modules of a first stage that a last stage on the same rank gets as arguments."""

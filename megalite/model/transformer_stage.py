@@ -6,12 +6,13 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.loss_terms import LM_LOSS, LossTerm
 from megalite.microbatch import Microbatch
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
@@ -19,6 +20,7 @@ from megalite.model.embedding import word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
 from megalite.model.layer import TransformerLayer, layer_class
+from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names
 from megalite.model.norm import build_norm
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -27,7 +29,8 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 class TransformerStage(Stage):
     """Predicts each token with a transformer: GPT (Radford et al. 2019), BLOOM and Llama.
 
-    The first and last stage hold a tied word embedding under the same name, with the same values.
+    The first and last stage hold a word embedding that both use under the same name, with the same values.
+    The last stage uses it for the logits of a tied model, and in modules of multi-token prediction.
     """
 
     layer_arguments = ("sample_numbers", "positions")
@@ -38,21 +41,23 @@ class TransformerStage(Stage):
         word: nn.Module | None = None,
         attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
     ) -> None:
-        """Build the attention core that all layers share, and a tied word embedding of the last stage.
+        """Build the attention core that all layers share, and a word embedding of the last stage.
 
         Args:
             word: word embedding of a first stage on the same rank.
             attention: builds the core.
         """
         self.core = attention(self.config, self.context)
-        self.loss_names = (*self.loss_names, *names_of_terms(self.config))
+        self.loss_names = (*self.loss_names, *mtp_loss_names(self.config), *names_of_terms(self.config))
         self.is_tied = not self.config.untie_embeddings_and_output_weights
-        if self.is_last and not self.is_first and self.is_tied:
+        self.shares_embedding = self.is_tied or self.config.mtp_num_layers > 0
+        if self.is_last and not self.is_first and self.shares_embedding:
             self.embedding = nn.ModuleDict({"word": word or word_table(self.config, self.context)})
 
     def build_layer(self, number: int) -> nn.Module:
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
-        return layer_class(self.config)(self.config, self.context, self.core, number)
+        build = layer_class(self.config, self.config.layer_kind(number))
+        return build(self.config, self.context, self.core, number)
 
     def key_source(self, layer: nn.Module) -> int | None:
         """Return the number of the layer whose keys and values a layer attends to; None for its own."""
@@ -63,19 +68,48 @@ class TransformerStage(Stage):
         return build_norm(self.config, self.context) if self.config.norm_position != "post" else nn.Identity()
 
     def build_last_part(self) -> None:
-        """Build the final norm and the output layer."""
+        """Build the final norm, the modules of multi-token prediction and the output layer."""
         super().build_last_part()
+        if self.config.mtp_num_layers:
+            self.mtp = MultiTokenPrediction(self.config, self.context, self.core)
         has_bias = self.config.add_output_bias and self.config.architecture == "gpt"
         self.output = OutputLayer(self.config, self.context, is_tied=self.is_tied, has_bias=has_bias)
 
     def last_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters of the final norm and the logits."""
+        """Return the parameters of the final norm, of multi-token prediction and of the logits."""
+        found = [*super().last_parameters()]
+        if self.config.mtp_num_layers:
+            found += [*self.mtp.parameters(), self.get_parameter("embedding.word.weight")]
         bias = () if self.output.bias is None else (self.output.bias,)
-        return *super().last_parameters(), self.output_weight, *bias
+        return dict.fromkeys([*found, self.output_weight, *bias])
+
+    def losses(self, output: Tensor, microbatch: Microbatch) -> Tensor | Mapping[str, Tensor | LossTerm]:
+        """Return the losses of the next tokens and, with --mtp-num-layers, of the tokens after them."""
+        if microbatch.later_tokens is None:
+            assert not (self.training and self.config.mtp_num_layers), "training reads later tokens"
+            return super().losses(output, microbatch)
+        word, inputs = self.get_submodule("embedding.word"), self.layer_inputs(microbatch)
+        states, terms = self.mtp(word, output, microbatch, inputs)
+        of_tokens = self.losses_of(states, self.mtp.targets(microbatch))  # [s, (1 + d) b], or [..., 2]
+        num_samples = output.shape[1]
+        sums = self.sums_of(of_tokens[:, :num_samples], microbatch)
+        later = of_tokens[:, num_samples:]
+        later = later[..., 0] if later.dim() > 2 else later  # no z-loss
+        return {
+            **({LM_LOSS: sums} if isinstance(sums, Tensor) else sums),
+            **self.mtp.terms(later, microbatch),
+            **terms,
+        }
 
     def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Return the keys of the layers' dropouts, and the tokens' positions."""
         return microbatch.sample_numbers, self.core.position_info(microbatch)
+
+    def all_layers(self) -> Iterator[nn.Module]:
+        """Yield the layers, also those of multi-token prediction."""
+        yield from super().all_layers()
+        if self.is_last and self.config.mtp_num_layers:
+            yield from (module.get_submodule("layer") for module in self.mtp)
 
     def prepare_tables(self) -> None:
         """Build the attention core's tables."""
@@ -110,9 +144,19 @@ class TransformerStage(Stage):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """Return this rank's slice of a tied word embedding on the first and last stage; None elsewhere."""
+        """Return this rank's slice of a word embedding that the first and last stage use; None elsewhere."""
         at_edge = self.is_first or self.is_last
-        return self.get_parameter("embedding.word.weight") if self.is_tied and at_edge else None
+        return self.get_parameter("embedding.word.weight") if self.shares_embedding and at_edge else None
+
+    @property
+    def num_tied_gradients(self) -> int:
+        """Return how many gradients of `tied_weight` a backward computes, at once or later."""
+        if self.tied_weight is None:
+            return 0
+        is_output = self.is_last and self.is_tied
+        # The output layer stores its gradient for later; the lookup of later tokens does not.
+        is_apart = is_output and self.config.mtp_num_layers > 0 and self.output.context.store is not None
+        return 2 if is_apart else 1
 
 
 GPT = TransformerStage

@@ -151,8 +151,8 @@ class Optimizer:
             stage = 1  # full: the gradients of two pipeline stages are summed before scattering
         message_dtype = MESSAGE_DTYPES[parallel.grad_communication_dtype]
         buffer = GRADIENT_BUFFERS[stage](bucket, message_dtype)
-        if is_tied and self.tied is not None and not self.tied.has_other_copy:
-            buffer.num_expected += 1  # from the first and from the last stage
+        if is_tied and self.tied is not None:
+            buffer.num_expected = self.tied.num_gradients  # from the first and from the last stage
         return buffer
 
     def _make_states(

@@ -200,12 +200,26 @@ def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
     return _peaks_of(run)[1]
 
 
+def peak_of_last_stage(run: PlannedRun) -> int:
+    """Return the peak number of microbatches in flight in the last stage alone."""
+    rank, chunk = next(
+        (rank, chunk)
+        for rank in range(run.pp)
+        for chunk, stage in enumerate(run.stages.stages_of(rank))
+        if stage == run.stages.num_stages - 1
+    )
+    actions = training_actions(run.config.parallel.schedule, run.stages, _num_counted(run))[rank]
+    return peak_in_flight([action for action in actions if action.chunk == chunk])
+
+
 def _peaks_of(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    schedule, rounds = run.config.parallel.schedule, MAX_ROUNDS * run.pp
-    num_microbatches = run.num_microbatches
-    if not SCHEDULES[schedule].keeps_all_microbatches:
-        num_microbatches = min(num_microbatches, rounds)
-    return _peaks(schedule, run.stages, num_microbatches)
+    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))
+
+
+def _num_counted(run: PlannedRun) -> int:
+    """Return a number of microbatches after which no more of them are in flight."""
+    keeps_all = SCHEDULES[run.config.parallel.schedule].keeps_all_microbatches
+    return run.num_microbatches if keeps_all else min(run.num_microbatches, MAX_ROUNDS * run.pp)
 
 
 USUAL_BUCKET = 40_000_000

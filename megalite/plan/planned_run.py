@@ -176,6 +176,7 @@ class PlannedRun:
             has_documents=config.data.masks_attention or not config.model.is_causal,
             splits_backward=self.splits_backward,
             recomputed_modules=tuple(sorted(config.recompute.modules)),
+            recomputes_head=model.mtp_num_layers > 0 and config.recompute.recompute_granularity == "full",
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
             provider=self.provider,
         )
@@ -205,8 +206,8 @@ class PlannedRun:
         """Return the weights of a pipeline rank that Muon updates; none with another optimizer."""
         if self.config.optimizer.optimizer != "muon":
             return []
-        layers = [self.units.layers[kind] for kind in units.kinds]
-        return [weight for layer in layers for weight in layer.weights if weight.matrices]
+        held = [self.units.layers[kind] for kind in units.kinds] + [self.units.head] * units.is_last
+        return [weight for unit in held for weight in unit.weights if weight.matrices]
 
     def _units_of_ranks(self) -> list[RankUnits]:
         units, found = self.units, dict[Hashable, RankUnits]()

@@ -7,10 +7,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
+from megalite.plan.iteration_time import peak_of_last_stage, peaks_deferred, peaks_in_flight
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import deferred_input_bytes, offloaded_bytes, part_bytes, stage_bytes
+from megalite.plan.saved_activations import (
+    deferred_input_bytes,
+    later_token_bytes,
+    offloaded_bytes,
+    part_bytes,
+    stage_bytes,
+)
 from megalite.plan.units import RankUnits
 
 FRAGMENTS = 0.06
@@ -130,11 +136,14 @@ def _activations(run: PlannedRun) -> list[float]:
             sum(sorted(offloaded)[-2:]),
             min(sum(offloaded), inputs * len(offloaded) / max(len(kinds), 1)),
         )
+    later = later_token_bytes(run)
+    later *= peak_of_last_stage(run) - 1 if later else 0  # those of one microbatch count as logits
     held, moving, deferred = zip(*(found[kinds] for kinds in run.stage_kinds), strict=True)
     return [
         in_flight * _average(run, rank, held)
         + max(moving[stage] for stage in run.stages.stages_of(rank))
         + num_deferred * _average(run, rank, deferred)
+        + (later if run.ranks[rank].is_last else 0.0)
         for rank, (in_flight, num_deferred) in enumerate(
             zip(peaks_in_flight(run), peaks_deferred(run), strict=True)
         )
@@ -147,8 +156,16 @@ def _lasting_memory(run: PlannedRun, units: RankUnits) -> RankMemory:
     if (offloaded := offloaded_state(run, units.size)) is not None:
         optimizer -= offloaded.state
     logits = sum(logit_parts(run).values()) if units.is_last else 0.0
-    workspace = max(0.0, _workspace(run, units) - logits)  # they never exist at the same time
+    # They never exist at the same time, except for gathered weights of multi-token prediction.
+    workspace = max(_gathered_at_loss(run, units), _workspace(run, units) - logits)
     return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + _buffers(run, units), 0.0)
+
+
+def _gathered_at_loss(run: PlannedRun, units: RankUnits) -> float:
+    """Return the bytes of the head's weights and gradients that ZeRO 3 gathers, if it has many of them."""
+    if run.zero_stage != 3 or not units.is_last or run.config.model.mtp_num_layers == 0:
+        return 0.0
+    return run.units.head_size * run.element_bytes * (2.0 if run.pp == 1 else 1.0)
 
 
 def _rank_memory(run: PlannedRun, lasting: RankMemory, activations: float) -> RankMemory:

@@ -10,6 +10,8 @@ from megalite.recording.unit_record import INPUT
 
 Kinds = Sequence[int]
 """The kinds of a stage's layers, in order."""
+OF_LOGITS = ("head", "loss")
+"""Parts of the head that are not modules of multi-token prediction."""
 
 
 def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
@@ -61,6 +63,13 @@ def offloaded_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
         return []
     groups = zip(recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)
     return [size for (group, _), size in groups if group.start < recompute.cpu_offload_activations]
+
+
+def later_token_bytes(run: PlannedRun) -> float:
+    """Return the bytes that the modules of multi-token prediction save per microbatch."""
+    if run.config.model.mtp_num_layers == 0:
+        return 0.0
+    return sum(each.num_bytes for each in run.units.head.saved if each.part not in (INPUT, *OF_LOGITS))
 
 
 def deferred_input_bytes(run: PlannedRun, kind: int) -> float:

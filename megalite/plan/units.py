@@ -168,13 +168,14 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
 def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
-    edge = replace(whole, recomputed_modules=())
+    edge = replace(whole, recomputed_modules=(), recomputes_head=False)
+    head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
-    layer = replace(whole, cross_entropy_chunks=1)
+    layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
-        head_as_executed(unit_record(replace(edge, unit=HEAD)), key.program),
+        head_as_executed(unit_record(head), key),
         kinds,
         {kind: as_executed(unit_record(replace(layer, unit=kind)), key) for kind in set(kinds)},
     )
@@ -217,11 +218,14 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
     return replace(layer, forward=forward, backward=backward).saving(saved)
 
 
-def head_as_executed(head: UnitRecord, program: Program) -> UnitRecord:
+def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
     """Return the record of a head, with the loss of a program that converts the logits to fp32.
 
     `saved` has the copies at the loss' peak.
     """
+    program = key.program
+    if key.cp > 1 and head.forward.attention:  # of multi-token prediction
+        head = _with_all_keys(head, key)
     if program.logit_copy_bytes == 0:
         return head
     gemm = head.forward.gemms[-1]

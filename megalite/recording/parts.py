@@ -27,7 +27,7 @@ def watch_parts(stage: Stage, live: LiveBytes) -> None:
     A layer's parts are its modules. What else the layer computes counts as residual, or under the name of its
     class if it is a layer of your own.
     """
-    for layer in stage.layers.values():
+    for layer in stage.all_layers():
         _watch_module(layer, RESIDUAL if isinstance(layer, TransformerLayer) else type(layer).__name__, live)
         for name, module in layer.named_children():
             _watch_module(module, MODULES.get(name, name), live)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def record_unit(key: UnitKey) -> UnitRecord:
         stage = _build(key, topology, store, live)
         _add_gradients_in_place(stage)
         microbatch = microbatch_of(key)
-        if stage.layers:
+        if any(True for _ in stage.all_layers()):
             stage.prepare_tables()
         hidden_shape = (key.positions // (key.tp if key.sequence_parallel else 1), key.micro_batch_size)
         run = _Run(live, topology, stage, store, (*hidden_shape, key.model.hidden_size))
@@ -118,12 +118,16 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, 
     apply_recompute(
         stage,
         RecomputeConfig(
-            recompute_granularity="selective" if key.recomputed_modules else None,
+            recompute_granularity="full" if key.recomputes_head else _selective(key),
             recompute_modules=key.recomputed_modules,
             cross_entropy_chunks=key.cross_entropy_chunks,
         ),
     )
     return stage
+
+
+def _selective(key: UnitKey) -> Literal["selective"] | None:
+    return "selective" if key.recomputed_modules else None
 
 
 def _add_gradients_in_place(stage: Stage) -> None:
@@ -149,7 +153,8 @@ def microbatch_of(key: UnitKey) -> Microbatch:
     b, s = key.micro_batch_size, key.positions
     if key.model.architecture != "bert":
         ids = numbers(b, s) if key.has_documents else None
-        return Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
+        plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
+        return plain.with_later_tokens(key.model.mtp_num_layers)
     k = max(1, round(s * key.model.predicted_share))
     return Microbatch(
         numbers(b, s),
@@ -211,7 +216,7 @@ class _Run:
     ) -> None:
         self._live, self._topology, self._stage = live, topology, stage
         self._store, self._shape = store, shape
-        kinds = [layer.kind for layer in stage.layers.values() if isinstance(layer, TransformerLayer)]
+        kinds = [layer.kind for layer in stage.all_layers() if isinstance(layer, TransformerLayer)]
         self._window = kinds[0].window if kinds else None
 
     def record(self, function: Callable[[Any], Any], parameters: Iterable[nn.Parameter]) -> UnitRecord:

@@ -23,6 +23,7 @@ class UnitKey:
         has_documents: attention stays within documents.
         splits_backward: weight gradients are computed after the rest of backward.
         recomputed_modules: parts of a layer that backward recomputes.
+        recomputes_head: backward recomputes whole modules of multi-token prediction, which the head runs.
         cross_entropy_chunks: number of parts in which the head computes the loss.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
@@ -36,5 +37,6 @@ class UnitKey:
     has_documents: bool
     splits_backward: bool
     recomputed_modules: tuple[Module, ...] = ()
+    recomputes_head: bool = False
     cross_entropy_chunks: int = 1
     provider: Callable[..., Any] | None = None

@@ -38,7 +38,7 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
         name: the parameter's global name.
     """
     if spec.initial is not None:
-        out.copy_(spec.initial)
+        out.copy_(spec.box(topology).of(spec.initial))
         return
     if spec.std == 0.0:
         out.fill_(spec.mean)

@@ -495,6 +495,6 @@ class RowParallelLinear(nn.Module):
         return row_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.context)
 
 
-def depth_scaled_std(std: float, num_layers: int) -> float:
-    """Return std / sqrt(2 L), the initial std of GEMMs that add to the residual (Radford et al. 2019)."""
-    return std / math.sqrt(2.0 * num_layers)
+def depth_scaled_std(std: float, num_blocks: int) -> float:
+    """Return the initial std of the last GEMMs of this many blocks (Radford et al. 2019)."""
+    return std / math.sqrt(num_blocks)

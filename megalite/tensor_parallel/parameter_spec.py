@@ -40,7 +40,7 @@ class ParameterSpec:
             into one weight. They repeat until the last row: a QKV weight has them for each key/value head.
         width_ratio: in muP, how many times more inputs a matrix has than in the base model. It divides the
             variance of the initial values and AdamW's learning rate.
-        initial: initial values, instead of mean and std, until the optimizer has read them.
+        initial: initial values in the full shape, instead of mean and std, until the optimizer has read them.
         dtype: dtype of a buffer; None for a parameter, which has the model's.
         partial_over: names of axes over which a rank's gradient is a partial sum even if its samples are
             complete. None for the axes along which the context cuts the sequence, except for those that cut

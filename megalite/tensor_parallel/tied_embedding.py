@@ -1,4 +1,7 @@
-"""The word embedding that the first and last pipeline stage share, and the sum of its gradients."""
+"""The word embedding that the first and last pipeline stage share, and the sum of its gradients.
+
+The last stage uses it as the output layer's weight, for the later tokens of multi-token prediction, or both.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ EMBEDDING_GRADS = "embedding-grads-all-reduce"
 
 
 class TiedWeight(NamedTuple):
-    """A word embedding that is also the output layer's weight.
+    """A word embedding that two stages use.
 
     Attributes:
         weight: this rank's slice.
         has_other_copy: whether the first and last stage are on different ranks, each with a copy, or on one
             rank, where they share the parameter.
+        num_gradients: number of gradients of a microbatch on this rank.
     """
 
     weight: nn.Parameter
     has_other_copy: bool
+    num_gradients: int = 1
 
 
 def sum_tied_embedding_grads(gradient: Tensor, pp: Axis) -> None:

@@ -86,4 +86,5 @@ def _tied_weight(chunks: Sequence[Stage], topology: Topology) -> TiedWeight | No
     if weight is None or topology.pp.size == 1:
         return None
     has_both = any(chunk.is_first for chunk in chunks) and any(chunk.is_last for chunk in chunks)
-    return TiedWeight(weight, has_other_copy=not has_both)
+    num_gradients = sum(chunk.num_tied_gradients for chunk in chunks)
+    return TiedWeight(weight, has_other_copy=not has_both, num_gradients=num_gradients)

@@ -40,7 +40,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
 
-        A term's mean is over all tokens that have a loss, or over all samples. An error that `before_batch`
+        A term's mean is over all tokens that have a loss, or over all samples. A module of multi-token
+        prediction has the mean of its batches' means, weighted by these tokens. An error that `before_batch`
         raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology
@@ -49,7 +50,13 @@ class Evaluator:
             chunk.eval()
         masks = LossMasks()
         total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
-        with BatchLoader(dataset, config.training.micro_batch_size, topology, self.run.samples) as loader:
+        with BatchLoader(
+            dataset,
+            config.training.micro_batch_size,
+            topology,
+            self.run.samples,
+            num_later=config.model.mtp_num_layers,
+        ) as loader:
             for batch in range(self.num_batches):
                 before_batch()
                 consumed = first_sample + batch * self.global_batch_size

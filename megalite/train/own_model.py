@@ -15,6 +15,7 @@ from megalite.log import log
 from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
 from megalite.model.bert_stage import BertStage
 from megalite.model.stage import Stage, StageProvider, provider_name
+from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.tensor_parallel.placement import Box
 
@@ -44,6 +45,11 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
         )
     if stage.config.z_loss_coeff > 0.0:
         _check_z_loss(stage)
+    if stage.config.mtp_num_layers and type(stage).losses is not TransformerStage.losses:
+        raise UserError(
+            f"--mtp-num-layers {stage.config.mtp_num_layers} with {type(stage).__name__}, whose losses have "
+            "no terms of its modules: derive the stage from GPT and keep its losses, or remove the flag"
+        )
     names = stage.loss_names
     if LM_LOSS not in names or not all(name.endswith("_loss") for name in names):
         raise UserError(
@@ -54,7 +60,7 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
 
 def _check_z_loss(stage: Stage) -> None:
     """Check that the stage has the losses of `Stage`, which add the z-loss."""
-    base = BertStage if isinstance(stage, BertStage) else Stage
+    base = next(each for each in (BertStage, TransformerStage, Stage) if isinstance(stage, each))
     for name in ("losses", "losses_of"):
         if getattr(type(stage), name) is not getattr(base, name):
             raise UserError(

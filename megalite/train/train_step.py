@@ -14,6 +14,7 @@ from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
+from megalite.loss_terms import later_token
 from megalite.microbatch import Microbatch
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
@@ -193,7 +194,9 @@ class GlobalBatches:
         self._topology = run.topology
         self._seq_length = run.config.model.seq_length
         self._are_masked = run.samples.are_masked
-        self._counts_later = run.config.data.masks_loss
+        self._counts_afterwards = run.config.data.masks_loss
+        self._num_later = run.config.model.mtp_num_layers
+        self._reads_all = reads_whole_batches(run)
 
     def open(
         self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int
@@ -209,17 +212,47 @@ class GlobalBatches:
             num_microbatches: number of microbatches of this rank.
             num_samples: number of samples of the global batch.
         """
+        batch = [read(index) for index in range(num_microbatches)] if self._reads_all else []
+        of_later = self._of_later_tokens(batch, num_samples) if self._num_later else {}
+        return batch.__getitem__ if batch else read, self._divisors(batch, num_samples) | of_later
+
+    def _divisors(self, batch: Sequence[Microbatch], num_samples: int) -> dict[str, float | Tensor]:
+        """Return the numbers of tokens with a loss and of samples."""
         if not self._are_masked:
             divisors: dict[str, float | Tensor] = {"token": num_samples * self._seq_length}
-            return read, divisors if self._counts_later else divisors | {"sample": num_samples}
-        batch = [read(index) for index in range(num_microbatches)]
+            return divisors if self._counts_afterwards else divisors | {"sample": num_samples}
         masks = [microbatch.loss_mask for microbatch in batch]
         num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
         all_reduce(num_masked, self._topology.loss_ranks, of="the number of masked tokens")
-        return batch.__getitem__, {
-            "token": num_masked.clamp_min(1.0),
-            "sample": torch.full_like(num_masked, num_samples),
-        }
+        return {"token": num_masked.clamp_min(1.0), "sample": torch.full_like(num_masked, num_samples)}
+
+    def _of_later_tokens(self, batch: Sequence[Microbatch], num_samples: int) -> dict[str, float | Tensor]:
+        """Return the numbers of tokens whose later labels have a loss, for each module that predicts them.
+
+        Args:
+            batch: the rank's microbatches, if they must be counted.
+        """
+        names = [later_token(ahead) for ahead in range(1, self._num_later + 1)]
+        if not batch:
+            return {name: num_samples * (self._seq_length - ahead) for ahead, name in enumerate(names, 1)}
+        masks = [microbatch.later_mask for microbatch in batch if microbatch.later_mask is not None]
+        if not masks:
+            return {}  # a stage without a loss, which reads no samples
+        counts = torch.stack([mask.sum((0, 2)) for mask in masks]).sum(0).double()
+        all_reduce(counts, self._topology.loss_ranks, of="the numbers of later tokens")
+        divisors = counts.clamp_min(1.0)
+        if self._counts_afterwards:  # `LossMasks.token_ratio` multiplies these terms too
+            own = [microbatch.loss_mask.sum() for microbatch in batch if microbatch.loss_mask is not None]
+            num_with_loss = torch.stack(own).sum().double()
+            all_reduce(num_with_loss, self._topology.loss_ranks, of="the number of tokens with a loss")
+            divisors = divisors * (num_samples * self._seq_length) / num_with_loss.clamp_min(1.0)
+        return dict(zip(names, divisors.unbind(), strict=True))
+
+
+def reads_whole_batches(run: RunContext) -> bool:
+    """Return whether a global batch is read whole before it runs, because it must be counted."""
+    counts_later_tokens = run.config.data.masks_loss or run.config.data.masks_attention
+    return run.samples.are_masked or (run.config.model.mtp_num_layers > 0 and counts_later_tokens)
 
 
 class LossMasks:

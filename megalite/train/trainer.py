@@ -41,7 +41,7 @@ from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
-from megalite.train.train_step import StepResult, TrainStep
+from megalite.train.train_step import StepResult, TrainStep, reads_whole_batches
 from megalite.train.verification import warn_if_unverified
 from megalite.train.weight_gradients import weight_gradient_fusion
 
@@ -289,10 +289,11 @@ class Trainer:
 
 
 def _batch_loader(run: RunContext, dataset: Dataset, num_microbatches: int) -> BatchLoader:
-    # A masked batch is read whole before it runs: its samples are prepared during the previous batch.
-    num_ahead = max(NUM_AHEAD, num_microbatches if run.samples.are_masked else 0)
+    # A batch that is counted is read whole before it runs: its samples are prepared during the previous one.
+    num_ahead = max(NUM_AHEAD, num_microbatches if reads_whole_batches(run) else 0)
     micro_batch_size = run.config.training.micro_batch_size
-    return BatchLoader(dataset, micro_batch_size, run.topology, run.samples, num_ahead)
+    num_later = run.config.model.mtp_num_layers
+    return BatchLoader(dataset, micro_batch_size, run.topology, run.samples, num_ahead, num_later)
 
 
 def start_trainer(

@@ -122,7 +122,7 @@ def test_mistakes(use: Any) -> None:
 def test_a_config_of_fewer_layers_gives_no_half_a_model(trained: Path, use: Any) -> None:
     checkpoint = trained / "checkpoints" / "iter_0000004"
     config = checkpoint / CONFIG
-    config.write_text(re.sub("num_layers: .*", "num_layers: 1", config.read_text()))
+    config.write_text(re.sub(r"\bnum_layers: .*", "num_layers: 1", config.read_text()))
     reseal(checkpoint, CONFIG)
     status, output, errors = use(generate, "--prompt", "document")
     assert (status, output, len(errors)) == (1, "", 1)

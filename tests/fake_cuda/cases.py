@@ -63,6 +63,11 @@ NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 TWO_LAYERS = {"num_layers": 2}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 
+HYBRID = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+
 
 def _small(layout: str = "tp1", preset: str = "gpt-tiny", **options: Any) -> Case:
     return Case(layout, preset, TWO_LAYERS | options)
@@ -116,11 +121,22 @@ CASES = {
         rope_scaling="proportional",
         window_rope_scaling=False,
     ),
+    "nemotron-h": Case(preset="nemotron-h-tiny"),
+    "nemotron-h documents pp2": Case("pp2dp2", preset="nemotron-h-tiny", options=PACKED),
+    "recurrence": _small("tp2", preset="llama-tiny", **HYBRID),
+    "recurrence with packed documents": _small(
+        "tp1+selective", preset="llama-tiny", recompute_modules=("core_attn",), **HYBRID, **PACKED
+    ),
     "latent attention": _small(
         "tp2+sp",
         preset="llama-tiny",
         **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
     ),
+    "later tokens": _small(preset="llama-tiny", mtp_num_layers=2),
+    "later tokens tied tp2 pp2": _small(
+        "tp2pp2zb+sp", preset="llama-tiny", mtp_num_layers=1, untie_embeddings_and_output_weights=False
+    ),
+    "later tokens full recomputation": _small("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

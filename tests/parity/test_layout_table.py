@@ -33,6 +33,10 @@ MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
+HYBRID = "llama-tiny, qwen3-next"
+"""Layers 1, 2 and 4 of 4 have Gated DeltaNet."""
+NEMOTRON = "nemotron-h-tiny, own"
+"""Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 GEMMA4 = "llama-tiny, gemma 4"
 """4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
@@ -92,6 +96,16 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
+    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1},
+    HYBRID: {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        **{"zero_centered_norms": True, "attention_output_gate": True, "qk_layernorm": True},
+        **{"rotary_percent": 0.5},
+    },
+    "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
+    | {"num_experts": 4, "moe_ffn_hidden_size": 40},
+    "bloom-tiny, mtp": {"mtp_num_layers": 1, "embed_layernorm": False},
     "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
     LATENT: {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
@@ -126,7 +140,7 @@ WITH_DROPOUT = {
         "llama-tiny, gpt-oss",
         "gpt-tiny, sigmoid",
     ),
-    *(LATENT, GEMMA4, "gpt-tiny, gpt-j"),
+    *(LATENT, GEMMA4, "gpt-tiny, gpt-j", HYBRID, NEMOTRON, "llama-tiny, mtp"),
 }
 ROWS = (
     [
@@ -143,6 +157,7 @@ ROWS = (
     + [
         (model, dtype, name)
         for model in (*MODELS, *SWITCHES)
+        if model not in (HYBRID, NEMOTRON)  # a recurrence needs all tokens on one rank
         for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
     ]
     + [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,16 @@ from megalite.verify.record_run import RunRecord, record_run
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
-DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
+HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
+SWITCHES = {
+    HYBRID: {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
+        **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+    LATER: {"mtp_num_layers": 2},
+}
+MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
+DROPOUT = {"gpt-tiny": 0.1}
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 ADDED = (
     ("reset_position_ids", "eod_mask_loss"),
@@ -43,7 +53,8 @@ ADDED = (
 def _config(model: str, dropout: float, *options: str) -> Config:
     return Config(
         model=replace(
-            PRESETS[model],
+            PRESETS[model.partition(", ")[0]],
+            **SWITCHES.get(model, {}),
             hidden_dropout=dropout,
             attention_dropout=dropout,
             vocab_size=VOCABULARY,
@@ -60,16 +71,22 @@ def _config(model: str, dropout: float, *options: str) -> Config:
 
 @functools.cache
 def _reference(model: str, *options: str) -> RunRecord:
-    return record_run(_config(model, DROPOUT[model], *options), NUM_ITERATIONS, 1)
+    return record_run(_config(model, DROPOUT.get(model, 0.0), *options), NUM_ITERATIONS, 1)
 
 
 @pytest.mark.parametrize(
     ("model", "name", "options"),
     [
-        *((model, layout, OPTIONS) for model in DROPOUT for layout in ("tp2pp2dp2", "dp4mbs1")),
+        *((model, layout, OPTIONS) for model in MODELS for layout in ("tp2pp2dp2", "dp4mbs1")),
+        (LATER, "pp2dp2cp2mbs1", OPTIONS),
+        pytest.param(LATER, "tp2pp2dp2", ("reset_attention_mask",), marks=pytest.mark.slow),
+        pytest.param(LATER, "dp4mbs1", ("eod_mask_loss",), marks=pytest.mark.slow),
         # Between the first and the last stage, for attention's mask alone and for rotary angles alone.
         ("gpt-tiny", "pp4", ("reset_attention_mask",)),
         ("llama-tiny", "pp4", ("reset_position_ids",)),
+        # A recurrence starts anew with each document.
+        pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         # Slices of samples, whose documents begin on other ranks.
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
@@ -78,7 +95,7 @@ def _reference(model: str, *options: str) -> RunRecord:
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
     layout = Layout.parse(name)
-    config = layout.apply(_config(model, DROPOUT[model], *options), GLOBAL_BATCH_SIZE)
+    config = layout.apply(_config(model, DROPOUT.get(model, 0.0), *options), GLOBAL_BATCH_SIZE)
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
 
@@ -128,7 +145,7 @@ def test_same_run_beside_all_that_cuts_or_recomputes() -> None:
     assert not compare(*runs).excesses(TOLERANCES["fp64"])
 
 
-@pytest.mark.parametrize("model", DROPOUT)
+@pytest.mark.parametrize("model", MODELS)
 def test_each_option_changes_the_run(model: str) -> None:
     """But restarting positions for ALiBi, whose distances stay what they were."""
     for option, beside in ADDED:
@@ -139,7 +156,7 @@ def test_each_option_changes_the_run(model: str) -> None:
             assert abs(difference) > 1e-5
 
 
-@pytest.mark.parametrize("model", DROPOUT)
+@pytest.mark.parametrize("model", MODELS)
 def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topology) -> None:
     """In training and evaluation: against one pass over the whole batch and torch's mean."""
     config = _config(model, 0.0, "eod_mask_loss")
@@ -174,3 +191,26 @@ def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topol
     assert trainer.datasets.valid is not None
     evaluated = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
     assert evaluated == pytest.approx(expected(validation, 2 * GLOBAL_BATCH_SIZE).item(), rel=1e-13)
+
+
+def test_later_losses_are_means_over_their_own_tokens(one_rank: Topology) -> None:
+    """Of two modules, in training: tokens after a sample or an end of document do not count."""
+    config = _config(LATER, 0.0, *OPTIONS)
+    trainer = start_trainer(config, one_rank)
+    (stage,) = trainer.chunks
+    dataset = MockDataset(GLOBAL_BATCH_SIZE, 32, VOCABULARY, config.training.seed, 0, EOD)
+    text = torch.stack([torch.from_numpy(dataset[i]) for i in range(GLOBAL_BATCH_SIZE)])
+    plain = Microbatch.of(text, torch.arange(GLOBAL_BATCH_SIZE))
+    batch = trainer.train_step.load.samples.marked(plain)
+    assert batch.loss_mask is not None and batch.document_ids is not None
+    terms: Any = stage(batch.with_later_tokens(2), None).terms
+    documents, has_loss = batch.document_ids, text[:, :-1] != EOD
+    assert has_loss.equal(batch.loss_mask)
+    means = [terms["lm_loss"].total / has_loss.sum()]
+    for ahead in (1, 2):
+        counts = has_loss[:, ahead:] & (documents[:, ahead:] == documents[:, :-ahead])
+        means.append(0.1 / 2 * terms[f"mtp_{ahead}_loss"].total / counts.sum())
+    gradients = torch.autograd.grad(sum(means), [*stage.parameters()])
+    losses, norm = trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
+    assert losses.tolist() == pytest.approx([mean.item() for mean in means], rel=1e-12)
+    assert norm.item() == pytest.approx(torch.cat([g.flatten() for g in gradients]).norm().item(), rel=1e-12)

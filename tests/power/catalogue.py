@@ -17,6 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
+from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,
@@ -26,12 +27,16 @@ from megalite.model import (
     embedding,
     expert_dispatch,
     experts,
+    gated_delta_net,
     head,
     latent_attention,
     layer,
+    mamba,
+    multi_token_prediction,
     norm,
     positions,
     recompute,
+    short_convolution,
     stage,
 )
 from megalite.model.norm import LayerNorm, RMSNorm
@@ -65,6 +70,7 @@ from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step
 from tests.power import own_stage
 from tests.power.injected_error import (
+    Change,
     InjectedError,
     after,
     before,
@@ -123,6 +129,27 @@ def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[.
 
 def _own_seed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
     return lambda module, seed, topo: original(module, seed + topology.pp.rank, topo)
+
+
+def _dropped_on_last(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+    return lambda gradient, pp: original(gradient.zero_() if pp.is_last else gradient, pp=pp)
+
+
+def _mean_over_samples(terms: Any, _: Any, losses: Tensor, microbatch: Microbatch) -> Any:
+    return {name: term._replace(total=term.total / len(microbatch.tokens)) for name, term in terms.items()}
+
+
+def _ends_with_slice(cut: Microbatch, *_: Any) -> Microbatch:
+    if cut.later_tokens is None:
+        return cut
+    own = replace(cut, document_ids=None).with_later_tokens(cut.later_tokens.shape[1])
+    return replace(own, document_ids=cut.document_ids)
+
+
+def _with_the_next_mask(later: Microbatch, *_: Any) -> Microbatch:
+    if later.later_mask is None or later.loss_mask is None:
+        return later
+    return replace(later, later_mask=later.loss_mask[:, None].expand_as(later.later_mask))
 
 
 def _only_last_microbatch(self: Any, entry: Any) -> tuple[Tensor, bool]:
@@ -431,11 +458,42 @@ def _last_changed(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Any
     return changed
 
 
+def _with_heads(name: str, change: Callable[[Tensor, Topology], Tensor]) -> Callable[..., Any]:
+    """Change a parameter of Mamba-2 that has a number for each head, as the recurrence reads it."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        def recur(self: Any, *args: Any) -> Tensor:
+            changes = {name: change(getattr(self, name), topology)}
+            delegate = type("Changed", (), {"__getattr__": lambda _, other: getattr(self, other)})()
+            delegate.__dict__.update(changes)
+            return original(delegate, *args)
+
+        return recur
+
+    return changed
+
+
 def _other_vector(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
     """Return the place of the last rank for the first one of a cut vector, and so on."""
     if len(box.shape) > 1 or not spec.cuts:
         return box
     return Box((spec.full_shape[0] - box.shape[0] - box.starts[0],), box.shape)
+
+
+def _other_heads(mean: float) -> Change:
+    """Change the place of cut vectors with these initial values (`_other_vector`): Gated DeltaNet's."""
+
+    def change(box: Any, spec: Any, topology: Topology, *_: Any) -> Any:
+        return _other_vector(box, spec, topology) if spec.mean == mean else box
+
+    return after(change)
+
+
+def _on_later_stages(change: Callable[..., tuple[Any, ...]]) -> Change:
+    """Change the arguments on all stages but the first."""
+    return lambda original, topology: (
+        lambda *args: original(*(args if topology.pp.is_first else change(*args)))
+    )
 
 
 def _as_post_norm(module: Any, *_: Any) -> Any:
@@ -780,6 +838,17 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(_other_vector), "gpt-oss"),
         ("ranks of a shared group take queries for gates", "tp4", attention.Attention, "_split_shared_group",
          after(lambda heads, *_: (heads[1], heads[0], *heads[2:])), "gpt-oss"),
+        ("a rank has the decays of another rank's heads (A_log)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(0.0), "hybrid"),
+        ("a rank has the steps of another rank's heads (dt_bias)", "tp2", parameter_spec.ParameterSpec, "box",
+         _other_heads(1.0), "hybrid"),
+        ("gradients of a recurrence's norm are not summed", "tp2", gated_delta_net.GatedNorm, "__init__",
+         complete_over("weight"), "hybrid"),
+        ("states of later stages go on after a document's end", "pp2", gated_delta_net, "gated_delta_rule",
+         _on_later_stages(lambda q, k, v, decay, rate, starts, state: (
+             q, k, v, decay, rate, None, state)), "hybrid"),
+        ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
+         "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
@@ -828,6 +897,44 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              original(self, x, *rest) + x * (topology.tp.size - 1)), "neox"),
         ("stages between the first and the last have norms after the residual connections", "pp4",
          TransformerStage, "build_layer", _at_middle(after(_as_post_norm)), "olmo"),
+    ],
+    "Mamba-2": [
+        ("a rank's heads decay at the rates of other heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("A_log", lambda each, topology: each.roll(topology.tp.rank)), "nemotron-h"),
+        ("decay rates have the gradient of the first replica's samples", "dp2", mamba.Mamba, "recur",
+         _with_heads("A_log", lambda each, topology: _gradient_times(
+             each, float(topology.replicas.is_first))), "nemotron-h"),
+        ("a rank's heads have the time steps of other heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("dt_bias", lambda each, topology: each.roll(topology.tp.rank)), "nemotron-h"),
+        ("time-step biases have the gradient of the first replica's samples", "dp2", mamba.Mamba, "recur",
+         _with_heads("dt_bias", lambda each, topology: _gradient_times(
+             each, float(topology.replicas.is_first))), "nemotron-h"),
+        ("every rank adds the inputs of all heads", "tp2", mamba.Mamba, "recur",
+         _with_heads("D", lambda each, topology: each * topology.tp.size), "nemotron-h"),
+        ("the gated norm is over all groups of a rank", "tp2", mamba, "gated_rms_norm",
+         before(lambda y, gate, weight, *rest: (
+             y.flatten(-2), gate.flatten(-2), weight.flatten(), *rest)), "nemotron-h"),
+        ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "scan",
+         _on_later_stages(lambda x, dt, a, of_input, of_output, starts, state: (
+             x, dt, a, of_input, of_output, None, state)), "nemotron-h"),
+    ],
+    "multi-token prediction": [
+        ("the last stage's gradient of the word embedding is dropped", "pp2", optimizer,
+         "sum_tied_embedding_grads", _dropped_on_last, "later"),
+        ("later tokens are counted on the rank", "dp2", train_step, "all_reduce",
+         unless(_sums("the numbers of later tokens"), _first), "later"),
+        ("the loss of a later token is a mean over the microbatch's samples", "mbs1",
+         multi_token_prediction.MultiTokenPrediction, "terms", after(_mean_over_samples), "later"),
+        ("later tokens end with the rank's slice", "cp2", Microbatch, "cut", after(_ends_with_slice),
+         "later"),
+        ("the gradient of the weight that joins two states is not summed", "tp2+sp",
+         multi_token_prediction.JoiningLinear, "__init__", complete_over("weight"), "later"),
+        ("the loss of later tokens is divided by their number twice", "tp2",
+         multi_token_prediction.MultiTokenPrediction, "__init__",
+         after(lambda _, modules, *args: setattr(modules, "scale", modules.scale / len(modules))), "later",
+         SAME),
+        ("later labels have the mask of the next ones", "tp2", Microbatch, "with_later_tokens",
+         after(_with_the_next_mask), "later", SAME),
     ],
     "recomputation": [
         ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,

@@ -36,6 +36,7 @@ WHOLE = ""
 
 ATTEND = r"layers\.0\.attention\.(attend|keep_own_tokens)"
 KEY_GRADIENT = r"gradient of the output.* of layers\.\d\.attention\.(qkv|queries_keys_values)"
+RECURRED = r"layers\.0\.mamba\.(recur|projection)"
 REACHED = r"layers\.0\.attention\.(attend|reach_keys|keep_own_tokens)"
 
 PLACES: dict[str, tuple[str, str]] = {
@@ -131,6 +132,15 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of embedding\.word\.weight", "a sum over pp is missing"),
     "the copies of a tied embedding are averaged": (
         r"gradient of embedding\.word\.weight", "(mean|send|receive) over pp"),
+    "a rank's heads decay at the rates of other heads": (RECURRED, WHOLE),
+    "decay rates have the gradient of the first replica's samples": (r"layers\.\d\.mamba\.A_log", WHOLE),
+    "a rank's heads have the time steps of other heads": (RECURRED, WHOLE),
+    "time-step biases have the gradient of the first replica's samples": (
+        r"layers\.\d\.mamba\.dt_bias", WHOLE),
+    "every rank adds the inputs of all heads": (RECURRED, WHOLE),
+    "the gated norm is over all groups of a rank": (RECURRED, WHOLE),
+    "states of Mamba-2 on later stages go on after a document's end": (
+        r"layers\.2\.mamba\.(recur|projection)", WHOLE),
     "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
     "the last stage has the labels of another microbatch": ("of the microbatch", WHOLE),
     "the last stage's labels are shifted by one": ("labels of the microbatch", WHOLE),
@@ -238,6 +248,16 @@ PLACES: dict[str, tuple[str, str]] = {
     "a rank has the sinks of another rank's heads": (r"output of layers\.0\.attention\.attend", WHOLE),
     "ranks of a shared group take queries for gates": (
         r"output( \d)? of layers\.0\.attention\.queries_keys_values", WHOLE),
+    "a rank has the decays of another rank's heads (A_log)": (
+        r"layers\.0\.gated_delta_net\.(recur|norm)", WHOLE),
+    "a rank has the steps of another rank's heads (dt_bias)": (
+        r"^gradient of layers\.\d\.gated_delta_net\.dt_bias", WHOLE),
+    "gradients of a recurrence's norm are not summed": (
+        r"^gradient of layers\.\d\.gated_delta_net\.norm\.weight", MISSING_TP),
+    "states of later stages go on after a document's end": (
+        r"layers\.2\.gated_delta_net\.(recur|norm)", WHOLE),
+    "convolutions of later stages see the document before": (
+        r"output( \d)? of layers\.2\.gated_delta_net\.convolution", WHOLE),
     "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
     "factors of queries continue over the replicas' samples": (
         r"input \d of layers\.0 ", WHOLE),
@@ -269,6 +289,13 @@ PLACES: dict[str, tuple[str, str]] = {
     "parallel blocks add their input once on each rank": (r"output of layers\.0 ", WHOLE),
     "stages between the first and the last have norms after the residual connections": (
         r"put of layers\.1\.attention_norm", WHOLE),
+    "the last stage's gradient of the word embedding is dropped": (
+        r"gradient of embedding\.word\.weight", "(send|receive|sum) over pp"),
+    "later tokens are counted on the rank": ("number of later-1 tokens that divides", WHOLE),
+    "the loss of a later token is a mean over the microbatch's samples": ("^mtp_1_loss", WHOLE),
+    "later tokens end with the rank's slice": (r"later_(tokens|labels|mask) of the microbatch", WHOLE),
+    "the gradient of the weight that joins two states is not summed": (
+        r"^gradient of mtp\.\d\.projection\.weight", MISSING_TP),
     "saved slices of a layer's input are gathered in another order": (
         r"input of layers\.\d \(recomputed", "all-gather over tp"),
     "saved slices are gathered over the replicas": (

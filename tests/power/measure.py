@@ -30,7 +30,10 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
+    | {"later": "llama-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
+    | {"nemotron-h": "nemotron-h-tiny"}
+    | {"hybrid": "llama-tiny"}
     | {"experts": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
@@ -47,6 +50,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"softmax_type": "learnable", "attention_output_gate": True, "z_loss_coeff": 0.1},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
     },
+    "nemotron-h": {"init_method_std": 0.1},
+    "hybrid": {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (4,), "linear_key_head_dim": 4},
+        **{"linear_value_head_dim": 6, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    },
+    "later": {"mtp_num_layers": 2},
     "experts": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
         **{"moe_z_loss_coeff": 0.1},
@@ -71,6 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
+WITH_DOCUMENTS = ("packed", "hybrid", "nemotron-h", "later")
 PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
 
@@ -103,7 +113,7 @@ def config_of(model: str) -> Config:
         recompute=RecomputeConfig(
             recompute_granularity="full" if is_sliced else None, distribute_saved_activations=is_sliced
         ),
-        data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model == "packed" else (), True)),
+        data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model in WITH_DOCUMENTS else (), True)),
         training=TrainingConfig(
             micro_batch_size=2,
             global_batch_size=GLOBAL_BATCH_SIZE,

@@ -175,7 +175,7 @@ def _microbatch(config: Config) -> Microbatch:
     tokens = torch.arange(b * s).view(b, s) % 7
     microbatch = Microbatch(tokens, tokens.clone(), torch.arange(b))
     if config.model.is_causal:
-        return microbatch
+        return microbatch.with_later_tokens(config.model.mtp_num_layers)
     return replace(
         microbatch,
         token_types=tokens % 2,
@@ -212,7 +212,7 @@ def type_error(error: InjectedError) -> str:
 
 def judged() -> list[InjectedError]:
     """Return the errors of layouts whose stages hold a whole model with its weights, and of these models."""
-    models = ("gpt", "llama", "bloom", "bert", "qwen", "olmo", "neox", "muon", "sliced")
+    models = ("gpt", "llama", "bloom", "bert", "qwen", "olmo", "neox", "muon", "sliced", "later")
     without_rules = "pp", "cp", "zero3"
     layouts = {each.layout for each in CATALOGUE if not any(part in each.layout for part in without_rules)}
     return [each for each in CATALOGUE if each.model in models and each.layout in layouts]

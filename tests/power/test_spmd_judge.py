@@ -35,6 +35,7 @@ FOUND = [
     "a norm over all heads uses the rank's heads alone",
     "the gradient of a norm over all heads is that of the rank's heads",
     "gradients of an output's norm are not summed",
+    "the gradient of the weight that joins two states is not summed",
 ]
 """Errors of the catalogue that change a type."""
 
@@ -42,7 +43,7 @@ FOUND = [
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox"], LAYOUTS),
+        *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox", "nemotron-h", "later"], LAYOUTS),
         ("gemma4", "tp2+sp"),
         # With four ranks, the keys of two are the same, and the norm over all heads has no rule for that.
         *(("olmo", layout) for layout in LAYOUTS if "tp4" not in layout),

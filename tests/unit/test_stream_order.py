@@ -140,7 +140,8 @@ def train(
         device, context = topology.device, LayerContext(topology, dtype, has_memory=stage < 3)
         net = Chain(context, block, has_bias, is_recomputed)
         units = [(block, list(block.parameters())) for block in net.blocks]
-        tied = TiedWeight(net.blocks[0][0].weight, has_other_copy=pp > 1) if is_tied else None
+        first = net.blocks[0][0].weight
+        tied = TiedWeight(first, pp > 1, num_gradients=1 if pp > 1 else 2) if is_tied else None
         optimizer = Optimizer(
             net.named_parameters(),
             tied,

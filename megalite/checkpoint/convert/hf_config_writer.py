@@ -25,7 +25,7 @@ def hf_config_of(
     Raises:
         UserError: transformers has no such model.
     """
-    family = family_of(config)
+    family = family_of(config, None if recorded is None else recorded.get("model_type"))
     written = {
         **family.settings(config),
         "bos_token_id": eod if family.model_type == "gpt2" else None,  # GPT-2 also begins texts with it

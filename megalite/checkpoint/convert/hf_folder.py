@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
 from megalite.checkpoint.convert.families.family import VOCABULARY
+from megalite.checkpoint.convert.families.multi_token import COUNT, copied_names
 from megalite.checkpoint.convert.foreign_files import open_weights
 from megalite.checkpoint.convert.hf_config import config_of, recorded_of, rounding_note
-from megalite.checkpoint.convert.hf_tensors import all_entries, end_entries, family_of
+from megalite.checkpoint.convert.hf_tensors import all_entries, end_entries, family_of, mtp_entries
 from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress
@@ -129,12 +130,14 @@ class HFSource:
         self.hugging_face = recorded_of(self._files.config, settings)
         if (note := rounding_note(self._files.config)) is not None:
             log.warning("%s: %s", folder / CONFIG_FILE, note)
-        self._names = {family_of(model).full_name(name): name for name in self._files.files}
+        self._model_type = self._files.config.get("model_type")
+        self._names = {family_of(model, self._model_type).full_name(name): name for name in self._files.files}
         if model.architecture == "bert":  # the published config.json names a model without the second head
             model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
+        model = self._with_existing_mtp(model)
         base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
-        self._entries = {entry.ours: entry for entry in all_entries(self.config.model)}
+        self._entries = {entry.ours: entry for entry in all_entries(self.config.model, self._model_type)}
         self._check_names(folder)
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -149,15 +152,30 @@ class HFSource:
         (table,) = theirs.values()
         return table[: self.config.model.vocab_size]
 
+    def _with_existing_mtp(self, model: ModelConfig) -> ModelConfig:
+        """Return the model without multi-token prediction if the folder lacks its weights.
+
+        transformers does not write these weights, and keeps their number in config.json.
+        """
+        if not model.mtp_num_layers or next(mtp_entries(model, 0, self._model_type)).theirs[0] in self._names:
+            return model
+        log.warning(
+            "%s lacks the weights of multi-token prediction, which %s %d in its config.json names: the model "
+            "is read without it",
+            *(self._files.folder, COUNT, model.mtp_num_layers),
+        )
+        return replace(model, mtp_num_layers=0)
+
     def _check_names(self, folder: Path) -> None:
         wanted = {name for entry in self._entries.values() for name in entry.theirs}
         if missing := sorted(wanted - self._names.keys()):
             raise UserError(f"{folder} lacks {few(missing)}: does config.json belong to another model?")
         if not self.config.model.untie_embeddings_and_output_weights:
             wanted.update(SECOND_NAMES)
+        wanted.update(copied_names(self.config.model))
         others = [name for name in self._names.keys() - wanted if not _NOT_WEIGHTS.fullmatch(name)]
         if others:
-            model_type = family_of(self.config.model).model_type
+            model_type = family_of(self.config.model, self._model_type).model_type
             raise UserError(
                 f"{folder} has tensors that a {model_type} of this config does not have: "
                 f"{few(sorted(others))}"
@@ -165,7 +183,7 @@ class HFSource:
 
     def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
         """Return the dtype of the word embedding, which most tensors share."""
-        (name,) = end_entries(model)[0].theirs
+        (name,) = end_entries(model, self._model_type)[0].theirs
         if name not in self._names:
             raise UserError(f"{self._files.folder} lacks {name}: does config.json belong to another model?")
         return self._files.tensor(self._names[name]).dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,12 +23,15 @@ from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
 from megalite.checkpoint.convert.families.mistral import MISTRAL
 from megalite.checkpoint.convert.families.mixtral import MIXTRAL
+from megalite.checkpoint.convert.families.nemotron_h import NEMOTRON_H
 from megalite.checkpoint.convert.families.olmo2 import OLMO2
 from megalite.checkpoint.convert.families.olmo3 import OLMO3
 from megalite.checkpoint.convert.families.olmoe import OLMOE
 from megalite.checkpoint.convert.families.qwen2 import QWEN2
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
+from megalite.checkpoint.convert.families.qwen3_5 import QWEN3_5
 from megalite.checkpoint.convert.families.qwen3_moe import QWEN3_MOE
+from megalite.checkpoint.convert.families.qwen3_next import QWEN3_NEXT
 from megalite.checkpoint.convert.families.smollm3 import SMOLLM3
 from megalite.config import ModelConfig
 from megalite.errors import UserError
@@ -37,18 +41,25 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
         *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
+        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
     )
 }
-"""All architectures by `model_type`. Of several that can be a model, the first one is written."""
+"""All architectures by `model_type`."""
 
 
 @functools.cache
-def family_of(config: ModelConfig) -> Family:
-    """Return the transformers architecture that the config describes.
+def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
+    """Return the transformers architecture that the config describes; of several, the first.
+
+    Args:
+        model_type: the architecture to return instead, if it is one of them.
 
     Raises:
         UserError: transformers has none; the message names the fields that prevent the nearest one.
     """
+    preferred = FAMILIES.get(model_type) if model_type is not None else None
+    if preferred is not None and not preferred.problems(config):
+        return preferred
     nearest: tuple[Family, dict[str, str]] | None = None
     for family in FAMILIES.values():
         problems = family.problems(config)
@@ -62,35 +73,51 @@ def family_of(config: ModelConfig) -> Family:
     )
 
 
-def _distance(problems: Mapping[str, str]) -> tuple[bool, bool, int]:
-    """Return how far a family is from a model: the kinds of model and of positions come first."""
-    return "architecture" in problems, "position_embedding_type" in problems, len(problems)
+def _distance(problems: Mapping[str, str]) -> tuple[int, ...]:
+    """Return how far a family is from a model: the kinds of model, layers and positions come first."""
+    first = ("architecture", "hybrid_override_pattern", "position_embedding_type")
+    return (*(name in problems for name in first), len(problems))
 
 
-def layer_entries(config: ModelConfig, layer: int) -> list[Entry]:
-    """Return the tensors of one layer."""
-    return [entry for module in family_of(config).layer for entry in module.entries(config, layer)]
+def layer_entries(config: ModelConfig, layer: int, model_type: str | None = None) -> list[Entry]:
+    """Return the tensors of one layer; for `model_type`, see `family_of`."""
+    return [
+        entry for module in family_of(config, model_type).layer for entry in module.entries(config, layer)
+    ]
 
 
-def end_entries(config: ModelConfig) -> list[Entry]:
+def mtp_entries(config: ModelConfig, number: int, model_type: str | None = None) -> Iterator[Entry]:
+    """Yield the tensors of a module of multi-token prediction: a layer after the last one, and its norms."""
+    family, layer = family_of(config, model_type), config.num_layers + number
+    for module in (*family.layer, *family.mtp):
+        for entry in module.entries(config, layer):
+            ours = entry.ours.replace(f"layers.{layer}.", f"mtp.{layer}.layer.", 1)
+            yield replace(entry, ours=ours.replace(f"mtp.{layer}.", f"mtp.{number}.", 1))
+
+
+def end_entries(config: ModelConfig, model_type: str | None = None) -> list[Entry]:
     """Return the tensors outside the layers: embeddings, last norm, and an untied output weight."""
-    return [entry for module in family_of(config).ends for entry in module.entries(config)]
+    return [entry for module in family_of(config, model_type).ends for entry in module.entries(config)]
 
 
-def all_entries(config: ModelConfig) -> Iterator[Entry]:
-    """Yield every tensor of the model once."""
-    yield from end_entries(config)
+def all_entries(config: ModelConfig, model_type: str | None = None) -> Iterator[Entry]:
+    """Yield every tensor of the model once; for `model_type`, see `family_of`."""
+    yield from end_entries(config, model_type)
     for layer in range(config.num_layers):
-        yield from layer_entries(config, layer)
+        yield from layer_entries(config, layer, model_type)
+    for number in range(config.mtp_num_layers):
+        yield from mtp_entries(config, number, model_type)
 
 
-def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape our full tensors, all or some of them, to transformers'.
+def to_hf(
+    tensors: Mapping[str, Tensor], config: ModelConfig, model_type: str | None = None
+) -> dict[str, Tensor]:
+    """Rename and reshape our full tensors, all or some of them, to transformers'; see `family_of`.
 
     Raises:
         UserError: a name is not a parameter of the config's model, or transformers has no such model.
     """
-    entries = {entry.ours: entry for entry in all_entries(config)}
+    entries = {entry.ours: entry for entry in all_entries(config, model_type)}
     if unknown := sorted(set(tensors) - set(entries)):
         raise UserError(
             f"the model has no parameter {', '.join(unknown)}: does the config belong to another model?"
@@ -101,8 +128,10 @@ def to_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tenso
     return converted
 
 
-def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Rename and reshape transformers' tensors of the whole model to ours.
+def from_hf(
+    tensors: Mapping[str, Tensor], config: ModelConfig, model_type: str | None = None
+) -> dict[str, Tensor]:
+    """Rename and reshape transformers' tensors of the whole model to ours; see `family_of`.
 
     Their names may lack the prefix (``h.0.ln_1.weight``), as in the hub's files of GPT-2 and BLOOM. Unknown
     tensors are ignored, such as masks and rotary tables of old versions, or the second name of a tied weight.
@@ -110,5 +139,6 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     Raises:
         UserError: a tensor is missing or has another shape, or transformers has no such model.
     """
-    whole = {family_of(config).full_name(name): tensor for name, tensor in tensors.items()}
-    return {entry.ours: entry.from_hf(whole, config) for entry in all_entries(config)}
+    family = family_of(config, model_type)
+    whole = {family.full_name(name): tensor for name, tensor in tensors.items()}
+    return {entry.ours: entry.from_hf(whole, config) for entry in all_entries(config, model_type)}

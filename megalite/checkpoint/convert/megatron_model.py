@@ -31,8 +31,12 @@ _REFUSED = {
     "rotary_seq_len_interpolation_factor": 1,
     "qk_l2_norm": False,
     "num_experts": None,
+    "hybrid_override_pattern": None,
+    "hybrid_layer_pattern": None,
+    "experimental_attention_variant": None,
     "glu_activation": None,
     "use_mup": False,
+    "mtp_num_layers": 0,
 }
 """Switches that our model does not have, with the only supported value; missing switches have it too."""
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
 from megalite.checkpoint.convert.hf_folder import HFFolder
-from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
+from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
@@ -145,12 +145,11 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
     theirs._experts_implementation = "eager"  # their fused GEMMs need sizes that are multiples of 16 bytes
     # BLOOM's sums in slices leave out the biases of the sliced layers, so they are no reference.
     theirs.slow_but_exact = False
-    (class_name,) = hf_config_of(config)["architectures"]
-    family, files = family_of(config), HFFolder(folder)
-    if theirs.model_type != family.model_type:  # another family can be the same model
-        class_name = FAMILIES[theirs.model_type].architecture
+    files = HFFolder(folder)
+    (class_name,) = hf_config_of(config, recorded=files.config)["architectures"]
     with parameters_on_meta():
         model = getattr(transformers, class_name)(theirs).eval()
+    family = family_of(config, files.config.get("model_type"))
     in_file = {family.full_name(name): name for name in files.files}
     names = dict[nn.Parameter, list[list[tuple[str, ...]]]]()  # a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -171,7 +170,8 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
             tensor = files.tensor(stored)
             is_parameter = name.endswith("layer_scalar")  # of ours, which the conversion rounds
             buffer.copy_(given.rounded(tensor) if is_parameter else tensor)
-    prefix = family.layer[0].theirs[0].split(".{}")[0]
+    in_file_prefix = family.layer[0].theirs[0].split(".{}")[0]
+    prefix = f"{model.base_model_prefix}.{in_file_prefix.partition('.')[2]}"  # as the module has it
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()
     layers[0].register_forward_pre_hook(lambda _, inputs: outputs.append((EMBEDDING, inputs[0][0])))

@@ -82,7 +82,8 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
     """Write config.json, weights in safetensors files, and the tokenizer's files."""
     model, data = plan.config.model, plan.config.data
     tokenizer = read_files(data)
-    entries = {entry.ours: entry for entry in all_entries(model)}
+    model_type = (plan.hugging_face or {}).get("model_type")
+    entries = {entry.ours: entry for entry in all_entries(model, model_type)}
     tensors = list[TensorInfo]()
     for name, spec in plan.specs.items():
         dtype = plan.dtype_of(name)

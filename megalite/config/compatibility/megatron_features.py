@@ -137,6 +137,12 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
+        "layers by the share of each kind",
+        "remove it; pass --hybrid-override-pattern, with a letter for each layer",
+        "hybrid-attention-ratio hybrid-mlp-ratio",
+    ),
+    UnsupportedFeature(
+        "model",
         "another architecture",
         "remove it, or choose another --preset",
         """
@@ -145,8 +151,7 @@ UNSUPPORTED = (
         cache-mla-latents use-fused-weighted-squared-relu
         """,
         """
-        mamba- hybrid- is-hybrid- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp-
-        experimental-attention-
+        mamba- dsa- mhc- mla- gdp- heterogeneous- retro- mtp-
         """,
     ),
     UnsupportedFeature(

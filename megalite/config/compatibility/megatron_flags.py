@@ -95,6 +95,7 @@ ACCEPTED = (
         moe-token-dispatcher-type=1 moe-per-layer-logging
         """,
     ),
+    AcceptedFlags("model", "--hybrid-override-pattern sets it", "is-hybrid-model"),
     AcceptedFlags(
         "optimizer",
         "torch updates the state in host memory; copies overlap with the update, with backward and with "
@@ -301,7 +302,6 @@ ACCEPTED_IF_OFF = (
         "muP with another power of the head size",
         "without --mup-base-head-dim, scores are divided by the root of the head size (power 0.5); remove it",
     ),
-    FlagIfOff("model", "mtp-num-layers", "0", "multi-token prediction", "remove it"),
     FlagIfOff(
         "parallel",
         "ds-sequence-parallel-size",

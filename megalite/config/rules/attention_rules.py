@@ -59,6 +59,13 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--kv-shared-ffn-hidden-size {width} is not divisible by --tp {tp}: use a multiple of it, such "
             f"as {-(-width // tp) * tp}",
         )
+    if model.has_recurrent_layers or model.hybrid_override_pattern is not None or model.mtp_num_layers:
+        names = ("recurrent_mixer", "hybrid_override_pattern", "mtp_num_layers")
+        others = [name for name in names if getattr(model, name) not in ("none", None, 0)]
+        yield Problem(
+            ("num_kv_shared_layers", *others),
+            f"{given} with {' and '.join(map(flag_of, others))}: no keys are shared there; remove one",
+        )
     if model.qk_clip:
         yield Problem(
             ("num_kv_shared_layers", "qk_clip"),

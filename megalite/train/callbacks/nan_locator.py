@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import largest_of_all
 from megalite.log import THIS_RANK, log
-from megalite.loss_terms import WithTerms, largest_total
+from megalite.loss_terms import WithTerms, largest_total, later_token
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import run_as_written
 from megalite.train.anomaly_check import Anomaly
@@ -62,6 +62,7 @@ class NanLocator:
         self._topology = trainer.topology
         self._micro_batch_size = trainer.config.training.micro_batch_size
         self._seq_length = trainer.config.model.seq_length
+        self._num_later = trainer.config.model.mtp_num_layers
         self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
         self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model.num_layers))}
 
@@ -153,7 +154,9 @@ class NanLocator:
             return self._load(plan.first_sample, index)
 
         self._optimizer.begin(1)
-        divisors = {"token": float(plan.num_samples * self._seq_length), "sample": float(plan.num_samples)}
+        num_tokens = float(plan.num_samples * self._seq_length)  # of later tokens, about as many have a loss
+        divisors = {"token": num_tokens, "sample": float(plan.num_samples)}
+        divisors |= {later_token(ahead): num_tokens for ahead in range(1, self._num_later + 1)}
         self._pipeline.train_step(1, load, divisors=divisors, loss_scale=self._optimizer.scaler.scale)
         return self._topology.to_host(self._optimizer.finish_gradients()).item()
 

@@ -18,7 +18,11 @@ from megalite.microbatch import Microbatch
 from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
 
-TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny")
+TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny", "llama-tiny, recurrent")
+RECURRENT = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 6},
+    **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
 VOCAB = 257
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=0.9, seed=7), Sampling(top_k=40, top_p=0.8))
 PROMPTS = [Prompt(0, [5, 9, 2], 9), Prompt(1, [7], 12), Prompt(4, [44, 3, 250, 17, 8], 4)]
@@ -26,8 +30,14 @@ PROMPTS = [Prompt(0, [5, 9, 2], 9), Prompt(1, [7], 12), Prompt(4, [44, 3, 250, 1
 
 def config_of(preset):
     """The Llama has two key/value heads, which four ranks share."""
+    preset, _, is_recurrent = preset.partition(", ")
     return dataclasses.replace(
-        PRESETS[preset], num_layers=2, vocab_size=VOCAB, params_dtype="fp64", init_method_std=0.3
+        PRESETS[preset],
+        num_layers=2,
+        vocab_size=VOCAB,
+        params_dtype="fp64",
+        init_method_std=0.3,
+        **(RECURRENT if is_recurrent else {}),
     )
 
 

@@ -42,6 +42,9 @@ LLAMA = {
 }
 QWEN = {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True, "no_rope_freq": (2,)}
 QWEN |= {"attention_output_gate": True}
+QWEN |= {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (1, 0, 0)}
+QWEN |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+QWEN |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "embedding_multiplier": 4.0}
 CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
@@ -52,21 +55,17 @@ SHARED = {
     **{"keys_as_values": "full_attention", "full_attention_query_groups": 1, "layer_output_scale": True},
     "full_attention_kv_channels": 8,
 }
+NEMOTRON = {
+    **{"hybrid_override_pattern": "M*-", "position_embedding_type": "none", "normalization": "RMSNorm"},
+    **{"attention_dropout": 0.0, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 5},
+}
 LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
 LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
+CHANGES = {"llama": LLAMA, "qwen": QWEN, "neox": NEOX, "gemma": GEMMA, "latent": LATENT}
+CHANGES |= {"nemotron": NEMOTRON, "shared": SHARED}
 MODELS = {
     "gpt": MODEL,
-    **{
-        name: ModelConfig(**{**vars(MODEL), **fields})
-        for name, fields in (
-            ("llama", LLAMA),
-            ("qwen", QWEN),
-            ("neox", NEOX),
-            ("gemma", GEMMA),
-            ("shared", SHARED),
-            ("latent", LATENT),
-        )
-    },
+    **{name: ModelConfig(**{**vars(MODEL), **fields}) for name, fields in CHANGES.items()},
 }
 
 

@@ -51,6 +51,11 @@ LATENT = {
 }
 SINKS = {"softmax_type": "learnable", "attention_output_gate": True}
 LIMITS = {"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
+HYBRID = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 3},
+    **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+}
+MAMBA = {"mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_state_dim": 3, "mamba_num_heads": 8}
 CHANGES = {
     "gpt": {},
     "gpt with dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.3},
@@ -80,6 +85,10 @@ CHANGES = {
     "latent attention": {**LLAMA, **LATENT, "rotary_interleaved": True, "attention_dropout": 0.3},
     "latent attention without latent queries": {**LLAMA, **LATENT, "q_lora_rank": None},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
+    "llama with a recurrence": {**LLAMA, **HYBRID, "zero_centered_norms": True, "hidden_dropout": 0.2},
+    "mamba": {**LLAMA, **MAMBA, "hybrid_override_pattern": "M*-", "activation": "squared_relu"},
+    "mamba with dropout": {**MAMBA, "hybrid_override_pattern": "*MM", "hidden_dropout": 0.2},
+    "recurrences alone": {**HYBRID, "linear_attention_freq": None, "linear_conv_kernel_dim": 2},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},
     "mixed": {**LLAMA, "num_query_groups": 2, "add_bias_linear": True, "normalization": "LayerNorm"},

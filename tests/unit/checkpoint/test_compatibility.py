@@ -20,7 +20,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.fields import ConfigField, config_fields
-from megalite.config.model_fields import MODEL_OPTIONS
+from megalite.config.model_fields import MAMBA_OPTIONS, MODEL_OPTIONS
 from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.config.resume_rules import RESUME_RULES
@@ -340,6 +340,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
         for name, declared in MODEL_OPTIONS.items()
         if declared.only_with is not None and not declared.only_with[1]
     ),
+    (" ".join(MAMBA_OPTIONS), {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16}}),
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
     ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),

@@ -11,9 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
+from megalite.config.layer_weights import layer_weights
+from megalite.config.mamba_sizes import KERNEL
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.config.presets import PRESETS
+from megalite.distributed.topology import Topology
 from megalite.plan.units import whole_model
+from tests.stages import build_stage
+from tests.unit.model.test_delta_rule import recurrence
 
 GPT = ModelConfig(
     num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=96, pad_vocab_size_to=96
@@ -71,21 +76,76 @@ OPTIONS = {
         **{"qk_pos_emb_head_dim": 8, "v_head_dim": 32, "num_query_groups": None},
     },
     "llama-tiny, latent of keys": {"multi_latent_attention": True, "num_query_groups": None},
+    "llama-tiny, later tokens": {"mtp_num_layers": 2},
 }
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *OPTIONS])
+RECURRENT = [name for name, model in PRESETS.items() if model.has_recurrent_layers]
+
+
+@pytest.mark.parametrize("preset", [name for name in (*PRESETS, *OPTIONS) if name not in RECURRENT])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
     model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], **OPTIONS.get(preset, {}))
     vocabulary = model.vocab_size or 30522
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)
     matrices = [weight.shape for weight in units.layers[0].weights if len(weight.shape) > 1]
-    assert model.layer_weights(model.layer_kinds[0]) == sum(map(math.prod, matrices))
+    assert layer_weights(model, model.layer_kinds[0]) == sum(map(math.prod, matrices))
     # BERT predicts a whole number of tokens, and has a small matrix for the order of its two segments.
     tolerance = 2 / model.seq_length if model.architecture == "bert" else 1e-9
     expected = 3 * units.forward_flops / model.seq_length
     assert flops_per_token(model, tp=1) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.parametrize("preset", RECURRENT)
+def test_formulas_agree_with_layers_of_each_kind(preset: str) -> None:
+    model = dataclasses.replace(PRESETS[preset], vocab_size=256, params_dtype="bf16")
+    for number, layer in whole_model(model, tp=1).layers.items():
+        kind = model.layer_kinds[number]
+        matrices = [each.shape for each in layer.weights if len(each.shape) > 1]
+        convolution = [shape for shape in matrices if shape[1] == KERNEL]
+        assert len(convolution) == (kind.mixer == "mamba")
+        assert layer_weights(model, kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
+
+
+def test_mamba_counts_its_recurrence() -> None:
+    """Each token writes to the state and reads it, after a convolution of its x, B and C."""
+    tiny = dataclasses.replace(PRESETS["nemotron-h-tiny"], vocab_size=256)
+    mlp, mamba = (dataclasses.replace(tiny, hybrid_override_pattern=f"-*{each}-") for each in "-M")
+    width, state, groups, heads = 128, 16, 4, 8
+    linear = 64 * (2 * width + 2 * groups * state + heads) + width * 64
+    products = linear + 2 * width * state + KERNEL * (width + 2 * groups * state)
+    of_mlp = 2 * 64 * tiny.ffn_size
+    assert flops_per_token(mamba, 1) - flops_per_token(mlp, 1) == 6 * (products - of_mlp)
+
+
+def test_a_recurrence_counts_its_products_token_by_token() -> None:
+    hybrid = dataclasses.replace(
+        PRESETS["llama-tiny"],
+        vocab_size=256,
+        recurrent_mixer="gated_delta_net",
+        linear_attention_freq=(2,),
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    first, second, *_ = hybrid.layer_kinds
+    assert [kind.mixer for kind in (first, second)] == ["gated_delta_net", "attention"]
+    stage = build_stage(hybrid, Topology.alone(), range(1), seed=1, has_weights=False)
+    matrices = [p for name, p in stage.layers.named_parameters() if p.dim() > 1 and "convolution" not in name]
+    assert layer_weights(hybrid, first) == sum(matrix.numel() for matrix in matrices)
+
+    shapes = (1, 2, 1, 6), (1, 2, 1, 6), (1, 2, 2, 1, 5), (1, 2, 2, 1), (1, 2, 2, 1)
+    with FlopCounterMode(display=False) as counter:
+        recurrence(*map(torch.zeros, shapes))
+    convolution = 4 * 2 * (6 + 6 + 2 * 5)
+    assert hybrid.delta_net.multiply_adds == counter.get_total_flops() / 2 + convolution
+    attention = dataclasses.replace(hybrid, recurrent_mixer="none")
+    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * hybrid.mean_visible_keys(second)
+    per_layer = layer_weights(hybrid, first) - layer_weights(hybrid, second) + hybrid.delta_net.multiply_adds
+    more = flops_per_token(hybrid, tp=1) - flops_per_token(attention, tp=1)
+    assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)
 
 
 def test_a_window_counts_the_scores_within_it() -> None:

@@ -128,6 +128,13 @@ def test_parameters_balance_the_word_table():
     assert split(line + f"--vocab-size {24 * 64} --pad-vocab-size-to {24 * 64}") == (2, 4, 2)
 
 
+def test_parameters_balance_modules_of_later_tokens():
+    """Check that a module counts as a layer of 12 h^2 parameters and a projection of 2 h^2."""
+    line = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --pp 3 --pp-partition-method parameters "
+    line += f"--position-embedding-type rope --vocab-size {24 * 64} --pad-vocab-size-to {24 * 64} "
+    assert split(line + "--mtp-num-layers 1") == (3, 4, 1)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
 def test_a_balanced_partition_is_the_best_of_all(weights, data):
     stages = data.draw(st.integers(1, len(weights)))

@@ -212,6 +212,17 @@ RULES = [
         None,
         "--mup-base-width 256 with a bert, whose",
     ),
+    ("--mtp-num-layers 1", None, "learned_absolute, whose positions are in the embedding: pass rope"),
+    (
+        "--mtp-num-layers 1 --position-embedding-type alibi --embed-layernorm",
+        None,
+        "--mtp-num-layers 1 with --embed-layernorm: its modules normalize the embedding; remove one of them",
+    ),
+    (
+        "--mtp-num-layers 8 --position-embedding-type rope --seq-length 8",
+        None,
+        "--mtp-num-layers 8 needs more tokens in a sample than --seq-length 8: change one of them",
+    ),
     ("--qk-clip --qk-layernorm", None, "--qk-clip with --qk-layernorm, which bounds the scores itself"),
     ("--qk-clip --compile", None, "--qk-clip with --compile is not supported"),
     (

@@ -17,6 +17,11 @@ CAPS = {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 3.0, "final_logi
 QUERIES = {
     **{"rope_scaling": "yarn", "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.7},
 }
+RECURRENT = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+MAMBA = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 5, "mamba_min_time_step": 0.7}
 OTHERS = {
     "window": WINDOW,
     "caps": {**WINDOW, **CAPS, "window_rotary_base": 100.0},
@@ -27,6 +32,10 @@ OTHERS = {
         **{"full_attention_kv_channels": 8, "full_attention_query_groups": 1, "value_layernorm": True},
         **{"keys_as_values": "full_attention", "layer_output_scale": True, "window_rotary_base": 100.0},
     },
+    "recurrent": {**RECURRENT, "linear_attention_freq": (2,), "attention_output_gate": True},
+    "mamba": {**MAMBA, "hybrid_override_pattern": "M*-M", "position_embedding_type": "none"},
+    "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6},
+    "recurrent alone": {**RECURRENT, "linear_conv_kernel_dim": 3},
     "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
 }
 TINY = (
@@ -39,6 +48,10 @@ TINY = (
     "bloom-tiny, caps",
     "llama-tiny, experts",
     "llama-tiny, sinks",
+    "llama-tiny, recurrent",
+    "gpt-tiny, recurrent alone",
+    "llama-tiny, mamba",
+    "gpt-tiny, mamba alone",
     "bloom-tiny, caps and sinks",
     "llama-tiny, shared keys",
 )
@@ -106,8 +119,11 @@ def test_padding_changes_nothing(preset, one_rank):
 
 
 @torch.no_grad()
-def test_chosen_sequences_go_on(one_rank):
-    whole, cached = both(config_of("llama-tiny"), one_rank)
+@pytest.mark.parametrize(
+    "preset", ["llama-tiny", "llama-tiny, recurrent", "gpt-tiny, recurrent alone", "llama-tiny, mamba"]
+)
+def test_chosen_sequences_go_on(preset, one_rank):
+    whole, cached = both(config_of(preset), one_rank)
     tokens = tokens_of(3)
     cached.core.begin(CAPACITY, torch.zeros(3, dtype=torch.int64))
     run_pieces(cached, tokens[:, :10], [10])
@@ -135,13 +151,10 @@ def test_no_token_sees_nothing(preset, one_rank):
     cached.core.begin(CAPACITY, torch.tensor([0, 4]))
     for num_tokens in (9, 1, 3):
         positions = cached.core.positions(2, num_tokens)
-        bias = (
-            cached.core.position_info(microbatch_of(tokens_of(2)[:, :num_tokens], positions))
-            .visible[None]
-            .bias
-        )
-        assert not bias.isneginf().all(-1).any()
-        assert bias[1, :, -1, :4].isneginf().all()
+        info = cached.core.position_info(microbatch_of(tokens_of(2)[:, :num_tokens], positions))
+        for bias in (each.bias for window, each in info.visible.items() if window is None):
+            assert not bias.isneginf().all(-1).any()
+            assert bias[1, :, -1, :4].isneginf().all()
 
 
 def test_layers_that_share_keys_have_one_cache(one_rank):

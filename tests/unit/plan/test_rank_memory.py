@@ -184,6 +184,27 @@ def test_copies_in_8_bits_are_those_of_a_dry_run(layout: str, num_microbatches: 
     assert peaks[0] - peaks[1] == pytest.approx(copies, abs=20 * square)
 
 
+@pytest.mark.parametrize("layout", ["tp1", "tp2pp2+sp", "pp2zb", "pp2+full", "tp1+selective", "cp2"])
+def test_modules_of_later_tokens_save_what_a_dry_run_counts(layout: str) -> None:
+    """Compare the last stage with and without them: activations, and for one microbatch logits."""
+    peaks, planned, parsed = [], [], Layout.parse(layout)
+    for depth in (0, 2):
+        model = replace(LLAMA, params_dtype="bf16", hidden_size=256, num_attention_heads=4, seq_length=256)
+        config = Config(
+            model=replace(model, mtp_num_layers=depth),
+            optimizer=OptimizerConfig(lr=1e-3),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(train_iters=1, micro_batch_size=2),
+        )
+        config = parsed.apply(config, 8)
+        peaks.append(dry_run_of(config, parsed.world_size, parsed.world_size - 1).counts.peak_bytes)
+        run = run_of(config.model, parsed.size("tp"), parsed.size("pp"))
+        cluster = replace(run.cluster, world_size=parsed.world_size)
+        memory = rank_memories(replace(run, config=config, cluster=cluster))[-1]
+        planned.append(memory.activations + memory.logits + memory.workspace)
+    assert planned[1] - planned[0] == pytest.approx(peaks[1] - peaks[0], rel=0.2)
+
+
 def test_zero_2_keeps_the_gradient_of_a_tied_embedding_full() -> None:
     run = run_of(replace(GPT, params_dtype="bf16"), 1, 4)
     parallel = replace(run.config.parallel, zero_stage=2)

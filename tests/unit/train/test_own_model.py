@@ -125,3 +125,12 @@ def test_a_z_loss_is_refused_if_the_model_would_ignore_it(one_rank: Topology) ->
     with pytest.raises(UserError, match=r"--z-loss-coeff 0\.1 with OwnLosses, whose own losses does"):
         check_stage(OwnLosses(config, context, range(1)), OwnLosses)
     check_stage(OwnLosses(MODEL, context, range(1)), OwnLosses)
+
+
+def test_multi_token_prediction_is_refused_if_the_model_would_ignore_it(one_rank: Topology) -> None:
+    context = LayerContext(one_rank, torch.float32)
+    config = replace(MODEL, position_embedding_type="none", mtp_num_layers=1)
+    check_stage(GPT(config, context, range(1)), GPT)
+    for model in (ResidualModel, OwnLosses):
+        with pytest.raises(UserError, match=f"--mtp-num-layers 1 with {model.__name__}, whose losses"):
+            check_stage(model(config, context, range(1)), model)

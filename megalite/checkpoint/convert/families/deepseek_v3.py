@@ -24,8 +24,6 @@ from megalite.config import ModelConfig
 from megalite.errors import UserError
 
 _OF_TRAINING = ("ep_size", "seq_aux", "output_router_logits", "router_aux_loss_coef")
-_OF_OTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Settings of layers after the model, which predict further tokens."""
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
@@ -71,6 +69,6 @@ DEEPSEEK_V3 = replace(
         *LATENT_ATTENTION,
         *EXPERTS,
     ),
-    without_effect=(*_OF_TRAINING, *_OF_OTHER_TOKENS, "qk_head_dim"),  # the last is a sum of sizes
+    without_effect=(*_OF_TRAINING, "qk_head_dim"),  # the last is a sum of sizes
     experts=FUSED_EXPERTS,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.errors import UserError
@@ -142,6 +143,14 @@ class Entry:
             ) from None
 
 
+MTP_PARTS = (
+    Module("norm", "mtp.{}.embedding_norm", ("model.layers.{}.enorm",)),
+    Module("norm", "mtp.{}.hidden_norm", ("model.layers.{}.hnorm",)),
+    Module("table", "mtp.{}.projection", ("model.layers.{}.eh_proj",)),
+    Module("norm", "mtp.{}.final_norm", ("model.layers.{}.shared_head.norm",)),
+)
+"""Modules of multi-token prediction besides their layers; ``{}`` stands for the number of the layer."""
+
 _NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
 """Sizes that every family has, under names that not every family distinguishes."""
 
@@ -163,6 +172,7 @@ class Family:
         other_names: parts of names in older files or in transformers' modules, and the written names.
         experts: parts of the name of a parameter that holds the matrices of all experts, and the names of an
             expert's own matrices in files, which are stacked along the rows.
+        mtp: modules besides the layer of a module of multi-token prediction; none if it cannot have any.
     """
 
     model_type: str
@@ -176,6 +186,7 @@ class Family:
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mtp: tuple[Module, ...] = ()
 
     def full_name(self, name: str) -> str:
         """Return a tensor's name with the prefix, which it may lack, and with the name that is written."""
@@ -204,7 +215,7 @@ class Family:
             UserError: megalite does not have one of its options, or a setting is unknown.
         """
         settings = HFSettings(hf)
-        fields = self.read(settings)
+        fields = self.read(settings) | (read_mtp(settings) if self.mtp else {})
         settings.refuse_unread(self.model_type, self.without_effect)
         return ModelConfig(**fields)
 
@@ -217,6 +228,7 @@ class Family:
             "initializer_range": config.init_method_std,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
             **self.write(config),
+            **(write_mtp(config) if self.mtp else {}),
         }
 
     def problems(self, config: ModelConfig) -> dict[str, str]:

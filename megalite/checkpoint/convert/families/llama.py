@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.checkpoint.convert.families.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, Module
+from megalite.checkpoint.convert.families.family import (
+    HALVES,
+    MTP_PARTS,
+    OUTPUT,
+    QKV,
+    VOCABULARY,
+    Family,
+    Module,
+)
 from megalite.checkpoint.convert.families.hf_settings import HF_GATES, THEIR_GATES, HFSettings
 from megalite.checkpoint.convert.families.rotary import read_rotary, write_rotary
 from megalite.checkpoint.convert.model_settings import none_if_default
@@ -105,4 +113,5 @@ LLAMA = Family(
         ),
         Module("linear", "layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
     ),
+    mtp=MTP_PARTS,
 )

@@ -175,7 +175,7 @@ def test_a_config_of_another_number_of_layers(num_layers, message, tmp_path):
     Conversion(tmp_path / "hf", tmp_path / "ours").run()
     checkpoint = tmp_path / "ours" / "iter_0000000"
     config = checkpoint / CONFIG
-    config.write_text(re.sub("num_layers: .*", f"num_layers: {num_layers}", config.read_text()))
+    config.write_text(re.sub(r"\bnum_layers: .*", f"num_layers: {num_layers}", config.read_text()))
     reseal(checkpoint, CONFIG)
     with pytest.raises(UserError, match=re.escape(message)):
         Conversion(tmp_path / "ours", tmp_path / "back").run()

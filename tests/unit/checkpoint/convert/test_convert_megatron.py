@@ -239,6 +239,9 @@ DAMAGE = {
     "iteration.txt cannot be read: it has more than": lambda folder: write_tracker(folder, "1" * 5000),
     "distributed format.*--ckpt-format torch": make_distributed,
     "no model with num_experts 8": lambda folder: change_arguments(folder, num_experts=8),
+    "experimental_attention_variant gated_delta_net": lambda folder: change_arguments(
+        folder, experimental_attention_variant="gated_delta_net"
+    ),
     "qk_l2_norm True": lambda folder: change_arguments(folder, qk_l2_norm=True),
     "has parameters that the config's model does not have: embedding.position": lambda folder: (
         change_arguments(folder, position_embedding_type="rope")

@@ -196,6 +196,20 @@ HUB = {
         },
         **{"sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278},
     },
+    "nemotron-h-8b": {
+        **{"model_type": "nemotron_h", "attention_bias": False, "attention_dropout": 0.0, "chunk_size": 128},
+        **{"conv_kernel": 4, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0, "hidden_size": 4096},
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        **{"intermediate_size": 21504, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64},
+        **{"mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": False, "mlp_bias": False},
+        **{"max_position_embeddings": 8192, "mlp_hidden_act": "relu2", "n_groups": 8, "use_bias": False},
+        **{"num_attention_heads": 32, "num_hidden_layers": 52, "num_key_value_heads": 8},
+        **{"num_logits_to_keep": 1, "rescale_prenorm_residual": True, "residual_in_fp32": False},
+        **{"rms_norm_eps": 1e-5, "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 1e-4},
+        **{"tie_word_embeddings": False, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1},
+        **{"time_step_min": 0.001, "time_step_rank": 256, "use_conv_bias": True, "use_mamba_kernels": True},
+        "vocab_size": 131072,
+    },
     "deepseek-v3": {  # without quantization_config, which the published file has
         **{"model_type": "deepseek_v3", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
         **{"first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "kv_lora_rank": 512},
@@ -219,7 +233,8 @@ HUB = {
 @pytest.mark.parametrize("preset", HUB)
 def test_published_models_are_the_presets(preset):
     model = config_of(HUB[preset])
-    assert resolved_fields(model) == resolved_fields(PRESETS[preset])
+    assert model.mtp_num_layers == HUB[preset].get("num_nextn_predict_layers", 0)
+    assert resolved_fields(dataclasses.replace(model, mtp_num_layers=0)) == resolved_fields(PRESETS[preset])
     family = HUB[preset]["model_type"]
     assert family_of(PRESETS[preset]).model_type == family
     with pytest.raises(UserError, match=f"{family} with residual_multiplier 0.2 cannot be converted: mega"):
@@ -262,6 +277,13 @@ def test_a_converted_config_is_of_its_family(config):
             "llama with residual_multiplier 0.2 cannot be converted: mega",
         ),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {**HUB["nemotron-h-8b"], "hybrid_override_pattern": "M*E"},
+            r"nemotron_h with experts \(E, moe\) cannot be converted: layers of M",
+        ),
+        ({**HUB["nemotron-h-8b"], "layers_block_type": ["mamba", "conv"]}, "with layers conv cannot be"),
+        ({**HUB["nemotron-h-8b"], "use_conv_bias": False}, "nemotron_h with use_conv_bias False cannot"),
+        ({**HUB["nemotron-h-8b"], "num_nextn_predict_layers": 1}, "with num_nextn_predict_layers 1 cannot"),
         ({**GEMMA3, "attn_logit_softcapping": 9.0}, "gemma3_text with attn_logit_softcapping 9.0"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "with use_bidirectional_attention"),
         ({**GEMMA3, "layer_types": ["chunked_attention"] * 26}, r"layer_types \['chunked_attention'"),

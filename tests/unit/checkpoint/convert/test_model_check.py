@@ -19,9 +19,9 @@ from tests.unit.checkpoint.convert.foreign_models import build, save
 from tools.convert_checkpoint import main
 
 
-def exchanged_in_layer_1(config):
+def exchanged_in_layer_1(config, model_type):
     """Our two norms of layer 1 stand for each other's tensors."""
-    entries = {entry.ours: entry for entry in all_entries(config)}
+    entries = {entry.ours: entry for entry in all_entries(config, model_type)}
     for ending in (".weight", ".bias"):
         one, other = (f"layers.1.{norm}_norm{ending}" for norm in ("attention", "mlp"))
         if one in entries:

@@ -1,0 +1,127 @@
+"""Read and write layers with Mamba-2, and patterns of layers with one block.
+
+Shapes: g groups, r heads of a group, p head size, d state size. The rows of our input projection are grouped,
+``[g, 2 r p + 2 d + r, ...]``; theirs are the gates of all groups, then x, B, C and time steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.config import LayerKind, ModelConfig
+from megalite.config.mamba_sizes import KERNEL
+from megalite.errors import UserError
+
+_LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "mamba": "M", "attention": "*"}
+"""Our letter for each of their names of a layer's block; the last two are of older files."""
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+"""Their name for each of our letters that they have."""
+
+
+def read_pattern(hf: HFSettings) -> str:
+    """Return our letters of the layers, which newer files have as a list of names."""
+    blocks = hf.first("layers_block_type", "layer_types", "hybrid_override_pattern")
+    if isinstance(blocks, str):
+        letters = list(blocks)
+    else:
+        letters = [_LETTERS.get(block, "E" if block == "moe" else str(block)) for block in blocks]
+    if "E" in letters:
+        raise UserError("nemotron_h with experts (E, moe) cannot be converted: layers of M, * and - can")
+    if unknown := sorted({*letters} - _BLOCKS.keys()):
+        raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, * and - can")
+    return "".join(letters)
+
+
+def write_pattern(config: ModelConfig) -> dict[str, Any]:
+    """Return their settings for the letters of the layers; a model without letters has other layers."""
+    pattern = config.hybrid_override_pattern or "-" * config.num_layers
+    return {
+        "layers_block_type": [_BLOCKS.get(letter, "mlp") for letter in pattern],
+        "num_hidden_layers": len(pattern),
+    }
+
+
+def read_mamba(hf: HFSettings) -> dict[str, Any]:
+    """Return our fields for the layers with Mamba-2."""
+    hf.require("nemotron_h", use_bias=False, use_conv_bias=True, conv_kernel=KERNEL, mamba_hidden_act="silu")
+    return {
+        "mamba_num_heads": hf["mamba_num_heads"],
+        "mamba_head_dim": hf["mamba_head_dim"],
+        "mamba_num_groups": hf["n_groups"],
+        "mamba_state_dim": hf["ssm_state_size"],
+        "mamba_min_time_step": hf.get("time_step_min", 0.001),
+    }
+
+
+def write_mamba(config: ModelConfig) -> dict[str, Any]:
+    """Return their settings for the layers with Mamba-2."""
+    sizes = config.mamba
+    return {
+        "mamba_num_heads": sizes.num_heads,
+        "mamba_head_dim": sizes.head_dim,
+        "n_groups": sizes.num_groups,
+        "ssm_state_size": sizes.state_dim,
+        "time_step_min": sizes.min_time_step,
+    }
+
+
+def _has_mamba(kind: LayerKind) -> bool:
+    return kind.mixer == "mamba"
+
+
+def mamba_modules(block: str) -> tuple[Module, ...]:
+    """Return the modules of a layer with Mamba-2.
+
+    Args:
+        block: their name of the block, with ``{}`` for the layer.
+    """
+
+    def module(kind: Any, ours: str, theirs: str, transform: Transform = SAME) -> Module:
+        names = (f"{block}.{theirs}",)
+        return Module(kind, f"layers.{{}}.mamba.{ours}", names, transform, only_in=_has_mamba)
+
+    return (
+        module("linear", "in_projection", "in_proj", _PROJECTED),
+        module("vector", "convolution.weight", "conv1d.weight", _KERNELS),
+        module("vector", "convolution.bias", "conv1d.bias", _MIXED),
+        *(module("vector", name, name) for name in ("A_log", "D", "dt_bias")),
+        module("vector", "norm", "norm.weight"),
+        module("linear", "projection", "out_proj"),
+    )
+
+
+def _ungrouped(kinds: slice) -> Transform:
+    """Return the transform of rows that are grouped by group here, and by kind in theirs.
+
+    Args:
+        kinds: kinds of rows that the tensor has, of `MambaSizes.group_rows`.
+    """
+
+    def to_hf(full: Tensor, config: ModelConfig) -> Parts:
+        rows = config.mamba.group_rows[kinds]
+        parts = full.unflatten(0, (config.mamba.num_groups, -1)).split(rows, dim=1)
+        return [torch.cat([part.flatten(0, 1) for part in parts])]
+
+    def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
+        groups = config.mamba.num_groups
+        by_kind = parts[0].split([groups * rows for rows in config.mamba.group_rows[kinds]])
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in by_kind], dim=1).flatten(0, 1)
+
+    return Transform(to_hf, from_hf)
+
+
+def _with_kernel_dim(transform: Transform) -> Transform:
+    """Return the transform of a convolution's weight, whose second dim is 1 in theirs."""
+    return Transform(
+        lambda full, config: [part.unsqueeze(1) for part in transform.to_hf(full, config)],
+        lambda parts, config: transform.from_hf([part.squeeze(1) for part in parts], config),
+    )
+
+
+_PROJECTED, _MIXED = _ungrouped(slice(None)), _ungrouped(slice(1, 4))
+_KERNELS = _with_kernel_dim(_MIXED)

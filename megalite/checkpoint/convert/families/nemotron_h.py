@@ -1,0 +1,125 @@
+"""transformers' Nemotron-H: layers of one block each, Mamba-2, attention or an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.checkpoint.convert.families.family import (
+    OUTPUT,
+    QKV,
+    VOCABULARY,
+    Family,
+    Module,
+)
+from megalite.checkpoint.convert.families.hf_settings import THEIR_ACTIVATIONS, HFSettings
+from megalite.checkpoint.convert.families.mamba import (
+    mamba_modules,
+    read_mamba,
+    read_pattern,
+    write_mamba,
+    write_pattern,
+)
+from megalite.checkpoint.convert.model_settings import none_if_default
+from megalite.config import LayerKind, ModelConfig
+
+
+def _read(hf: HFSettings) -> dict[str, Any]:
+    hf.require("nemotron_h", attention_bias=False, mlp_bias=False, sliding_window=None)
+    hf.require("nemotron_h", num_nextn_predict_layers=0)
+    pattern = read_pattern(hf)
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    return {
+        "num_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "hidden_size": hidden,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": none_if_default(hf.get("num_key_value_heads"), heads),
+        "kv_channels": none_if_default(hf.get("head_dim", 128), hidden // heads),
+        **read_mamba(hf),
+        "seq_length": hf.get("max_position_embeddings", 4096),
+        "vocab_size": hf["vocab_size"],
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "activation": hf.activation("mlp_hidden_act", "relu2"),
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,  # theirs are never tied, whatever tie_word_embeddings is
+        "hidden_dropout": hf.get("hidden_dropout", 0.0),
+        "attention_dropout": hf.get("attention_dropout", 0.0),
+        "init_method_std": hf.get("initializer_range", 0.02),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_pattern(config),
+        **write_mamba(config),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.seq_length,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "mlp_hidden_act": THEIR_ACTIVATIONS.get(config.activation, "relu2"),
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+    }
+
+
+_WITHOUT_EFFECT = """
+    chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype num_hidden_layers num_logits_to_keep
+    output_router_logits rescale_prenorm_residual residual_in_fp32 rms_norm_eps tie_word_embeddings
+    time_step_floor time_step_limit time_step_max time_step_rank use_mamba_kernels moe_intermediate_size
+    moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_layers_block_type
+    n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor
+    topk_group
+"""
+_LAYER = "backbone.layers.{}."
+
+
+def _has_attention(kind: LayerKind) -> bool:
+    return kind.mixer == "attention"
+
+
+def _has_mixer(kind: LayerKind) -> bool:
+    return kind.mixer != "none"
+
+
+def _has_mlp(kind: LayerKind) -> bool:
+    return kind.has_mlp
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    "backbone.",
+    ("lm_head.",),
+    _read,
+    _write,
+    (
+        Module("table", "embedding.word", ("backbone.embeddings",), VOCABULARY),
+        Module("norm", "final_norm", ("backbone.norm_f",)),
+        OUTPUT,
+    ),
+    (
+        Module("norm", "layers.{}.attention_norm", (_LAYER + "norm",), only_in=_has_mixer),
+        *mamba_modules(_LAYER + "mixer"),
+        Module(
+            "qkv",
+            "layers.{}.attention.qkv",
+            tuple(f"{_LAYER}mixer.{part}_proj" for part in "qkv"),
+            QKV,
+            only_in=_has_attention,
+        ),
+        Module(
+            "linear", "layers.{}.attention.projection", (_LAYER + "mixer.o_proj",), only_in=_has_attention
+        ),
+        Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=_has_mlp),
+        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), only_in=_has_mlp),
+        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), only_in=_has_mlp),
+    ),
+    without_effect=tuple(_WITHOUT_EFFECT.split()),
+    other_names={"model.": "backbone."},  # transformers 5 has another name than its files
+)

@@ -1,0 +1,121 @@
+"""Gated DeltaNet, a recurrent mixer, over the heads of one tensor-parallel rank (Qwen3-Next, Qwen3.5).
+
+Shapes: s sequence, b microbatch, h hidden size, g query and key heads, r value heads that share one, n = g r
+value heads, d size of a key head, e size of a value head, tp = tp.size. A rank has g/tp of the heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.kernels import rms_norm_on
+from megalite.model.attention_core import Core
+from megalite.model.block import BlockOutput
+from megalite.model.delta_rule import gated_delta_rule
+from megalite.model.positions import PositionInfo
+from megalite.model.short_convolution import ShortConvolution
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
+from megalite.wrapping import communication_point, wrap_point
+
+_LARGEST_DECAY = 16.0
+"""Largest initial exp(A_log)."""
+_EPSILON = 1e-6
+"""What the squared lengths of queries and keys are raised by."""
+
+
+class GatedDeltaNet(nn.Module):
+    """Computes the gated delta rule of a sample's tokens (Yang et al. 2024, arXiv 2412.06464); no bias.
+
+    The rows of the fused input projection are grouped by key head, as `DeltaNetSizes.group_rows` lists them,
+    so that a rank's heads with all that belongs to them are one plain slice.
+    """
+
+    core_method, input_method = "recur", "project_in"
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes = config.delta_net
+        self.saved = core.recurrent_state(layer)
+        h, std = config.hidden_size, config.init_method_std
+        self.in_projection = ColumnParallelLinear(
+            h,
+            sizes.key_heads * sum(sizes.group_rows),
+            context,
+            bias=False,
+            std=std,
+            fused_rows=sizes.group_rows,
+        )
+        self.convolution = ShortConvolution(sizes.key_heads * sizes.num_mixed, sizes.kernel, std, context)
+        # The published initial decays are uniform in (0, 16); these are that distribution's n quantiles.
+        n = sizes.value_heads
+        decays = (torch.arange(n, dtype=torch.float64) + 0.5) * (_LARGEST_DECAY / n)
+        self.A_log = new_parameter(  # [n/tp]
+            ParameterSpec((n,), Cut("tp", 0), decay=False, initial=decays.log()), context
+        )
+        self.dt_bias = new_parameter(ParameterSpec((n,), Cut("tp", 0), mean=1.0, decay=False), context)
+        self.norm = GatedNorm(sizes.value_dim, config.norm_epsilon, context)
+        self.projection = RowParallelLinear(
+            n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
+        )
+
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        y = self.recur(self.project_in(x), positions)  # [s, b, n/tp e]
+        return BlockOutput(self.projection(y), None)
+
+    @communication_point
+    def project_in(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to the features of this rank's heads, ``[s, b, g/tp (2 d + 2 r e + 2 r)]``."""
+        projected: Tensor = self.in_projection(x)
+        return projected
+
+    @wrap_point
+    def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
+        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``."""
+        sizes, starts, saved = self.sizes, positions.document_starts, self.saved
+        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
+        qkv, gate, rate, step = grouped.split((sizes.num_mixed, *sizes.group_rows[3:]), dim=-1)
+        mixed, inputs = self.convolution(qkv.flatten(2), starts, None if saved is None else saved.inputs)
+        q, k, v = mixed.unflatten(-1, qkv.shape[2:]).split(sizes.group_rows[:3], dim=-1)
+
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g/tp, s, d]
+        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4).to(wide)  # [b, g/tp, r, s, e]
+        A_log, dt_bias = (each.to(wide).view(-1, sizes.sharers) for each in (self.A_log, self.dt_bias))
+        decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g/tp, r]
+        decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
+        q = q * sizes.key_dim**-0.5
+        y, state = gated_delta_rule(q, k, v, decay, rate, starts, None if saved is None else saved.state)
+        if saved is not None:
+            saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
+        y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n/tp, e]
+        return self.norm(y, gate.unflatten(-1, (-1, sizes.value_dim)).flatten(2, 3)).flatten(2)
+
+
+class GatedNorm(nn.Module):
+    """Computes RMSNorm(x) * weight * silu(gate) over each value head; all heads share the weight."""
+
+    def __init__(self, size: int, epsilon: float, context: LayerContext) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        spec = ParameterSpec((size,), mean=1.0, decay=False)
+        self.weight = new_parameter(spec, context, used_by_cut_heads=True)  # [e]
+        self.normalize = rms_norm_on(context.device.type).alone
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize ``[s, b, n/tp, e]`` and multiply it by its gate, of the same shape."""
+        normed = self.normalize(x, self.weight, self.epsilon)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (normed * F.silu(gate.to(wide))).to(x.dtype)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    """Divide vectors along the last dim by their length."""
+    return x * (x.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()

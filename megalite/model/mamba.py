@@ -1,0 +1,132 @@
+"""Mamba-2, a recurrent mixer, over the heads of one tensor-parallel rank.
+
+Shapes: s sequence, b microbatch, h hidden size, g groups, r heads of a group, n = g r heads, p head size,
+d state size, tp = tp.size. A rank has g/tp of the groups with their heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.config.mamba_sizes import KERNEL, MambaSizes
+from megalite.model.attention_core import Core
+from megalite.model.block import BlockOutput
+from megalite.model.gated_norm import gated_rms_norm
+from megalite.model.positions import PositionInfo
+from megalite.model.short_convolution import ShortConvolution
+from megalite.model.state_space import scan
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
+from megalite.wrapping import communication_point, wrap_point
+
+_DECAY_RATES = (1.0, 16.0)
+"""Range of the initial exp(A_log)."""
+_TIME_STEPS = (1e-3, 1e-1)
+"""Range of the initial time steps of tokens whose own part is 0."""
+_GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+class Mamba(nn.Module):
+    """Computes Mamba-2 of a sample's tokens (Dao and Gu 2024, arXiv 2405.21060, section 7).
+
+    The rows of the fused input projection are grouped as `MambaSizes.group_rows` lists them, so that a rank's
+    heads with all that belongs to them are one plain slice. The norm of the output is over each group.
+    """
+
+    input_method, core_method = "project_in", "recur"
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+    ) -> None:
+        super().__init__()
+        self.sizes = sizes = config.mamba
+        self.epsilon = config.norm_epsilon
+        self.saved = core.recurrent_state(layer)
+        h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
+        self.in_projection = ColumnParallelLinear(
+            h,
+            sizes.num_groups * sum(sizes.group_rows),
+            context,
+            bias=bias,
+            std=std,
+            fused_rows=sizes.group_rows,
+        )
+        std_of_torch = 1.0 / math.sqrt(3 * KERNEL)
+        channels = sizes.num_groups * sizes.num_mixed
+        self.convolution = ShortConvolution(channels, KERNEL, std_of_torch, context, bias=True)
+        rates, steps = initial_rates(sizes), initial_time_steps(sizes)
+        self.A_log = _of_heads(rates.log(), context)  # [n/tp]
+        self.dt_bias = _of_heads(steps + (-(-steps).expm1()).log(), context)  # [n/tp], softplus gives steps
+        self.D = _of_heads(torch.ones_like(rates), context)  # [n/tp]
+        norm = ParameterSpec((sizes.width,), Cut("tp", 0), mean=1.0, decay=False)
+        self.norm = new_parameter(norm, context)  # [n/tp p]
+        self.projection = RowParallelLinear(
+            sizes.width,
+            h,
+            context,
+            bias=bias,
+            std=depth_scaled_std(std, config.num_blocks),
+            skip_bias_add=True,
+        )
+
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        y = self.recur(self.project_in(x), positions)  # [s, b, n/tp p]
+        return BlockOutput(self.projection(y), self.projection.bias)
+
+    @communication_point
+    def project_in(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to the features of this rank's groups, ``[s, b, g/tp (2 r p + 2 d + r)]``."""
+        projected: Tensor = self.in_projection(x)
+        return projected
+
+    @wrap_point
+    def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
+        """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n/tp p]``, of convolved x, B and C."""
+        sizes, starts, saved = self.sizes, positions.document_starts, self.saved
+        inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
+        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
+        gate, mixed, step = grouped.split((sizes.group_rows[0], sizes.num_mixed, sizes.group_heads), dim=-1)
+        convolved, inputs = self.convolution(mixed.flatten(2), starts, inputs)
+        x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(sizes.group_rows[1:4], dim=-1)
+
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        heads = (-1, sizes.group_heads)
+        A_log, dt_bias, D = (each.to(wide).view(heads) for each in (self.A_log, self.dt_bias, self.D))
+        dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g/tp, r]
+        x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g/tp, r, p]
+        y, state = scan(x, dt, -A_log.exp(), of_input, of_output, starts, state)
+        if saved is not None:
+            saved.inputs, saved.state = inputs, state
+        y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g/tp, r p]
+        weight = self.norm.view(-1, sizes.group_rows[0])
+        return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
+
+
+def _of_heads(initial: Tensor, context: LayerContext) -> nn.Parameter:
+    """Return a parameter with a number for each head, cut over tp."""
+    spec = ParameterSpec(tuple(initial.shape), Cut("tp", 0), decay=False, initial=initial)
+    return new_parameter(spec, context)
+
+
+def initial_rates(sizes: MambaSizes) -> Tensor:
+    """Return the initial decay rates of all heads: the quantiles of the published uniform distribution."""
+    low, high = _DECAY_RATES
+    return low + (high - low) * (torch.arange(sizes.num_heads, dtype=torch.float64) + 0.5) / sizes.num_heads
+
+
+def initial_time_steps(sizes: MambaSizes) -> Tensor:
+    """Return the initial time steps of all heads, whose logarithms are spread evenly.
+
+    Multiples of the golden ratio spread them over any consecutive heads too, so that they do not grow with
+    the decay rates.
+    """
+    low, high = map(math.log, _TIME_STEPS)
+    shares = (torch.arange(sizes.num_heads, dtype=torch.float64) + 0.5) * _GOLDEN_RATIO % 1.0
+    return (low + (high - low) * shares).exp()
