@@ -51,6 +51,7 @@ _GATED: dict[str, Any] = {
 }
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
+_LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
 _EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
 
@@ -102,6 +103,19 @@ class ModelConfig:
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
     kv_channels: int | None = field(default=None, metadata=option(allowed=SIZE))
     """Size of one attention head. By default hidden size / attention heads."""
+    multi_latent_attention: bool = False
+    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
+    q_lora_rank: int | None = field(default=None, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of queries. By default queries are projected from the hidden states."""
+    kv_lora_rank: int = field(default=32, metadata=option(allowed=SIZE, **_LATENT))
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of each head's queries and keys without rotary positions."""
+    qk_pos_emb_head_dim: int = field(default=64, metadata=option(allowed=SIZE, **_LATENT))
+    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
+    v_head_dim: int = field(default=128, metadata=option(allowed=SIZE, **_LATENT))
+    """Size of a head's values."""
     seq_length: int = field(
         default=1024, metadata=option("--encoder-seq-length", allowed=SIZE, same_shapes=True)
     )
@@ -182,7 +196,7 @@ class ModelConfig:
     """With --yarn-mscale-all-dim A and factor f, cosines and sines are multiplied by (0.1 M ln f + 1) /
     (0.1 A ln f + 1)."""
     yarn_mscale_all_dim: float | None = field(default=None, metadata=option(allowed=POSITIVE, **_YARN))
-    """The A of --yarn-mscale."""
+    """The A of --yarn-mscale. In multi-latent attention, scores are also multiplied by (0.1 A ln f + 1)^2."""
     llama_4_scaling_beta: float | None = field(
         default=None,
         metadata=option(
@@ -264,7 +278,8 @@ class ModelConfig:
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
     qk_layernorm: bool = False
-    """Normalize queries and keys before attention, with the norm of --normalization."""
+    """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
+    attention, normalize the latents."""
     qk_layernorm_width: QKNormWidth = field(
         default="head", metadata=option(only_with=("qk_layernorm", (True,)), in_megatron=False)
     )
@@ -327,6 +342,30 @@ class ModelConfig:
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = field(default=False, metadata=option(**_ROUTER))
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
+    sums of their two highest scores (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
+    """Number of groups of a token's experts."""
+    moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
+    """Factor of the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Add a bias to the scores that select experts, but not to their weights. Each update changes it to even
+    out their use (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = field(
+        default=1e-3,
+        metadata=option(
+            allowed=NOT_NEGATIVE,
+            on_resume=OnResume.SETTING,
+            only_with=("moe_router_enable_expert_bias", (True,)),
+            in_megatron=False,
+        ),
+    )
+    """How much an update changes the bias of each expert."""
+    moe_shared_expert_intermediate_size: int | None = field(
+        default=None, metadata=option(allowed=SIZE, **_EXPERTS)
+    )
+    """Width of an MLP that computes all tokens beside the experts. By default there is none."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
@@ -466,14 +505,26 @@ class ModelConfig:
         """
         # The planner counts the parameters of the real layer. A formula suffices for what is needed before
         # any layer exists: to balance stages by parameters, and for the model FLOPs of the log.
-        heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
-        attention = self.hidden_size * heads * self.head_dim
         rows = self.ffn_size * self._num_halves
         if kind.has_experts:
             assert self.num_experts is not None
             count = self.moe_router_topk if active else self.num_experts
-            rows = count * self.expert_ffn_size * self._num_halves + self.num_experts
-        return attention + self.hidden_size * rows
+            width = count * self.expert_ffn_size + (self.moe_shared_expert_intermediate_size or 0)
+            rows = width * self._num_halves + self.num_experts
+        return self._attention_weights + self.hidden_size * rows
+
+    @property
+    def _attention_weights(self) -> int:
+        """Return the number of elements of the matrices of an attention block."""
+        if not self.multi_latent_attention:
+            heads = self.num_kv_heads * sum(self.group_heads) + self.num_attention_heads
+            return self.hidden_size * heads * self.head_dim
+        queries = self.num_attention_heads * self.head_dim
+        of_latents = self.num_attention_heads * (self.qk_head_dim + self.v_head_dim) * self.kv_lora_rank
+        rows = self.kv_lora_rank + self.qk_pos_emb_head_dim + self.num_attention_heads * self.v_head_dim
+        if self.q_lora_rank is None:
+            return of_latents + self.hidden_size * (rows + queries)
+        return of_latents + self.q_lora_rank * queries + self.hidden_size * (rows + self.q_lora_rank)
 
     @property
     def mtp_weights(self) -> int:
@@ -488,13 +539,24 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the size of one attention head, resolved."""
+        """Return the size of one head of queries and keys, resolved."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of one head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
     def score_scale(self) -> float:
         """Return the factor of the products of queries and keys."""
-        return 1.0 / math.sqrt(self.squared_score_divisor)
+        scale = 1.0 / math.sqrt(self.squared_score_divisor)
+        if self.multi_latent_attention and self.rope_scaling == "yarn" and self.yarn_mscale_all_dim:
+            longer = max(self.rope_scaling_factor, 1.0)
+            scale *= (0.1 * self.yarn_mscale_all_dim * math.log(longer) + 1.0) ** 2
+        return scale
 
     @property
     def squared_score_divisor(self) -> float:
@@ -513,6 +575,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Return how many elements of a head rotary positions rotate."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property

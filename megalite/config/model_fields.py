@@ -50,7 +50,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "num_experts": model.num_experts if model.has_experts else None,
         "moe_ffn_hidden_size": model.expert_ffn_size,
         **_resolved_patterns(model),
-        **dict.fromkeys(inactive_options(model)),
+        **dict.fromkeys(name for name in inactive_options(model) if name in fields),
     }
 
 

@@ -19,10 +19,10 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     This is the convention of Narayanan et al. 2021 (arXiv 2104.04473, appendix), without their recomputed
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
-    hidden, queries, kinds = model.hidden_size, model.num_attention_heads * model.head_dim, _kinds(model)
+    hidden, features = model.hidden_size, model.num_attention_heads * (model.head_dim + model.value_dim)
     head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
-    scores_and_context = 2 * queries * sum(map(model.mean_visible_keys, kinds))
-    layers = sum(model.layer_weights(kind, active=True) for kind in kinds)
+    scores_and_context = features * sum(map(model.mean_visible_keys, _kinds(model)))
+    layers = sum(model.layer_weights(kind, active=True) for kind in _kinds(model))
     joining = 2 * hidden * hidden * model.mtp_num_layers
     multiply_adds = layers + joining + scores_and_context + head * _logits_per_token(model)
     return 3 * 2 * multiply_adds
@@ -37,7 +37,7 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     """
     causal = flops_per_token(model, tp)
     not_counted = sum(model.seq_length - model.mean_visible_keys(kind) for kind in _kinds(model))
-    scores = 12 * model.num_attention_heads * model.head_dim * not_counted
+    scores = 6 * model.num_attention_heads * (model.head_dim + model.value_dim) * not_counted
     logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * _logits_per_token(model)
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}

@@ -2,9 +2,9 @@
 
 Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et al. 2020, table 2.1), BLOOM
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
-al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger
-et al. 2025), Gemma 2 and 3 (Gemma Team 2024, 2025 and their configs), SmolLM 3 (Bakouch et al. 2025)
-and Pythia (Biderman et al. 2023).
+al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger et al. 2025),
+DeepSeek-V2 and V3 (DeepSeek-AI 2024 and their configs), Gemma 2 and 3 (Gemma Team 2024, 2025 and their
+configs), SmolLM 3 (Bakouch et al. 2025) and Pythia (Biderman et al. 2023).
 """
 
 from __future__ import annotations
@@ -141,6 +141,18 @@ _SMOLLM3 = replace(
     vocab_size=128256,
     untie_embeddings_and_output_weights=False,
 )
+# Of the norms, those of the latents have this epsilon in both models.
+_DEEPSEEK = replace(
+    _LLAMA,
+    multi_latent_attention=True,
+    kv_lora_rank=512,
+    qk_layernorm=True,
+    rotary_interleaved=True,
+    rope_scaling="yarn",
+    rope_scaling_factor=40.0,
+    original_max_position_embeddings=4096,
+    norm_epsilon=1e-6,
+)
 
 
 def _tiny(family: ModelConfig) -> ModelConfig:
@@ -195,6 +207,39 @@ PRESETS: Mapping[str, ModelConfig] = {
         moe_router_pre_softmax=True,
         moe_aux_loss_coeff=0.01,
         moe_z_loss_coeff=0.001,
+    ),
+    "deepseek-v2-lite": replace(
+        _sized(_DEEPSEEK, 27, 2048, 16, 163840),
+        ffn_hidden_size=10944,
+        vocab_size=102400,
+        yarn_mscale=0.707,
+        yarn_mscale_all_dim=0.707,
+        num_experts=64,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1408,
+        moe_shared_expert_intermediate_size=2 * 1408,
+        moe_layer_freq=(0,) + (1,) * 26,
+        moe_router_pre_softmax=True,
+        moe_aux_loss_coeff=0.001,
+    ),
+    "deepseek-v3": replace(
+        _sized(_DEEPSEEK, 61, 7168, 128, 163840),
+        q_lora_rank=1536,
+        ffn_hidden_size=18432,
+        vocab_size=129280,
+        yarn_mscale=1.0,
+        yarn_mscale_all_dim=1.0,
+        num_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq=(0,) * 3 + (1,) * 58,
+        moe_router_score_function="sigmoid",
+        moe_router_num_groups=8,
+        moe_router_group_topk=4,
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_aux_loss_coeff=0.0001,
     ),
     "olmo2-7b": replace(_sized(_OLMO2, 32, 4096, 32, 4096), ffn_hidden_size=11008),
     "olmo3-7b": replace(_sized(_OLMO3, 32, 4096, 32, 65536), ffn_hidden_size=11008),

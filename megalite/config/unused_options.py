@@ -117,6 +117,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.mtp_num_layers == 0:
         yield "mtp_loss_scaling_factor", "--mtp-num-layers is 0"
+    if model.multi_latent_attention:
+        yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mup_base_width is None:
         yield "mup_base_head_dim", "--mup-base-width is not set"
     if model.architecture != "bert":

@@ -8,7 +8,15 @@ from dataclasses import fields, replace
 from megalite.config.config import Config
 from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
-from megalite.config.rules import data_rules, logging_rules, model_rules, parallel_rules, training_rules
+from megalite.config.rules import (
+    attention_rules,
+    data_rules,
+    logging_rules,
+    model_rules,
+    multi_token_rules,
+    parallel_rules,
+    training_rules,
+)
 from megalite.errors import ConfigError, Problem, one_line
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
@@ -19,9 +27,10 @@ RULES: tuple[Rule, ...] = (
     model_rules.rope_scaling,
     model_rules.no_rope,
     model_rules.query_groups,
+    attention_rules.latent_attention,
     model_rules.bert,
     model_rules.experts,
-    model_rules.multi_token_prediction,
+    multi_token_rules.multi_token_prediction,
     model_rules.norm_position,
     model_rules.qk_norm,
     model_rules.mup,

@@ -33,7 +33,13 @@ from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, new_parameter, spec_of
+from megalite.tensor_parallel.parameter_spec import (
+    LayerContext,
+    ParameterShard,
+    buffer_spec,
+    new_parameter,
+    spec_of,
+)
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
 
@@ -242,6 +248,10 @@ def load_model(
     parts = {
         f"{trained.prefix}{name}": ParameterShard.whole(parameter.data, spec_of(parameter))
         for name, parameter in stage.named_parameters()
+    }
+    parts |= {
+        f"model.{name}": ParameterShard.whole(buffer, buffer_spec(buffer), is_buffer=True)
+        for name, buffer in stage.named_buffers()
     }
     with topology.agreed():
         check_weights(trained.manifest, parameters_of(model), model.num_layers)

@@ -70,9 +70,15 @@ def flash_attention(
     return out
 
 
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, s, d]``."""
-    return like_sequence(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, s, d]``.
+
+    Args:
+        v: values; the output has the size of their heads.
+    """
+    return like_sequence(q, v.shape[3]), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def _softmax(
@@ -99,7 +105,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     softmax = _softmax(q.shape[2], *rest)
     softmax.cap_(weights)
     log_sums = softmax_reference(weights, *softmax.arguments(0))
-    out, _ = empty_results(q)
+    out, _ = empty_results(q, v)
     return out.copy_(weights @ values), log_sums
 
 
@@ -120,7 +126,7 @@ def reference_backward(
     grad_k, grad_v = (
         x.unflatten(1, (-1, shared)).sum(2) for x in (weight_grads.mT @ queries, weights.mT @ grads)
     )
-    results = empty_gradients(q, k)
+    results = empty_gradients(q, k, v)
     for result, value in zip(gradients_of(results), (weight_grads @ keys, grad_k, grad_v), strict=True):
         result.copy_(value)
     return results
@@ -280,7 +286,7 @@ def launch(
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
 
     q, k, v = map(_with_rows, (q, k, v))
-    out, log_sums = empty_results(q)
+    out, log_sums = empty_results(q, v)
     b, n, s, _ = q.shape
     if q.numel() == 0:
         return out, log_sums
@@ -316,7 +322,7 @@ def launch_backward(
     from megalite.kernels import triton_attention as kernels
 
     grad, q, k, v = map(_with_rows, (grad, q, k, v))
-    results = empty_gradients(q, k)
+    results = empty_gradients(q, k, v)
     grad_q, grad_k, grad_v = gradients_of(results)
     delta = torch.empty_like(log_sums)
     (b, n, s, d), g = q.shape, k.shape[1]
@@ -398,12 +404,12 @@ if has_triton():
 
 @torch.library.register_fake(_OP)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q)
+    return empty_results(q, v)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> list[Tensor]:
-    return empty_gradients(q, k)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    return empty_gradients(q, k, v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

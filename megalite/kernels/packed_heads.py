@@ -53,26 +53,30 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
     return x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 
 
-def like_sequence(x: Tensor) -> Tensor:
-    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``."""
+def like_sequence(x: Tensor, size: int | None = None) -> Tensor:
+    """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``.
+
+    Args:
+        size: d, if it is not that of x.
+    """
     b, n, s, d = x.shape
-    return x.new_empty((s, b, n, d)).permute(1, 2, 0, 3)
+    return x.new_empty((s, b, n, size or d)).permute(1, 2, 0, 3)
 
 
-def empty_gradients(q: Tensor, k: Tensor) -> list[Tensor]:
-    """Allocate the gradients of queries ``[b, n, m, d]``, and of keys and values ``[b, g, s, d]``.
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Allocate the gradients of queries ``[b, n, m, d]``, keys ``[b, g, s, d]`` and values ``[b, g, s, d']``.
 
     Returns:
         A packed tensor, or three tensors if its slices would not be views. `gradients_of` returns all three.
     """
     (b, n, s, d), g = q.shape, k.shape[1]
-    if s == k.shape[2] and (n == g or g == 1):
+    if s == k.shape[2] and (n == g or g == 1) and v.shape[3] == d:
         return [q.new_empty((s, b, g, n // g + 2, d))]
-    return [like_sequence(q), like_sequence(k), like_sequence(k)]
+    return [like_sequence(q), like_sequence(k), like_sequence(v)]
 
 
 def gradients_of(allocated: Sequence[Tensor]) -> Heads:
-    """Return views of `empty_gradients`: the gradients ``[b, n, s, d]`` and twice ``[b, g, s, d]``."""
+    """Return views of `empty_gradients`: gradients ``[b, n, s, d]``, ``[b, g, s, d]``, ``[b, g, s, d']``."""
     if len(allocated) == 1:
         q, k, v = (x.permute(1, 2, 0, 3) for x in split_heads(allocated[0]))
     else:

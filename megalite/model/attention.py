@@ -47,35 +47,38 @@ class Attention(nn.Module):
         self.own_rotary = kind.own_rotary
         self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
+        self.local_heads = config.num_attention_heads // self.tp.size
+        self.build_inputs(config, context)
+        self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
+        self.projection = RowParallelLinear(
+            config.num_attention_heads * config.value_dim,
+            config.hidden_size,
+            context,
+            bias=config.add_bias_linear,
+            std=depth_scaled_std(config.init_method_std, config.num_layers),
+            skip_bias_add=True,
+            width_ratio=config.width_ratio,
+        )
+        self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
+
+    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
+        """Build the modules that compute queries, keys and values."""
         self.num_groups = config.num_kv_heads
         self.group_heads = config.group_heads
-        self.local_heads = config.num_attention_heads // self.tp.size
-        h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         qkv_size = self.num_groups * sum(self.group_heads) * self.head_dim
         group_rows = tuple(count * self.head_dim for count in self.group_heads)
         self.qkv = ColumnParallelLinear(
-            h,
+            config.hidden_size,
             qkv_size,
             context,
             bias=config.has_qkv_bias,
-            std=std,
+            std=config.init_method_std,
             fused_rows=group_rows,
             width_ratio=config.width_ratio,
         )
         self.query_norm = build_head_norm(config, context, config.num_attention_heads)
         self.key_norm = build_head_norm(config, context, self.num_groups)
-        self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
-        self.projection = RowParallelLinear(
-            config.num_attention_heads * self.head_dim,
-            h,
-            context,
-            bias=bias,
-            std=depth_scaled_std(std, config.num_layers),
-            skip_bias_add=True,
-            width_ratio=config.width_ratio,
-        )
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
-        self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -107,8 +110,7 @@ class Attention(nn.Module):
         With a gate, the result is multiplied by its sigmoid (Qiu et al. 2025, arXiv 2505.06708). The shapes
         are as in `forward`.
         """
-        angles = positions.angles_of(self.own_rotary)
-        q, k = self.rotate(q, angles), self.rotate(k, angles)
+        q, k, v = self.rotated(q, k, v, positions.angles_of(self.own_rotary))
         if positions.query_factors is not None:
             q = q * positions.query_factors
         q, k, v = self.reach_keys(q, k, v)
@@ -118,6 +120,12 @@ class Attention(nn.Module):
         y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
         y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
         return y if gate is None else y * gate.sigmoid()
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, of which the first two are rotated by their positions."""
+        return self.rotate(q, angles), self.rotate(k, angles), v
 
     def _sinks_of(self, q: Tensor) -> Tensor | None:
         """Return the sinks of the heads of queries ``[b, n', m, d]``: ranks may exchange heads for tokens."""

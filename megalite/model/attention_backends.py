@@ -104,6 +104,8 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.config.softmax_type != "vanilla":
         return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
+        if case.config.value_dim != case.config.head_dim:
+            return f"on a CPU it needs {_EQUAL_SIZES}"
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
         return ""
@@ -113,8 +115,15 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
-        f"for head size {case.config.head_dim} in {case.config.params_dtype}{bias}"
+        f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
     )
+
+
+def _head_sizes(config: ModelConfig) -> str:
+    """Return the sizes of heads as text."""
+    if config.value_dim == config.head_dim:
+        return f"head size {config.head_dim}"
+    return f"heads of {config.head_dim} elements with values of {config.value_dim}"
 
 
 _PROBES = {
@@ -125,11 +134,12 @@ _PROBES = {
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
 _SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
+_EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 
-def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return queries, keys and bias of one sample, as expanded tensors that need little memory."""
+def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return queries, keys, values and bias of one sample, as expanded tensors that need little memory."""
     config, context = case.config, case.context
     heads = config.num_attention_heads // context.attention_heads.count
     groups = max(1, config.num_kv_heads // context.attention_heads.count)
@@ -137,22 +147,27 @@ def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
     m = s // context.attention_queries.count  # queries
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
     q, k = one.expand(1, heads, m, d), one.expand(1, groups, s, d)
+    v = (
+        k
+        if config.value_dim == d
+        else one.new_empty(config.value_dim, requires_grad=True).expand(1, groups, s, -1)
+    )
     mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, m, s)
-    return q, k, mask if case.has_bias else None
+    return q, k, v, mask if case.has_bias else None
 
 
 def _parameters(case: Case) -> torch.backends.cuda.SDPAParams:
     """Return the arguments of scaled_dot_product_attention for one sample."""
-    q, k, bias = _tensors(case)
-    return torch.backends.cuda.SDPAParams(q, k, k, bias, 0.0, bias is None, q.shape[1] != k.shape[1])
+    q, k, v, bias = _tensors(case)
+    return torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, bias is None, q.shape[1] != k.shape[1])
 
 
 def kernel_of(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     """Return the kernel that PyTorch selects on a GPU for this run's shapes, and cuDNN's version."""
-    q, k, bias = _tensors(case)
+    q, k, v, bias = _tensors(case)
     with sdpa_kernel(by_speed(kernels, case.context.device), set_priority=True):
         selected = SDPBackend(
-            selected_attention(q, k, k, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
+            selected_attention(q, k, v, bias, 0.0, bias is None, enable_gqa=q.shape[1] != k.shape[1])
         )
     version = torch.backends.cudnn.version()
     installed = f"cuDNN {cudnn_version(version)}" if version else "no cuDNN"
@@ -192,8 +207,9 @@ def _triton_refusal(case: Case) -> str:
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
         return "the Triton kernel has no fp64"
-    if case.config.head_dim > MAX_HEAD_DIM:
-        return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {case.config.head_dim}"
+    size = max(case.config.head_dim, case.config.value_dim)
+    if size > MAX_HEAD_DIM:
+        return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {size}"
     return _lacks(case)
 
 

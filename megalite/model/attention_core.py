@@ -57,7 +57,7 @@ class LayerCore(Protocol):
         drop: Drop,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Map ``[b, n, m, d]`` and twice ``[b, g', s, d]`` to ``[b, n, m, d]``.
+        """Map ``[b, n, m, d]``, ``[b, g', s, d]`` and ``[b, g', s, d']`` to ``[b, n, m, d']``.
 
         Args:
             visible: keys that each query sees, from `PositionInfo`.
@@ -71,9 +71,11 @@ class Core(Protocol):
 
     Attributes:
         choice: the backend and the reason for its choice, for the log.
+        is_cached: whether it keeps the keys and values of earlier calls.
     """
 
     choice: str
+    is_cached: bool
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo: ...
 
@@ -92,6 +94,7 @@ class AttentionCore(ABC):
     """
 
     choice = ""
+    is_cached = False
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
@@ -395,7 +398,10 @@ class MeasuredCore:
 
 
 class TritonCore(SoftmaxCore):
-    """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`."""
+    """Computes attention in our Triton kernels, with the dropout masks of `UnfusedCore`.
+
+    Values of another size than keys are padded with zeros, or the keys are.
+    """
 
     def __call__(
         self,
@@ -407,4 +413,8 @@ class TritonCore(SoftmaxCore):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute attention; see `LayerCore`."""
-        return flash_attention(q, k, v, self.softmax(k, visible, drop), sinks)
+        softmax, size = self.softmax(k, visible, drop), v.shape[3]
+        if size == k.shape[3]:
+            return flash_attention(q, k, v, softmax, sinks)
+        q, k, v = (F.pad(x, (0, max(size, k.shape[3]) - x.shape[3])) for x in (q, k, v))
+        return flash_attention(q, k, v, softmax, sinks)[..., :size]

@@ -133,14 +133,14 @@ def attend(
 
     Args:
         q: ``[b, n, s', d]``: s' queries from position `softmax.visible.first` on.
-        k, v: ``[b, g, s, d]``.
+        k, v: ``[b, g, s, d]`` and ``[b, g, s, d']``.
         largest: largest scaled score of each head so far, ``[n]``, which is raised in place; None to skip it.
 
     Returns:
-        The output ``[b, n, s', d]`` and, for backward, the logarithm of each query's sum of exponentials,
+        The output ``[b, n, s', d']`` and, for backward, the logarithm of each query's sum of exponentials,
         ``[b, n, s']``.
     """
-    out, sums = empty_results(q)
+    out, sums = empty_results(q, v)
     factor = _query_scale(q.dtype, softmax.scale)
     softmax = softmax._replace(scale=softmax.scale / factor)
     offset = softmax.visible.first
@@ -184,7 +184,7 @@ def attend_backward(
 
     They are returned as `empty_gradients` allocates them.
     """
-    results = empty_gradients(q, k)
+    results = empty_gradients(q, k, v)
     grad_q, grad_k, grad_v = gradients_of(results)
     factor = _query_scale(q.dtype, softmax.scale)
     softmax = softmax._replace(scale=softmax.scale / factor)
@@ -193,7 +193,7 @@ def attend_backward(
         part = softmax.part(tile.samples, tile.heads)
         keys, values = tile.keys(k), tile.keys(v)
         # Transposed tensors make the GEMMs faster. Sums over blocks of queries are in fp32 or fp64.
-        sum_k, sum_v = keys.new_zeros((2, keys.shape[0], keys.shape[2], keys.shape[1]), dtype=sums.dtype)
+        sum_k, sum_v = (x.new_zeros(x.mT.shape, dtype=sums.dtype) for x in (keys, values))
         for first, last in blocking.blocks(q.shape[2]):
             queries = _times(tile.queries(q, first, last), factor)
             row_grads = tile.queries(grad, first, last)

@@ -5,7 +5,7 @@ ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank 
 (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
-those of one tensor-parallel rank.
+those of one tensor-parallel rank. Values may have heads of another size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
     """Return the rank's queries with all keys and values ``[s, b, g, d]``; backward reduce-scatters."""
     if cp.size == 1:
         return q, k, v
-    k, v = gather_from_sequence_parallel(torch.cat((k, v), dim=2), cp).chunk(2, dim=2)
+    sizes = k.shape[3], v.shape[3]
+    k, v = gather_from_sequence_parallel(torch.cat((k, v), dim=3), cp).split(sizes, dim=3)
     return q, k, v
 
 
@@ -48,6 +49,11 @@ def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Head
     Several ranks get a copy of a key/value head if there are fewer of them than ranks.
     """
     if cp.size == 1:
+        return q, k, v
+    if q.shape[2] == k.shape[2]:
+        q, k, v = _ToHeads.apply(torch.cat((q, k, v), dim=3), cp).split(
+            [x.shape[3] for x in (q, k, v)], dim=3
+        )
         return q, k, v
     copies = max(1, cp.size // k.shape[2])
     heads = q, *(x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))

@@ -10,6 +10,7 @@ experts compute n rows, each of which is a token for one expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,9 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
-from megalite.model.mlp import activation_of
+from megalite.model.mlp import MLP, activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.wrapping import communication_point
 
@@ -55,7 +56,15 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Selects the experts of each token by a linear layer, in at least fp32."""
+    """Selects the experts of each token by a linear layer, in at least fp32.
+
+    Attributes:
+        expert_bias: ``[e]``, added to the scores that select experts; None without it.
+        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank. Recomputation
+            counts all tokens of the layer twice.
+    """
+
+    expert_bias: Tensor | None
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -66,6 +75,11 @@ class Router(nn.Module):
         self.term_names = names_of_terms(config)
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
+        wide = torch.promote_types(context.dtype, torch.float32)
+        has_bias = config.moe_router_enable_expert_bias
+        bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
@@ -73,8 +87,9 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        # Of equal scores, the lower number comes first, on any device.
-        experts = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
+        experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
+        if self.expert_bias is not None and torch.is_grad_enabled():
+            self.num_tokens += self._counts(experts.flatten())
         if not is_softmax:
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
@@ -82,6 +97,8 @@ class Router(nn.Module):
             weights = scores.gather(-1, experts)
         else:
             weights = logits.gather(-1, experts).softmax(-1)
+        if self.config.moe_router_topk_scaling_factor != 1.0:
+            weights = weights * self.config.moe_router_topk_scaling_factor
         terms = {}
         if BALANCE_LOSS in self.term_names:
             shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
@@ -91,6 +108,22 @@ class Router(nn.Module):
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
         return Routing(weights.to(x.dtype), experts, terms)
+
+    def _ranking(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
+
+        A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        """
+        num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        if self.expert_bias is not None:
+            logits = scores = scores + self.expert_bias
+        if num_groups is None or num_selected is None:
+            return logits
+        by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
+        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        is_other = torch.ones_like(of_groups, dtype=torch.bool)
+        is_other.scatter_(-1, highest(of_groups, num_selected), False)
+        return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
         """Return the balance loss of the samples, summed over the microbatch's tokens.
@@ -104,19 +137,31 @@ class Router(nn.Module):
             experts: ``[s, b, k]``.
         """
         selected = experts.transpose(0, 1).flatten(1)  # [b, s k]
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        counts = (selected.unsqueeze(-1) == numbers).sum(1).to(shares.dtype)  # [b, e]
+        counts = self._counts(selected).to(shares.dtype)  # [b, e]
         axes = self.context.sequence_axes
         if axes:
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
         num_rows = counts.sum(1, keepdim=True)  # [b, 1]
         return self._over_tokens((shares.sum(0) * counts / num_rows).sum() * self.num_experts)
 
+    def _counts(self, experts: Tensor) -> Tensor:
+        """Return how often each expert occurs in the last dim, ``[..., e]``."""
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        return (experts.unsqueeze(-1) == numbers).sum(-2)
+
     def _over_tokens(self, total: Tensor) -> Tensor:
         """Sum a total of the rank's hidden states over all of its tokens, which tp can cut."""
         if not self.context.sequence_parallel:
             return total
         return reduce_from_tensor_parallel(total, self.context.tp)
+
+
+def highest(x: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest numbers of the last dim.
+
+    Of equal numbers, the lower index comes first, on any device.
+    """
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 class ExpertWeights(nn.Module):
@@ -135,7 +180,10 @@ class ExpertWeights(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i."""
+    """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
+
+    A shared expert, an MLP for all tokens, is added.
+    """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -148,6 +196,8 @@ class MixtureOfExperts(nn.Module):
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e/ep, h, ffn/etp]
+        shared = config.moe_shared_expert_intermediate_size
+        self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
@@ -157,13 +207,15 @@ class MixtureOfExperts(nn.Module):
     @communication_point
     def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
+        shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = self.router(x)
         y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
         y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.
         y = _WeightedActivation.apply(y, weights, self.activate)  # [n, ffn/etp]
-        return combine(grouped_linear(y, self.down.weight, ends)), terms
+        y = combine(grouped_linear(y, self.down.weight, ends))
+        return y if shared is None else y + shared, terms
 
     def activate(self, x: Tensor) -> Tensor:
         """Map `up`'s ``[n, ffn/etp]``, or ``[n, 2 ffn/etp]`` if gated, to ``[n, ffn/etp]``."""

@@ -34,6 +34,8 @@ class CachedCore(SdpaCore):
         is_plain: whether scores are computed in plain PyTorch, for caps and sinks.
     """
 
+    is_cached = True
+
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         self.cap = config.attn_logit_softcapping
@@ -44,7 +46,8 @@ class CachedCore(SdpaCore):
     def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
         """Return the core of one layer, with its own keys and values."""
         super().for_layer(layer, kind)
-        return self.layers.setdefault(layer, CachedLayer(self))
+        kind_of_layer = CachedLatents if self.config.multi_latent_attention else CachedLayer
+        return self.layers.setdefault(layer, kind_of_layer(self))
 
     def begin(self, capacity: int, padding: Tensor | None = None) -> None:
         """Empty the cache for new sequences.
@@ -56,15 +59,14 @@ class CachedCore(SdpaCore):
         self.capacity, self.length = capacity, 0
         self.padding = padding
         for layer in self.layers.values():
-            layer.keys = layer.values = None
+            layer.forget()
 
     def select(self, rows: Tensor) -> None:
         """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""
         if self.padding is not None:
             self.padding = self.padding[rows]
         for layer in self.layers.values():
-            assert layer.keys is not None and layer.values is not None
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+            layer.select(rows)
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
         """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""
@@ -119,6 +121,28 @@ class CachedLayer:
         """Return the functions that rotate new queries and keys; the cache holds rotated keys."""
         return self.shared.rotations
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        self.keys = self.values = None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, int64."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new keys and values ``[b, g', s, d]``, and return all, ``[b, g', l, d]``."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self.allocated(k), self.allocated(v)
+        length = self.shared.length
+        new = slice(length - k.shape[2], length)
+        self.keys[:, :, new], self.values[:, :, new] = k, v
+        return self.keys[:, :, :length], self.values[:, :, :length]
+
+    def allocated(self, x: Tensor) -> Tensor:
+        """Allocate space for all keys or values of sequences with new ones ``[b, g', s, d]``."""
+        return x.new_empty((*x.shape[:2], self.shared.capacity, x.shape[3]))
+
     def __call__(
         self,
         q: Tensor,
@@ -132,13 +156,8 @@ class CachedLayer:
 
         Dropout is ignored: the cache is not used in training.
         """
-        if self.keys is None or self.values is None:
-            shape = (*k.shape[:2], self.shared.capacity, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        length, num_tokens = self.shared.length, k.shape[2]
-        self.keys[:, :, length - num_tokens : length] = k
-        self.values[:, :, length - num_tokens : length] = v
-        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        num_tokens = k.shape[2]
+        keys, values = self.append(k, v)
         if self.shared.is_plain:
             assert visible.bias is not None
             return plain_attention(q, keys, values, visible.bias, self.shared.scale, self.shared.cap, sinks)
@@ -153,14 +172,35 @@ class CachedLayer:
         )
 
 
+class CachedLatents(CachedLayer):
+    """Holds one layer's latents and shared parts of keys, ``[b, 1, capacity, c + r]``, as keys.
+
+    The latents, the first c elements, are also the values.
+    """
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, int64."""
+        assert self.keys is not None
+        self.keys = self.keys[rows]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys ``[b, 1, s, c + r]``, and return all, and all values, ``[b, 1, l, c]``."""
+        if self.keys is None:
+            self.keys = self.allocated(k)
+        length = self.shared.length
+        self.keys[:, :, length - k.shape[2] : length] = k
+        keys = self.keys[:, :, :length]
+        return keys, keys[..., : v.shape[3]]
+
+
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Return softmax(scale q k^T + bias) v, ``[b, n, s, d]``, with all scores in memory.
+    """Return softmax(scale q k^T + bias) v, ``[b, n, s, d']``, with all scores in memory.
 
     Args:
         q: ``[b, n, s, d]``.
-        k, v: ``[b, g', l, d]``.
+        k, v: ``[b, g', l, d]`` and ``[b, g', l, d']``.
         bias: ``[b or 1, n or 1, s, l]``.
         cap: c, if c tanh(x / c) replaces each scaled score x.
         sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.

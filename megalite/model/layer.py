@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.loss_terms import WithTerms
-from megalite.model.attention import Attention
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts
+from megalite.model.latent_attention import attention_class
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
@@ -38,7 +38,8 @@ class TransformerLayer(nn.Module):
         self.kind = config.layer_kind(layer)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
         self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)
-        self.attention = Attention(config, context, core, layer, self.kind)
+        attention = attention_class(config, is_cached=core.is_cached)
+        self.attention = attention(config, context, core, layer, self.kind)
         self.attention_output_dropout = Dropout(
             config.hidden_dropout, context, f"layers.{layer}.attention.output"
         )

@@ -28,6 +28,7 @@ class LayerNorm(nn.Module):
             backward kernel adds its gradient to the norm's; autograd would need a separate kernel. x may
             also be a sum that is not yet computed.
         head_dim: normalize heads ``[s, b, n/tp, head_dim]`` of this size instead of hidden states.
+        width: normalize vectors ``[s, b, width]`` instead of hidden states.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class LayerNorm(nn.Module):
         context: LayerContext,
         with_residual: bool = False,
         head_dim: int | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight, self.scale = _scale(config, context, head_dim)  # [h]
+        self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
         shift = ParameterSpec(tuple(self.weight.shape), decay=False)
         self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
         functions = layer_norm_on(context.device.type)
@@ -57,7 +59,7 @@ class RMSNorm(nn.Module):
     """Computes x / sqrt(mean(x^2) + epsilon) * weight over the last dim (Zhang and Sennrich 2019).
 
     Args:
-        with_residual, head_dim: see `LayerNorm`.
+        with_residual, head_dim, width: see `LayerNorm`.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class RMSNorm(nn.Module):
         context: LayerContext,
         with_residual: bool = False,
         head_dim: int | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
-        self.weight, self.scale = _scale(config, context, head_dim)  # [h]
+        self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
         functions = rms_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
         self.normalize_sum = functions.of_sum
@@ -82,14 +85,14 @@ class RMSNorm(nn.Module):
 
 
 def _scale(
-    config: ModelConfig, context: LayerContext, head_dim: int | None
+    config: ModelConfig, context: LayerContext, head_dim: int | None, width: int | None = None
 ) -> tuple[nn.Parameter, Callable[[Tensor], Tensor]]:
     """Return the weight of a norm, and the function that maps it to the norm's factors.
 
     Args:
-        head_dim: see `LayerNorm`.
+        head_dim, width: see `LayerNorm`.
     """
-    size = config.hidden_size if head_dim is None else head_dim
+    size = head_dim or width or config.hidden_size
     mean, factors = (0.0, _plus_one) if config.zero_centered_norms else (1.0, _itself)
     spec = ParameterSpec((size,), mean=mean, decay=False)
     return new_parameter(spec, context, used_by_cut_heads=head_dim is not None), factors
@@ -136,6 +139,11 @@ NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RM
 def build_norm(config: ModelConfig, context: LayerContext, with_residual: bool = False) -> nn.Module:
     """Return the norm that `config.normalization` names."""
     return NORMS[config.normalization](config, context, with_residual)
+
+
+def build_latent_norm(config: ModelConfig, context: LayerContext, width: int) -> nn.Module:
+    """Return the norm of a latent ``[s, b, width]`` of multi-latent attention."""
+    return NORMS[config.normalization](config, context, width=width) if config.qk_layernorm else nn.Identity()
 
 
 def build_head_norm(config: ModelConfig, context: LayerContext, num_heads: int) -> nn.Module:

@@ -84,12 +84,12 @@ torch.library.register_kernel(_BACKWARD, None, _gradients)
 
 @torch.library.register_fake(_OP)
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q)
+    return empty_results(q, v)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
-    return empty_gradients(q, k)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    return empty_gradients(q, k, v)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

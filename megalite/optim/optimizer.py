@@ -14,6 +14,7 @@ from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.observer import Observer, observed
 from megalite.distributed.topology import Topology
 from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
+from megalite.optim.adjustment import Adjustment
 from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, kind_for, make_buckets
 from megalite.optim.global_norm import CountedShard, global_norm
@@ -27,7 +28,6 @@ from megalite.optim.gradient_buckets import (
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload, open_offload
-from megalite.optim.qk_clip import QKClip
 from megalite.optim.sharded_weights import ChunkModules, ShardedChunk, ShardedWeights, shard_chunks
 from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.pipeline.schedules import SCHEDULES
@@ -50,13 +50,12 @@ class Optimizer:
         scaler: its scale multiplies the loss of each backward pass.
         observers: notified of each part of the work, by Megatron-LM's timer names.
         offload: holds the states that are not on the device; None if all states are on the device.
-        qk_clip: scales weights after large attention scores; None without --qk-clip. `build_optimizer` sets
-            it.
+        adjustments: change the model after an update. `build_optimizer` sets them.
         averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
 
-    qk_clip: QKClip | None = None
+    adjustments: Sequence[Adjustment] = ()
 
     def __init__(
         self,
@@ -263,8 +262,8 @@ class Optimizer:
             if not self.offload.keeps_gradients and self.reducer.graphs_add:
                 self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
-        if self.qk_clip is not None:
-            self.qk_clip.begin()
+        for adjustment in self.adjustments:
+            adjustment.begin()
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
@@ -348,8 +347,8 @@ class Optimizer:
             decoupled_learning_rate,
             update_matrices,
         )
-        if self.qk_clip is not None:
-            self.qk_clip.step(is_good)
+        for adjustment in self.adjustments:
+            adjustment.step(is_good)
         if self.averages is not None:
             self.averages.update(self.adamw.num_steps, is_good)
         self.gatherer.start()

@@ -201,7 +201,12 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
     if program.triton_attention and call.kernel == "triton":
         kernel = "triton"
     forward, backward = fused_attention_seconds(
-        run.cluster.gpu, kernel, _scores_of_busiest(run, call), call.keys, call.size, dropout=call.dropout
+        run.cluster.gpu,
+        kernel,
+        _scores_of_busiest(run, call),
+        call.keys,
+        (call.size + call.value_size) / 2,
+        dropout=call.dropout,
     )
     return program.attention_slowdown * (backward if call.is_backward else forward)
 
@@ -222,7 +227,7 @@ FusedKernel = Literal["flash", "cudnn", "triton"]
 
 
 def fused_attention_seconds(
-    gpu: Gpu, kernel: FusedKernel, scores: float, keys: int, size: int, *, dropout: bool = False
+    gpu: Gpu, kernel: FusedKernel, scores: float, keys: int, size: float, *, dropout: bool = False
 ) -> tuple[float, float]:
     """Return the seconds of fused attention in forward and backward, with all helper kernels.
 
@@ -231,7 +236,7 @@ def fused_attention_seconds(
     Args:
         scores: number of attention scores: samples x heads x queries x keys, half of them if causal.
         keys: number of keys of a query.
-        size: size of a head.
+        size: size of a head, in the mean over keys and values.
         dropout: Triton's kernels drop attention weights.
     """
     full_rate = gpu.tflops * 1e12 * gpu.attention_share
@@ -254,7 +259,7 @@ def _unfused_attention(run: PlannedRun, call: AttentionCall) -> float:
     """Count a batched GEMM for the scores, softmax, and a GEMM for the context; backward has two for each."""
     gpu, size = run.cluster.gpu, run.element_bytes
     gemms = gemm_seconds(gpu, call.queries, call.keys, call.size, call.heads, size)
-    gemms += gemm_seconds(gpu, call.queries, call.size, call.keys, call.heads, size)
+    gemms += gemm_seconds(gpu, call.queries, call.value_size, call.keys, call.heads, size)
     scores = memory_seconds(run, call.heads * call.queries * call.keys * size)
     if call.is_backward:
         return 2 * gemms + SCORES_IN_BACKWARD * scores
@@ -332,11 +337,12 @@ def cp_seconds(run: PlannedRun, call: AttentionCall) -> float:
     """
     if run.cp == 1 or not run.program.is_own:
         return 0.0
-    group, token = Group(run.cluster, run.cp, run.tp), call.size * run.element_bytes
+    group, element = Group(run.cluster, run.cp, run.tp), run.element_bytes
+    of_keys = call.kv_heads * (call.size + call.value_size)  # elements of a token's keys and values
     if run.config.parallel.cp_comm_type == "all_gather":
-        return group.gather_seconds(2 * call.kv_heads * call.keys * token)
-    entering = group.gather_seconds((call.heads + 2 * call.kv_heads) * call.queries * token)
-    return entering + group.gather_seconds(call.heads * call.queries * token)
+        return group.gather_seconds(of_keys * call.keys * element)
+    entering = group.gather_seconds((call.heads * call.size + of_keys) * call.queries * element)
+    return entering + group.gather_seconds(call.heads * call.value_size * call.queries * element)
 
 
 def _overlapped_collective(

@@ -204,7 +204,7 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
             saved["core_attn"] -= element * rotated
         if program.keeps_scores and "core_attn" not in modules:
             scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
-            saved["core_attn"] += element * (scores + call.heads * call.queries * call.size)
+            saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
     if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
         saved["mlp_act"] += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
     if program.copies_heads and call is not None:
@@ -263,7 +263,9 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
     # Backward needs the keys and values that attention read, instead of the rank's own.
     element = layer.forward.gemms[0].element_bytes
     more = sum(
-        2 * (after.kv_heads * after.keys - before.kv_heads * before.keys) * before.size * element
+        (after.kv_heads * after.keys - before.kv_heads * before.keys)
+        * (before.size + before.value_size)
+        * element
         for before, after in zip(layer.forward.attention, forward.attention, strict=True)
     )
     return extended_layer.saving({"core_attn": more})

@@ -162,7 +162,8 @@ def fused_attention(
 
     For meta tensors, torch would choose the unfused attention, which saves the scores.
     """
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    has_one_size = value.shape[-1] == query.shape[-1]
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and has_one_size:
         flash = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         return flash[0]
     if query.dtype == torch.float64 or enable_gqa:  # no GPU kernel supports these

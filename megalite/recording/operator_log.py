@@ -50,10 +50,13 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
 }
 
 
-def _attention(kernel: str, q: Tensor, k: Tensor, is_causal: bool, p: float, back: bool) -> AttentionCall:
+def _attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, p: float, back: bool
+) -> AttentionCall:
     b, heads, queries, size = q.shape
+    sizes = size, v.shape[3]
     return AttentionCall(
-        kernel, b * heads, b * k.shape[1], queries, k.shape[2], size, is_causal, p > 0.0, back
+        kernel, b * heads, b * k.shape[1], queries, k.shape[2], *sizes, is_causal, p > 0.0, back
     )
 
 
@@ -61,7 +64,7 @@ class _AttentionOperator(NamedTuple):
     """Describes the positions of the arguments of an operator of fused attention.
 
     Attributes:
-        first: index of the queries; the keys are next.
+        first: index of the queries; keys and values are next.
         is_causal, dropout: index of the argument.
     """
 
@@ -71,12 +74,12 @@ class _AttentionOperator(NamedTuple):
     dropout: int
 
     def call(self, args: Sequence[Any], options: Mapping[str, Any]) -> AttentionCall:
-        q, k = args[self.first], args[self.first + 1]
+        q, k, v = args[self.first : self.first + 3]
         p = args[self.dropout] if len(args) > self.dropout else 0.0
         if self.kernel == "triton":  # its argument is the end of each query's document, if it sees all of it
-            return _attention("triton", q, k, args[self.is_causal] is None, p, self.first > 0)
+            return _attention("triton", q, k, v, args[self.is_causal] is None, p, self.first > 0)
         is_causal = bool(args[self.is_causal]) if len(args) > self.is_causal else False
-        return _attention("sdpa", q, k, is_causal, p, self.first > 0)
+        return _attention("sdpa", q, k, v, is_causal, p, self.first > 0)
 
 
 _ATTENTION = {

@@ -62,7 +62,8 @@ class AttentionCall(NamedTuple):
         kernel: ``sdpa`` for one of PyTorch's kernels, ``triton`` for megalite's own.
         heads: number of samples times query heads.
         kv_heads: number of samples times key/value heads.
-        size: size of a head.
+        size: size of a head of queries and keys.
+        value_size: size of a head of values.
         is_causal: only half of the scores are computed.
         dropout: the kernel drops attention weights.
         is_backward: the call computes gradients.
@@ -75,6 +76,7 @@ class AttentionCall(NamedTuple):
     queries: int
     keys: int
     size: int
+    value_size: int
     is_causal: bool
     dropout: bool
     is_backward: bool
@@ -91,7 +93,7 @@ class AttentionCall(NamedTuple):
     @property
     def flops(self) -> float:
         """Return the FLOPs of a forward: two GEMMs."""
-        return 4 * self.size * self.scores
+        return 2 * (self.size + self.value_size) * self.scores
 
 
 class JoinedCollective(NamedTuple):

@@ -41,6 +41,7 @@ class ParameterSpec:
         width_ratio: in muP, how many times more inputs a matrix has than in the base model. It divides the
             variance of the initial values and AdamW's learning rate.
         initial: initial values, instead of mean and std, until the optimizer has read them.
+        dtype: dtype of a buffer; None for a parameter, which has the model's.
         partial_over: names of axes over which a rank's gradient is a partial sum even if its samples are
             complete. None for the axes along which the context cuts the sequence, except for those that cut
             or replicate the parameter; `new_parameter` replaces it by their names.
@@ -58,6 +59,7 @@ class ParameterSpec:
     width_ratio: float = 1.0
     initial: Tensor | None = field(default=None, compare=False, repr=False)
     partial_over: tuple[str, ...] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -274,7 +276,7 @@ def new_buffer(full: Tensor, context: LayerContext, cut: Cut | tuple[Cut, ...] |
     Raises:
         UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
     """
-    spec = ParameterSpec(tuple(full.shape), cut)
+    spec = ParameterSpec(tuple(full.shape), cut, dtype=full.dtype)
     box = spec.box(context.topology)
     buffer = torch.empty(box.shape, dtype=full.dtype, device=context.device).copy_(box.of(full))
     buffer.spec = spec  # type: ignore[attr-defined]
@@ -283,7 +285,7 @@ def new_buffer(full: Tensor, context: LayerContext, cut: Cut | tuple[Cut, ...] |
 
 def buffer_spec(buffer: Tensor) -> ParameterSpec:
     """Return the spec that `new_buffer` attached; without one, the buffer is replicated."""
-    spec = getattr(buffer, "spec", None) or ParameterSpec(tuple(buffer.shape))
+    spec = getattr(buffer, "spec", None) or ParameterSpec(tuple(buffer.shape), dtype=buffer.dtype)
     assert isinstance(spec, ParameterSpec)
     return spec
 

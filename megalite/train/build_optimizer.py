@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config
+from megalite.config import Config, ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.model.attention import Attention
 from megalite.model.attention_core import MeasuredCore
+from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage
+from megalite.optim.adjustment import Adjustment
+from megalite.optim.expert_bias import ExpertBias
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.qk_clip import MeasuredHeads, QKClip
 from megalite.optim.sharded_weights import ChunkModules
@@ -46,12 +49,25 @@ def build_optimizer(
         chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         keeps_weights=keeps_weights,
     )
-    if config.model.qk_clip:
-        optimizer.qk_clip = QKClip(config.model, topology, _measured_heads(chunks), optimizer.updated)
+    optimizer.adjustments = _adjustments(config.model, topology, chunks, optimizer)
     optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)
     return optimizer
+
+
+def _adjustments(
+    model: ModelConfig, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
+) -> list[Adjustment]:
+    """Return the changes that follow an update of the chunks."""
+    found: list[Adjustment] = []
+    if model.qk_clip:
+        found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))
+    if model.has_experts and model.moe_router_enable_expert_bias:
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        routers = [module for module in modules if isinstance(module, Router)]
+        found.append(ExpertBias(topology, routers, model.moe_router_bias_update_rate))
+    return found
 
 
 def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:

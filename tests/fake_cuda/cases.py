@@ -106,6 +106,11 @@ CASES = {
         "tp2pp2zb+sp", preset="llama-tiny", mtp_num_layers=1, untie_embeddings_and_output_weights=False
     ),
     "later tokens full recomputation": _small("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
+    "latent attention": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
+    ),
     "bert": _small(preset="bert-tiny"),
     "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
     "packed documents": _small(**PACKED),

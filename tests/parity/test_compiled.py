@@ -11,7 +11,14 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import record_run
 from tests.parity.test_activations import RECOMPUTE
-from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, WINDOWED, _config, _reference
+from tests.parity.test_layout_table import (
+    GLOBAL_BATCH_SIZE,
+    LATENT,
+    NUM_ITERATIONS,
+    WINDOWED,
+    _config,
+    _reference,
+)
 
 NOTHING = RecomputeConfig()
 
@@ -32,6 +39,8 @@ NOTHING = RecomputeConfig()
         ("gpt-tiny", "fp64", "tp2cp2+sp", RECOMPUTE["core"]),
         ("llama-tiny", "fp32", "dp2+zero1+gather", RECOMPUTE["parts"]),
         ("bloom-tiny", "fp64", "tp2pp2zbdp2+sp", RECOMPUTE["parts"]),
+        (LATENT, "fp64", "pp2", RECOMPUTE["core"]),
+        (LATENT, "fp64", "tp2+sp", RECOMPUTE["parts"]),
         (WINDOWED, "fp64", "pp2dp2+zero3", RECOMPUTE["core"]),
     ],
 )

@@ -33,6 +33,7 @@ MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
+LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
@@ -78,24 +79,41 @@ SWITCHES: dict[str, dict[str, Any]] = {
     | {"num_experts": 4, "moe_ffn_hidden_size": 40},
     "bloom-tiny, mtp": {"mtp_num_layers": 1, "embed_layernorm": False},
     "gpt-tiny, mup": {"mup_base_width": 24, "mup_base_head_dim": 5},
+    LATENT: {
+        **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 5, "num_query_groups": None, "qk_layernorm": True},
+        **{"rotary_interleaved": True, "rope_scaling": "yarn", "original_max_position_embeddings": 16},
+        **{"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.9},
+    },
+    DEEPSEEK: {
+        **{"multi_latent_attention": True, "kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4},
+        **{"v_head_dim": 5, "num_query_groups": None, "num_experts": 8, "moe_router_topk": 2},
+        **{
+            "moe_ffn_hidden_size": 12,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_layer_freq": (0, 1, 1, 1),
+        },
+        **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
+        **{"moe_router_topk_scaling_factor": 2.5},
+    },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
 """Fields of models with other options than their preset."""
 MUON = "llama-tiny, muon"
 AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
-DROPOUT = {
-    **{WINDOWED: 0.1, "llama-tiny, qwen": 0.0, "llama-tiny, olmo": 0.0, "gpt-tiny, neox": 0.1, MUON: 0.0},
-    **{
-        "llama-tiny, gemma": 0.0,
-        "gpt-tiny, nemotron": 0.1,
-        "llama-tiny, gpt-oss": 0.1,
-        MIXTRAL: 0.0,
-        WIDE_EXPERTS: 0.0,
-    },
-    **{"llama-tiny, mtp": 0.1, "bloom-tiny, mtp": 0.0},
-    **{"gpt-tiny, sigmoid": 0.1, "gpt-tiny, mup": 0.0, "llama-tiny, qk-clip": 0.0},
-    **{"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0},
+WITH_DROPOUT = {
+    *(
+        "gpt-tiny",
+        WINDOWED,
+        "gpt-tiny, neox",
+        "gpt-tiny, nemotron",
+        "llama-tiny, gpt-oss",
+        "gpt-tiny, sigmoid",
+    ),
+    LATENT,
+    "llama-tiny, mtp",
 }
 ROWS = (
     [
@@ -153,7 +171,7 @@ CORE = [
 
 
 def _config(model: str, dtype: str, corpus: str) -> Config:
-    dropout, preset = DROPOUT[model], model.partition(", ")[0]
+    dropout, preset = 0.1 if model in WITH_DROPOUT else 0.0, model.partition(", ")[0]
     return Config(
         model=replace(
             PRESETS[preset],

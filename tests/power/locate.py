@@ -245,6 +245,15 @@ PLACES: dict[str, tuple[str, str]] = {
         r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
     "the gradient of sinks is a mean over the microbatch's samples": (
         r"^gradient of layers\.\d\.attention\.sinks", WHOLE),
+    "the gradient of the shared part of keys is that of the rank's heads": (
+        r"gradient of .*layers\.3\.attention\.(key_value_down|queries_keys_values)", WHOLE),
+    "a rank's tokens have the shared part of keys of another rank's": (
+        r"layers\.0\.attention\.queries_keys_values", WHOLE),
+    "gradients of latents' projections are not summed": (
+        r"^gradient of layers\.\d\.attention\.(query|key_value)_down", MISSING_TP),
+    "each rank's heads have the values of other heads": (
+        r"input 3 of layers\.0\.attention\.reach_keys", WHOLE),
+    "tokens of each expert are those of the replica": (r"layers\.\d\.mlp\.router\.expert_bias", WHOLE),
     "an output's norm is that of a part of the sum": (PROJECTION, MISSING_TP),
     "gradients of an output's norm are not summed": (r"^gradient of .*norm\.weight", MISSING_TP),
     "of parallel blocks, attention alone sums its input gradient": (

@@ -33,6 +33,7 @@ MODELS = (
     | {"later": "llama-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"experts": "llama-tiny"}
+    | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -50,6 +51,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
         **{"moe_z_loss_coeff": 0.1},
+    },
+    "latent": {
+        **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
+        **{"qk_pos_emb_head_dim": 4, "v_head_dim": 5, "num_query_groups": None, "qk_layernorm": True},
+    },
+    "deepseek": {
+        **{"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        **{"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_router_bias_update_rate": 0.05},
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }

@@ -140,7 +140,7 @@ def converted_parameters(source: ConversionSource, plan: ConversionPlan) -> Iter
                 f"{name} is {list(full.shape)}, but the config says {list(spec.used_shape)}: does the config "
                 "belong to another model?"
             )
-        full = rounded(name, full, plan.dtype)
+        full = rounded(name, full, plan.dtype_of(name))
         yield name, full
         done += full.nbytes
         if interval.is_over():

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.families.bert import BERT
 from megalite.checkpoint.convert.families.bloom import BLOOM
+from megalite.checkpoint.convert.families.deepseek_v2 import DEEPSEEK_V2
+from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
 from megalite.checkpoint.convert.families.family import Entry, Family
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma3 import GEMMA3
@@ -33,7 +35,7 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
-        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE),
+        *(GPT_NEOX, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
     )
 }
 """All architectures by `model_type`. Of several that can be a model, the first one is written."""

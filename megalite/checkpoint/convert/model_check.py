@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
 from megalite.checkpoint.convert.hf_folder import HFFolder
-from megalite.checkpoint.convert.hf_tensors import family_of
+from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
@@ -87,6 +87,8 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
         padding = full.new_zeros(spec_of(parameter).num_padding, *full.shape[1:])
         return torch.cat((full, padding)) if len(padding) else full
 
+    for name, buffer in stage.named_buffers():
+        buffer.copy_(source.tensor(name))
     documents = None if config.is_causal else torch.zeros_like(given.tokens)
     types = given.token_types if config.num_token_types else None
     batch = Microbatch(
@@ -144,9 +146,11 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
     # BLOOM's sums in slices leave out the biases of the sliced layers, so they are no reference.
     theirs.slow_but_exact = False
     (class_name,) = hf_config_of(config)["architectures"]
+    family, files = family_of(config), HFFolder(folder)
+    if theirs.model_type != family.model_type:  # another family can be the same model
+        class_name = FAMILIES[theirs.model_type].architecture
     with parameters_on_meta():
         model = getattr(transformers, class_name)(theirs).eval()
-    family, files = family_of(config), HFFolder(folder)
     in_file = {family.full_name(name): name for name in files.files}
     names = dict[nn.Parameter, list[list[tuple[str, ...]]]]()  # a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -162,6 +166,9 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
         return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
+    for name, buffer in model.named_buffers():
+        if family.full_name(name) in in_file:
+            buffer.copy_(files.tensor(in_file[family.full_name(name)]))
     prefix = family.layer[0].theirs[0].split(".{}")[0]
     layers = list(model.get_submodule(prefix))
     outputs = list[tuple[str, Tensor]]()

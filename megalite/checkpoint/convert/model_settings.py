@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml
 from megalite.config.command_line import NEEDED_TO_TRAIN, parse
@@ -20,11 +20,11 @@ from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, buffer_spec, spec_of
 
 
 def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
-    """Return every parameter of the whole model, as one rank would hold it, in the order of the layers.
+    """Return every parameter and saved buffer of the whole model, as one rank would hold it, layer by layer.
 
     Args:
         config: a valid config.
@@ -34,7 +34,12 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
     """
     context = LayerContext(Topology.alone(), DTYPES[config.params_dtype], has_weights=False)
     stage = STAGES[config.architecture](config, context, range(config.num_layers))
-    return {name: spec_of(parameter) for name, parameter in stage.named_parameters()}
+    names = {name for name, _ in (*stage.named_parameters(), *stage.named_buffers())}
+    return {
+        name: spec_of(tensor) if isinstance(tensor, nn.Parameter) else buffer_spec(tensor)
+        for name, tensor in stage.state_dict(keep_vars=True).items()
+        if name in names
+    }
 
 
 def precision_of(dtype: torch.dtype) -> ParamsDtype:

@@ -83,7 +83,8 @@ class MegaliteSource:
         names = parameters_of(self.config.model)
         check_weights(manifest, names.keys(), self.config.model.num_layers)
         self._names = {
-            name: f"ema.{name}" if ema else _stored_name(manifest, name, is_same) for name in names
+            name: f"ema.{name}" if ema and spec.dtype is None else _stored_name(manifest, name, is_same)
+            for name, spec in names.items()
         }
         if missing := sorted(set(self._names.values()) - manifest.tensors.keys()):
             raise UserError(f"{manifest.folder} lacks {few(missing)}: it does not hold a whole model")

@@ -67,6 +67,10 @@ class ConversionPlan:
     def dtype(self) -> torch.dtype:
         return DTYPES[self.config.model.params_dtype]
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a written tensor: buffers have their own."""
+        return self.specs[name].dtype or self.dtype
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all weights."""
@@ -81,9 +85,10 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
     entries = {entry.ours: entry for entry in all_entries(model)}
     tensors = list[TensorInfo]()
     for name, spec in plan.specs.items():
-        shape_only = torch.empty(spec.used_shape, dtype=plan.dtype, device="meta")
+        dtype = plan.dtype_of(name)
+        shape_only = torch.empty(spec.used_shape, dtype=dtype, device="meta")
         for theirs, part in entries[name].to_hf(shape_only, model).items():
-            tensors.append(TensorInfo(theirs, plan.dtype, tuple(part.shape)))
+            tensors.append(TensorInfo(theirs, dtype, tuple(part.shape)))
     with ShardedWriter(folder, tensors, plan.max_bytes, _file_name, {"format": "pt"}) as writer:
         for name, full in parameters:
             for theirs, part in entries[name].to_hf(full, model).items():

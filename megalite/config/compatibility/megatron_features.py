@@ -140,13 +140,13 @@ UNSUPPORTED = (
         "another architecture",
         "remove it, or choose another --preset",
         """
-        multi-latent-attention spec use-legacy-models encoder-num-layers decoder-num-layers decoder-seq-length
+        spec use-legacy-models encoder-num-layers decoder-num-layers decoder-seq-length
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size enable-mhc-connections
         cache-mla-latents use-fused-weighted-squared-relu
         """,
         """
-        mamba- hybrid- is-hybrid- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp- q-lora- kv-lora-
-        qk-head- qk-pos- v-head- experimental-attention-
+        mamba- hybrid- is-hybrid- linear- dsa- mhc- mla- gdp- heterogeneous- retro- mtp-
+        experimental-attention-
         """,
     ),
     UnsupportedFeature(

@@ -29,6 +29,8 @@ def _divisors_near(number: int, wanted: int) -> str:
 def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
     model = config.model
+    if model.multi_latent_attention:
+        return  # it has sizes of its own
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         heads = _divisors_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
@@ -161,6 +163,20 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_router_topk", "num_experts"),
             f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
         )
+    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
+    if shared is not None and shared % tp:
+        yield Problem(
+            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
+            f"use a multiple of it, such as {-(-shared // tp) * tp}",
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield Problem(
+            ("moe_router_enable_expert_bias", "moe_router_score_function"),
+            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
+            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
+        )
+    yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(_pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
             yield from problems
@@ -200,32 +216,32 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def multi_token_prediction(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that modules of multi-token prediction can continue the model."""
+def _expert_groups(config: Config) -> Iterator[Problem]:
+    """Check that a token's experts fit into its groups of experts."""
     model = config.model
-    if model.mtp_num_layers == 0:
+    experts, groups, selected = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    assert experts is not None
+    fields = ("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
+    if (groups is None) != (selected is None):
+        yield Problem(
+            fields,
+            "--moe-router-num-groups and --moe-router-group-topk have an effect only together: pass both, or "
+            "remove one",
+        )
+    if groups is None or selected is None:
         return
-    flag = flag_with_value("mtp_num_layers", model.mtp_num_layers)
-    if model.architecture == "bert":
+    if experts % groups:
         yield Problem(
-            ("mtp_num_layers", "architecture"),
-            f"{flag} is an option of GPT, and the model is a bert: remove it",
+            fields,
+            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: pass "
+            f"--moe-router-num-groups {_divisors_near(experts, groups)}",
         )
-    elif model.position_embedding_type == "learned_absolute":
+    elif selected > groups or model.moe_router_topk > selected * (experts // groups):
         yield Problem(
-            ("mtp_num_layers", "position_embedding_type"),
-            f"{flag} with --position-embedding-type learned_absolute, whose positions are in the embedding: "
-            "pass rope, alibi or none",
-        )
-    if model.embed_layernorm:
-        yield Problem(
-            ("mtp_num_layers", "embed_layernorm"),
-            f"{flag} with --embed-layernorm: its modules normalize the embedding; remove one of them",
-        )
-    if model.mtp_num_layers >= model.seq_length:
-        yield Problem(
-            ("mtp_num_layers", "seq_length"),
-            f"{flag} needs more tokens in a sample than --seq-length {model.seq_length}: change one of them",
+            fields,
+            f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has "
+            f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
+            f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
         )
 
 

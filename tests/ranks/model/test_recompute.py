@@ -47,11 +47,19 @@ CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
+LATENT = {**LLAMA, "multi_latent_attention": True, "q_lora_rank": 24, "qk_layernorm": True}
+LATENT |= {"num_query_groups": None, "qk_head_dim": 12, "qk_pos_emb_head_dim": 4, "v_head_dim": 20}
 MODELS = {
     "gpt": MODEL,
     **{
         name: ModelConfig(**{**vars(MODEL), **fields})
-        for name, fields in (("llama", LLAMA), ("qwen", QWEN), ("neox", NEOX), ("gemma", GEMMA))
+        for name, fields in (
+            ("llama", LLAMA),
+            ("qwen", QWEN),
+            ("neox", NEOX),
+            ("gemma", GEMMA),
+            ("latent", LATENT),
+        )
     },
 }
 

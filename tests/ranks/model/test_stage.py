@@ -45,6 +45,10 @@ CAPS = {
 }
 GEMMA = {"activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **QWEN, **CAPS}
 OLMO = {"qk_layernorm": True, "qk_layernorm_width": "all_heads"}
+LATENT = {
+    **{"multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_layernorm": True},
+    **{"qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5},
+}
 SINKS = {"softmax_type": "learnable", "attention_output_gate": True}
 LIMITS = {"activation": "quick_geglu", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
 CHANGES = {
@@ -73,6 +77,8 @@ CHANGES = {
         **{"window_attn_skip_freq": (2,), "window_rotary_base": 70.0, "window_rope_scaling": False},
     },
     "llama with sinks": {**LLAMA, **SINKS, **LIMITS, "num_query_groups": 2, "attention_dropout": 0.3},
+    "latent attention": {**LLAMA, **LATENT, "rotary_interleaved": True, "attention_dropout": 0.3},
+    "latent attention without latent queries": {**LLAMA, **LATENT, "q_lora_rank": None},
     "llama with output norms": {**LLAMA, **OLMO, "norm_position": "output"},
     "neox": {**NEOX, "hidden_dropout": 0.2},
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},

@@ -64,13 +64,20 @@ def test_flops_are_those_that_torch_counts(model: ModelConfig, build) -> None:
     assert flops_per_token(whole_square, tp=1) == pytest.approx(_counted_per_token(build()), rel=1e-3)
 
 
-GATED, LATER = "llama-tiny, gates", "llama-tiny, later tokens"
+OPTIONS = {
+    "llama-tiny, later tokens": {"mtp_num_layers": 2},
+    "llama-tiny, gates": {"attention_output_gate": True},
+    "llama-tiny, latent": {
+        **{"multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16},
+        **{"qk_pos_emb_head_dim": 8, "v_head_dim": 32, "num_query_groups": None},
+    },
+    "llama-tiny, latent of keys": {"multi_latent_attention": True, "num_query_groups": None},
+}
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, GATED, LATER])
+@pytest.mark.parametrize("preset", [*PRESETS, *OPTIONS])
 def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
-    changes = {"attention_output_gate": preset == GATED, "mtp_num_layers": 2 * (preset == LATER)}
-    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], **changes)
+    model = dataclasses.replace(PRESETS[preset.partition(", ")[0]], **OPTIONS.get(preset, {}))
     vocabulary = model.vocab_size or 30522
     model = dataclasses.replace(model, vocab_size=vocabulary, params_dtype="bf16")  # has fused attention
     units = whole_model(model, tp=1)

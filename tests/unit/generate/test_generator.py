@@ -9,6 +9,10 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -86,6 +90,14 @@ SCALED_QUERIES = {
     **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 6},
     "llama_4_scaling_beta": 0.5,
 }
+LATENT = {
+    **{**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 4, "kv_lora_rank": 10},
+    **{"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    "rope_parameters": {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 6},
+        **{"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+}
 NO_CAP = {"attn_logit_softcapping": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
 THEIRS |= {
@@ -101,6 +113,8 @@ THEIRS |= {
         Ministral3ForCausalLM,
         Ministral3Config(**SIZES, **COMMON, head_dim=10, rope_parameters=SCALED_QUERIES),
     ),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12)),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(

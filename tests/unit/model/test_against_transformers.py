@@ -15,6 +15,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -73,8 +77,10 @@ MODELS = {
     "mixtral": MixtralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
     "olmoe": OlmoeForCausalLM,
+    "deepseek_v2": DeepseekV2ForCausalLM,
+    "deepseek_v3": DeepseekV3ForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -310,6 +316,46 @@ def olmoe_config(choose):
     return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
 
 
+def latent_fields(choose):
+    heads = choose((1, 2, 3))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": choose((None, 7, 12)),
+        "kv_lora_rank": choose((6, 10)),
+        "qk_nope_head_dim": choose((4, 6)),
+        "qk_rope_head_dim": choose((2, 4)),
+        "v_head_dim": choose((5, 8)),
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def deepseek_v2_config(choose):
+    return like_llama(
+        DeepseekV2Config, choose, "head_dim", **latent_fields(choose), **deepseek_experts(choose)
+    )
+
+
+def deepseek_experts(choose):
+    return {
+        **{"first_k_dense_replace": choose((3, 0, 1)), "routed_scaling_factor": choose((1.0, 2.5))},
+        **{"n_routed_experts": choose((4, 6)), "num_experts_per_tok": choose((2, 3))},
+        **{"n_shared_experts": choose((1, 2)), "moe_intermediate_size": choose((5, 18))},
+    }
+
+
+def deepseek_v3_config(choose):
+    more = {"rope_interleave": choose((True, False)), "n_group": choose((1, 2)), "topk_group": 1}
+    fields = {
+        **latent_fields(choose),
+        **deepseek_experts(choose),
+        "num_experts_per_tok": 2,
+        "num_mtp_layers": 0,
+        **more,
+    }
+    return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -327,6 +373,8 @@ CONFIGS = {
     "mixtral": mixtral_config,
     "qwen3_moe": qwen3_moe_config,
     "olmoe": olmoe_config,
+    "deepseek_v2": deepseek_v2_config,
+    "deepseek_v3": deepseek_v3_config,
 }
 
 
@@ -345,6 +393,9 @@ def build_theirs(kind, hf_config, seed):
         noise = torch.randn(parameter.shape, generator=generator)
         mean = 1.0 if is_norm_weight and "gemma" not in kind else 0.0  # Gemma's norms multiply by 1 + weight
         parameter.data.copy_(noise * 0.2 + mean)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model
 
 
@@ -359,7 +410,7 @@ def build_ours(hf_model, topology, **changes):
     has_documents = not config.is_causal  # BERT's padding
     stage = build_stage(config, topology, range(config.num_layers), seed=0, has_documents=has_documents)
     weights = from_hf(as_saved(hf_model, hf_model.state_dict()), config)
-    assert set(weights) == {name for name, _ in stage.named_parameters()}
+    assert set(weights) == {name for name, _ in (*stage.named_parameters(), *stage.named_buffers())}
     stage.load_state_dict(weights)
     return stage
 
@@ -368,8 +419,9 @@ def run_theirs(model, ids):
     """Logits [b, s, v], mean loss of the tokens, gradients by name; theirs shifts the labels by itself."""
     result = model(input_ids=ids, labels=ids, use_cache=False)
     result.loss.backward()
-    gradients = as_saved(model, {name: parameter.grad for name, parameter in model.named_parameters()})
-    return result.logits[:, :-1], result.loss, gradients
+    buffers = {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return result.logits[:, :-1], result.loss, as_saved(model, {**buffers, **gradients})
 
 
 def run_ours(stage, ids):
@@ -414,7 +466,7 @@ def test_agrees(kind, seed, attention_dropout, dtype, one_rank):
     assert_close(logits, expected[0], tolerance, "logits")
     assert_close(loss, expected[1], tolerance, "loss")
     expected_gradients = from_hf(expected[2], ours.config)
-    assert set(gradients) == set(expected_gradients)
+    assert set(gradients) == set(expected_gradients) - {name for name, _ in ours.named_buffers()}
     for name, gradient in gradients.items():
         assert_close(gradient, expected_gradients[name], tolerance, name)
 

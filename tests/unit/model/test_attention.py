@@ -76,12 +76,11 @@ def context_of(
 def inputs(config: ModelConfig, s: int, dtype: torch.dtype, b: int = 2) -> list[Tensor]:
     """Queries, keys and values as a layer hands them over, ``[b, n, s, d]``, and a gradient."""
     generator = torch.Generator().manual_seed(0)
+    sizes = (config.head_dim, config.head_dim, config.value_dim, config.value_dim)
     heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads, config.num_attention_heads)
     return [
-        torch.randn(s, b, n, config.head_dim, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .permute(1, 2, 0, 3)
-        for n in heads
+        torch.randn(s, b, n, size, generator=generator, dtype=torch.float64).to(dtype).permute(1, 2, 0, 3)
+        for n, size in zip(heads, sizes, strict=True)
     ]
 
 
@@ -167,6 +166,34 @@ def test_a_backend_is_the_formula(
         core = build_core(config, context_of(one_rank, dtype, has_documents=packed))
         parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
         assert_close(computed(core, parts, ids), expected(config, parts, ids), dtype)
+
+
+LATENT = {
+    **{"multi_latent_attention": True, "qk_head_dim": 20, "qk_pos_emb_head_dim": 4},
+    "position_embedding_type": "rope",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [5, 24, 40])
+@pytest.mark.parametrize("core", [SdpaCore, UnfusedCore, TritonCore])
+def test_values_of_another_size(
+    core: type[AttentionCore], size: int, packed: bool, dtype: torch.dtype, one_rank: Topology
+) -> None:
+    config = config_of(**LATENT, v_head_dim=size)
+    parts, ids = inputs(config, 37, dtype), document_ids(37) if packed else None
+    built = core(config, context_of(one_rank, dtype, has_documents=packed))
+    assert_close(computed(built, parts, ids), expected(config, parts, ids), dtype)
+
+
+def test_flash_needs_values_of_the_size_of_keys(one_rank: Topology) -> None:
+    context = context_of(one_rank, torch.float32)
+    config = config_of(**LATENT, v_head_dim=5)
+    assert choose(Case(config, context))[0] == "unfused"
+    with pytest.raises(UserError, match="on a CPU it needs values of the size of keys"):
+        choose(Case(dataclasses.replace(config, attention_backend="flash"), context))
+    assert choose(Case(dataclasses.replace(config, v_head_dim=24), context))[0] == "flash"
 
 
 @pytest.mark.parametrize("window", [0, 1, 20, 129])

@@ -88,6 +88,29 @@ def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(length)  # e times a share of 1 / e
 
 
+def test_experts_are_in_the_best_groups(one_rank) -> None:
+    fields = {"num_experts": 6, "moe_router_topk": 2, "moe_router_num_groups": 3, "moe_router_group_topk": 1}
+    block = experts_of(replace(CONFIG, **fields, moe_router_score_function="sigmoid"), one_rank)
+    x = hidden()
+    scores = (x @ block.router.weight.t()).sigmoid()
+    best = scores.unflatten(-1, (3, 2)).sum(-1).argmax(-1, keepdim=True)
+    weights, experts, _ = block.router(x)
+    assert torch.equal(experts.sort(-1).values, torch.cat((2 * best, 2 * best + 1), -1))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(x.shape[:2], dtype=torch.float64), **EXACT)
+    other = experts_of(block.router.config, one_rank)
+    other.router.config = replace(block.router.config, moe_router_topk_scaling_factor=2.5)
+    torch.testing.assert_close(other.router(x).weights, 2.5 * weights, **EXACT)
+
+
+def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_shared_expert_intermediate_size=11), one_rank)
+    x = hidden()
+    y = block(x).x
+    shared = block.shared
+    block.shared = None
+    torch.testing.assert_close(y - block(x).x, shared(x).x, rtol=1e-12, atol=1e-12)
+
+
 def test_rows_of_groups_without_rows() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)

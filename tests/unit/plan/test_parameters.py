@@ -58,6 +58,10 @@ MODELS = {
     "later tokens, tied": replace(
         PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=1, untie_embeddings_and_output_weights=False
     ),
+    "latent": replace(
+        PRESETS["llama-tiny"],
+        **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
+    ),
     "llama with biases": replace(PRESETS["llama-tiny"], vocab_size=301, add_bias_linear=True),
 }
 
@@ -94,6 +98,8 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("qwen3-30b-a3b", 30_532_122_624),
         ("mixtral-8x7b", 46_702_792_704),
         ("olmoe-1b-7b", 6_919_161_856),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v3", 671_026_404_352),
         ("olmo2-7b", 7_298_617_344),
         ("olmo3-7b", 7_298_011_136),
         ("gemma2-2b", 2_614_341_888),

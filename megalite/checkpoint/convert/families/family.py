@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.errors import UserError
 
@@ -69,6 +69,7 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
+        only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "vector"]
@@ -76,13 +77,17 @@ class Module:
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
+    only_in: Callable[[LayerKind], bool] = lambda kind: True
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
         if not self.only_if(config):
             return
+        if layer is not None and not self.only_in(config.layer_kind(layer)):
+            return
         if self.kind == "vector":
-            yield Entry(self.ours, self.theirs, self.transform)
+            theirs = tuple(name.format(layer) for name in self.theirs)
+            yield Entry(self.ours.format(layer), theirs, self.transform)
             return
         has_bias = {
             "table": False,

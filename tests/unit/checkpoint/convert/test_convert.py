@@ -83,7 +83,11 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "gpt_neox"]
+    "kind",
+    [
+        *("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "gpt_neox"),
+        *("deepseek_v2", "deepseek_v3"),
+    ],
 )
 def test_a_family_comes_back(kind, tmp_path):
     """The conversions also compare what both models compute."""

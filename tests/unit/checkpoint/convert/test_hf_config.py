@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig
+from transformers import (
+    BloomConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
@@ -26,6 +34,7 @@ SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_leng
 FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
+DEEPSEEK_V3 = DeepseekV3Config().to_dict()
 
 
 @pytest.fixture(params=FAMILIES)
@@ -160,6 +169,22 @@ HUB = {
         },
         **{"sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278},
     },
+    "deepseek-v3": {  # without quantization_config, which the published file has
+        **{"model_type": "deepseek_v3", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
+        **{"first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "kv_lora_rank": 512},
+        **{"intermediate_size": 18432, "max_position_embeddings": 163840, "moe_intermediate_size": 2048},
+        **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1},
+        **{"norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8},
+        **{"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1},
+        **{"q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6},
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **{"original_max_position_embeddings": 4096, "type": "yarn"},
+        },
+        **{"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True},
+        **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128},
+        "vocab_size": 129280,
+    },
 }
 """As the hub has them, in the form of versions before 5."""
 
@@ -208,6 +233,16 @@ def test_a_converted_config_is_of_its_family(config):
         (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),
         (BloomConfig(apply_residual_connection_post_layernorm=True).to_dict(), "post_layernorm True"),
+        ({"model_type": "deepseek_v32"}, "'deepseek_v32' cannot be converted: "),
+        ({"model_type": "deepseek_v4"}, "'deepseek_v4' cannot be converted: "),
+        ({"model_type": "glm_moe_dsa"}, "'glm_moe_dsa' cannot be converted: "),
+        ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "deepseek_v3 with rms_norm_eps 1e-05 cannot be converted"),
+        ({**DEEPSEEK_V3, "num_key_value_heads": 64}, "deepseek_v3 with num_key_value_heads 64"),
+        ({**DEEPSEEK_V3, "norm_topk_prob": False}, "deepseek_v3 with norm_topk_prob False"),
+        (
+            DeepseekV2Config(topk_method="group_limited_greedy", num_experts_per_tok=6).to_dict(),
+            "deepseek_v2 with topk_method group_limited_greedy",
+        ),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],
 )

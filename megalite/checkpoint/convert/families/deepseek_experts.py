@@ -1,0 +1,96 @@
+"""Read and write the experts of DeepSeek-V2 and V3, which the first layers do not have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megalite.checkpoint.convert.families.experts import expert_modules
+from megalite.checkpoint.convert.families.family import HALVES, Module
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.config import LayerKind, ModelConfig
+
+_SETTINGS = (
+    *("n_routed_experts", "num_local_experts", "num_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "n_group", "topk_group", "topk_method", "norm_topk_prob"),
+    *("routed_scaling_factor", "scoring_func", "aux_loss_alpha", "moe_layer_freq"),
+)
+"""Settings of experts, without effect in a dense model."""
+
+
+def first_dense_layers(hf: HFSettings, default: int) -> int:
+    """Return the number of layers before the first one with experts; without any, all settings are read."""
+    count = hf.get("first_k_dense_replace", default)
+    if count >= hf["num_hidden_layers"]:
+        hf.names_read.update(_SETTINGS)
+    return int(count)
+
+
+def read_experts_after(hf: HFSettings, first_dense: int, factor: float) -> dict[str, Any]:
+    """Return our fields for the settings of experts that DeepSeek-V2 and V3 share.
+
+    Args:
+        first_dense: number of layers before the first one with experts.
+        factor: default of `routed_scaling_factor`.
+    """
+    hf.require("deepseek", moe_layer_freq=1)
+    layers, width = hf["num_hidden_layers"], hf["moe_intermediate_size"]
+    return {
+        "num_experts": hf.first("n_routed_experts", "num_local_experts", "num_experts"),
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * hf["n_shared_experts"],
+        "moe_layer_freq": (0,) * first_dense + (1,) * (layers - first_dense) if first_dense else None,
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", factor)),
+        "moe_aux_loss_coeff": float(hf.get("aux_loss_alpha", 0.0)),
+    }
+
+
+def write_experts_after(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings of experts that DeepSeek-V2 and V3 share; none of a dense model."""
+    dense = [not kind.has_experts for kind in config.layer_kinds]
+    if all(dense):
+        return {"first_k_dense_replace": config.num_layers}
+    return {
+        "first_k_dense_replace": dense.index(False),
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.expert_ffn_size,
+        "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,
+        "routed_scaling_factor": config.moe_router_topk_scaling_factor,
+        "aux_loss_alpha": config.moe_aux_loss_coeff,
+    }
+
+
+def _has_experts(kind: LayerKind) -> bool:
+    return kind.has_experts
+
+
+def only_dense(module: Module) -> Module:
+    """Return a module of Llama that layers with experts do not have if it belongs to the MLP."""
+    if ".mlp." not in module.ours:
+        return module
+    return replace(module, only_in=lambda kind: not kind.has_experts)
+
+
+_MLP = "model.layers.{}.mlp"
+EXPERTS = tuple(
+    replace(module, only_in=_has_experts)
+    for module in (
+        *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
+        Module(
+            "linear",
+            "layers.{}.mlp.shared.up",
+            tuple(f"{_MLP}.shared_experts.{part}_proj" for part in ("gate", "up")),
+            HALVES,
+        ),
+        Module(
+            "vector",
+            "layers.{}.mlp.router.expert_bias",
+            (_MLP + ".gate.e_score_correction_bias",),
+            only_if=lambda config: config.moe_router_enable_expert_bias,
+        ),
+        Module("linear", "layers.{}.mlp.shared.down", (_MLP + ".shared_experts.down_proj",)),
+    )
+)
+"""Modules of a layer with experts."""

@@ -1,0 +1,66 @@
+"""Rules for the kinds of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.config import Config
+from megalite.config.flags import flag_with_value
+from megalite.errors import Problem
+
+_MLA = "--multi-latent-attention"
+
+
+def latent_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that multi-latent attention has rotary positions, and no options of other attention."""
+    model = config.model
+    if not model.multi_latent_attention:
+        return
+    if model.position_embedding_type != "rope":
+        yield Problem(
+            ("multi_latent_attention", "position_embedding_type"),
+            f"{_MLA} with --position-embedding-type {model.position_embedding_type}: pass "
+            "--position-embedding-type rope",
+        )
+    if model.qk_pos_emb_head_dim % 2:
+        size = model.qk_pos_emb_head_dim
+        yield Problem(
+            ("qk_pos_emb_head_dim",),
+            f"--qk-pos-emb-head-dim {size}: rotary positions rotate pairs, pass {size + 1}",
+        )
+    groups = model.num_query_groups
+    if groups not in (None, model.num_attention_heads):
+        yield Problem(
+            ("multi_latent_attention", "num_query_groups"),
+            f"--num-query-groups {groups} with {_MLA}, where each head has its own keys: remove it",
+        )
+    if model.qk_layernorm and model.qk_layernorm_width != "head":
+        yield Problem(
+            ("multi_latent_attention", "qk_layernorm_width"),
+            f"--qk-layernorm-width {model.qk_layernorm_width} with {_MLA}, where --qk-layernorm normalizes "
+            "the latents: remove it",
+        )
+    yield from _without_rule(config)
+
+
+def _without_rule(config: Config) -> Iterator[Problem]:
+    """Refuse options for which multi-latent attention has no rule."""
+    model, training = config.model, config.training
+    refused = (
+        (
+            "add_bias_linear",
+            model.add_bias_linear,
+            "its projections have no biases; pass --disable-bias-linear",
+        ),
+        ("add_qkv_bias", model.add_qkv_bias, "its projections have no biases; remove it"),
+        ("attention_output_gate", model.attention_output_gate, "its queries have no gates; remove it"),
+        ("rotary_percent", model.rotary_percent != 1.0, "pass --qk-pos-emb-head-dim instead"),
+        ("qk_clip", model.qk_clip, "whose keys have a part that all heads share; remove it"),
+        ("mup_base_width", model.mup_base_width is not None, "muP has no rule for latents; remove it"),
+        ("fp8_format", training.fp8_format is not None, "latents have no 8-bit GEMMs; remove it"),
+    )
+    for name, is_set, why in refused:
+        if is_set:
+            value = getattr(training if name == "fp8_format" else model, name)
+            given = "biases" if name == "add_bias_linear" else flag_with_value(name, value)
+            yield Problem(("multi_latent_attention", name), f"{given} with {_MLA}: {why}")
