@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from megalite.config.model import ModelConfig
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ HYBRID_KINDS: Mapping[str, LayerKind] = {
 """Kinds of layers with one block, by their letters in --hybrid-override-pattern."""
 
 
-def kind_of_layer(model: ModelConfig, number: int) -> LayerKind:
-    """Return the kind of a layer by its number in the whole model.
+def kind_of_layer(model: Any, number: int) -> LayerKind:
+    """Return the kind of a layer of a `ModelConfig` by its number in the whole model.
 
     Modules of multi-token prediction have the numbers after it, and the last layer's kind.
     """
@@ -79,13 +76,13 @@ def kind_of_layer(model: ModelConfig, number: int) -> LayerKind:
     )
 
 
-def _is_recurrent(model: ModelConfig, number: int) -> bool:
+def _is_recurrent(model: Any, number: int) -> bool:
     """Return whether a layer has the recurrent mixer, in a model with one."""
     pattern = model.linear_attention_freq
     return pattern is None or _is_marked(pattern, number, every_nth=0)
 
 
-def _window_and_rotary(model: ModelConfig, number: int) -> tuple[int | None, bool]:
+def _window_and_rotary(model: Any, number: int) -> tuple[int | None, bool]:
     """Return a layer's window, and whether it rotates queries and keys."""
     window, skipped, unrotated = model.window_size, model.window_attn_skip_freq, model.no_rope_freq
     if window is not None and skipped is not None and not _is_marked(skipped, number, every_nth=0):
@@ -97,7 +94,7 @@ def _window_and_rotary(model: ModelConfig, number: int) -> tuple[int | None, boo
     )
 
 
-def _shared_keys(model: ModelConfig, number: int) -> tuple[int | None, bool]:
+def _shared_keys(model: Any, number: int) -> tuple[int | None, bool]:
     """Return the layer whose keys and values a layer attends to, and whether it gives its own to others.
 
     Layers share keys and values with layers of the same window and rotation only.
@@ -111,7 +108,7 @@ def _shared_keys(model: ModelConfig, number: int) -> tuple[int | None, bool]:
     return (last, False) if number >= first else (None, last == number)
 
 
-def _has_experts(model: ModelConfig, number: int) -> bool:
+def _has_experts(model: Any, number: int) -> bool:
     """Return whether a layer's MLP is a mixture of experts."""
     pattern = model.moe_layer_freq or (1,)
     if not model.has_experts:

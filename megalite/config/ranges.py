@@ -28,7 +28,7 @@ from megalite.errors import Problem, shortened
 
 _FIELDS_OF_RANGE = {
     SIZE: f"""
-        {" ".join(axis.field for each in (*AXES, EXPERTS) for axis in each.axes)}
+        {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
         world_size num_distributed_optimizer_instances muon_num_ns_steps
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers

@@ -35,7 +35,7 @@ _NAMES: Mapping[OnResume, str] = {
         check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
         ema_decay compile deterministic gemm_epilogues""",
     OnResume.FREE: f"""
-        {" ".join(axis.field for each in (*AXES, EXPERTS) for axis in each.axes)}
+        {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
         layout calibration
         cp_comm_type sequence_parallel tp_comm_overlap tp_comm_overlap_method tp_comm_overlap_chunks
         pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage

@@ -23,9 +23,9 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
+from megalite.config.rules.attention_rules import exchanged_heads
 from megalite.config.rules.parallel_rules import (
     batch,
-    exchanged_heads,
     replicas,
     sample_ranks,
     sequence,

@@ -80,7 +80,7 @@ def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
     with torch.no_grad():
         block.router.weight.zero_()  # of equal scores, the first counts
     x = hidden(1, length)
-    y, _, terms = block(x)
+    y, _, terms, _ = block(x)
     (gate, up), down = block.up.weight[0], block.down.weight[0]
     torch.testing.assert_close(y, (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t(), **EXACT)
     y.sum().backward()
