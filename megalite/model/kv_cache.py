@@ -74,10 +74,10 @@ class CachedCore(SdpaCore):
         """Continue with these sequences, int64: omitted ones are dropped, repeated ones are copied."""
         if self.padding is not None:
             self.padding = self.padding[rows]
-        for layer in self.layers.values():
-            layer.select(rows)
-        for state in self.states.values():
-            state.select(rows)
+        held: list[tuple[int, CachedLayer | RecurrentState]] = [*self.layers.items(), *self.states.items()]
+        for number, layer in held:
+            if number < self.config.num_layers:  # modules of multi-token prediction do not run
+                layer.select(rows)
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
         """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""

@@ -96,12 +96,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
-    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1},
+    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1, "mtp_num_layers": 1},
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
         **{"zero_centered_norms": True, "attention_output_gate": True, "qk_layernorm": True},
-        **{"rotary_percent": 0.5},
+        **{"rotary_percent": 0.5, "mtp_num_layers": 1},
     },
     "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
     | {"num_experts": 4, "moe_ffn_hidden_size": 40},
@@ -123,7 +123,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         },
         **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
         **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
-        **{"moe_router_topk_scaling_factor": 2.5},
+        **{"moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1},
     },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }

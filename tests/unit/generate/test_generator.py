@@ -168,7 +168,10 @@ THEIRS |= {
         ),
     ),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
-    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12)),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12, num_nextn_predict_layers=0),
+    ),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(

@@ -472,7 +472,7 @@ def deepseek_experts(choose):
 def deepseek_v3_config(choose):
     more = {"rope_interleave": choose((True, False)), "n_group": choose((1, 2)), "topk_group": 1}
     fields = {**latent_fields(choose), **deepseek_experts(choose), "num_experts_per_tok": 2, **more}
-    fields["num_mtp_layers"] = 0
+    fields["num_nextn_predict_layers"] = 0  # transformers' model has none, whatever its config says
     return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
 
 

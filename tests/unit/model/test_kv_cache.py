@@ -37,6 +37,8 @@ OTHERS = {
     "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6},
     "recurrent alone": {**RECURRENT, "linear_conv_kernel_dim": 3},
     "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
+    "later tokens": {"mtp_num_layers": 1},
+    "later tokens of a recurrence": {**RECURRENT, "mtp_num_layers": 1},
 }
 TINY = (
     "gpt-tiny",
@@ -120,7 +122,11 @@ def test_padding_changes_nothing(preset, one_rank):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "preset", ["llama-tiny", "llama-tiny, recurrent", "gpt-tiny, recurrent alone", "llama-tiny, mamba"]
+    "preset",
+    [
+        *("llama-tiny", "llama-tiny, recurrent", "gpt-tiny, recurrent alone", "llama-tiny, mamba"),
+        *("llama-tiny, later tokens", "llama-tiny, later tokens of a recurrence"),
+    ],
 )
 def test_chosen_sequences_go_on(preset, one_rank):
     whole, cached = both(config_of(preset), one_rank)

@@ -14,9 +14,9 @@ from transformers.modeling_layers import MtpModel
 
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
-from megalite.config import ModelConfig
+from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
 from megalite.distributed.topology import Topology
-from megalite.loss_terms import Terms, later_token
+from megalite.loss_terms import Terms, WithTerms, later_token
 from megalite.microbatch import Microbatch
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision
@@ -237,6 +237,38 @@ def test_the_modules_do_not_change_the_next_token(one_rank: Topology) -> None:
         logits = stage.logits(stage.hidden_states(microbatch, None))
         results.append((logits, stage(microbatch, None)))
     assert all(one.equal(other) for one, other in zip(*results, strict=True))
+
+
+RECURRENT = {
+    **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (1, 0, 1), "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+MAMBA = {"mamba_head_dim": 6, "mamba_num_groups": 2, "mamba_state_dim": 4}
+LAST_LAYERS: dict[str, dict[str, Any]] = {
+    "Gated DeltaNet": RECURRENT,
+    "attention after Gated DeltaNet": {**RECURRENT, "linear_attention_freq": (3,)},
+    "Mamba-2": {**MAMBA, "hybrid_override_pattern": "*-M"},
+    "attention alone": {**MAMBA, "hybrid_override_pattern": "M-*"},
+    "an MLP alone": {**MAMBA, "hybrid_override_pattern": "M*-"},
+    "experts alone": {**MAMBA, "hybrid_override_pattern": "M*E", "num_experts": 4},
+    "latent attention": {"multi_latent_attention": True, "position_embedding_type": "rope"},
+}
+
+
+@pytest.mark.parametrize("kind", LAST_LAYERS)
+def test_a_module_has_a_layer_like_the_last_one(kind: str, one_rank: Topology) -> None:
+    """With its weights, it computes the same of packed documents."""
+    model = replace(MODEL, num_layers=3, **LAST_LAYERS[kind])
+    check_config(Config(model=model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)))
+    stage = build_stage(model, one_rank, range(3), seed=1, has_documents=True).eval()
+    last, layer = stage.layers["2"], stage.mtp[1].layer
+    assert (type(layer), layer.kind) == (type(last), last.kind)
+    layer.load_state_dict(last.state_dict())
+    text, has_loss, documents = _inputs()
+    inputs = stage.layer_inputs(_microbatch(text, has_loss, documents))
+    x = torch.randn(LENGTH, SAMPLES, model.hidden_size, dtype=torch.float64)
+    ours, expected = (WithTerms.of(each(x, *inputs))[0] for each in (layer, last))
+    assert ours.equal(expected) and not ours.equal(x)
 
 
 def test_a_slice_has_the_later_tokens_of_the_whole_sample() -> None:

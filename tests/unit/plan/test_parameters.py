@@ -75,6 +75,9 @@ MODELS = {
         **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
     ),
     "later tokens": replace(PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=2),
+    "later tokens of Mamba-2": replace(
+        PRESETS["nemotron-h-tiny"], vocab_size=301, hybrid_override_pattern="-*MM", mtp_num_layers=1
+    ),
     "later tokens, tied": replace(
         PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=1, untie_embeddings_and_output_weights=False
     ),

@@ -132,7 +132,7 @@ _CONVOLUTION = Transform(_ungroup_channels, _group_channels)
 def _split_gated_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
     """Split our rows into queries with their gates, head by head, keys and values."""
     grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
-    queries, gates, keys, values = grouped.split(config.group_heads, dim=1)
+    queries, gates, keys, values = grouped.split(config.group_heads(LayerKind()), dim=1)
     return [torch.stack((queries, gates), dim=2).flatten(0, 3), keys.flatten(0, 2), values.flatten(0, 2)]
 
 

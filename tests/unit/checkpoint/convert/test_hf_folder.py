@@ -88,6 +88,6 @@ def test_a_family_reads_what_it_writes(kind, one_rank):
     assert config.mtp_num_layers == 1
     assert config_of(family_of(config).settings(config)) == config
     stage = build_stage(config, one_rank, range(config.num_layers), has_weights=False)
-    assert sorted(entry.ours for entry in all_entries(config)) == sorted(dict(stage.named_parameters()))
+    assert sorted(entry.ours for entry in all_entries(config)) == sorted(stage.state_dict())
     theirs = [name for entry in all_entries(config) for name in entry.theirs]
     assert len({*theirs}) == len(theirs)
