@@ -215,6 +215,29 @@ RUNS: dict[str, Callable[[], Config]] = {
     "caps, norms before and after": lambda: _changed(
         attn_logit_softcapping=20.0, final_logit_softcapping=10.0, norm_position="sandwich", qk_layernorm=True
     ),
+    "latents, shared expert, bias": lambda: _changed(
+        multi_latent_attention=True,
+        kv_lora_rank=24,
+        qk_head_dim=12,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=10,
+        num_query_groups=None,
+        num_experts=8,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=24,
+    ),
+    "Gated DeltaNet, later tokens": lambda: _changed(
+        recurrent_mixer="gated_delta_net",
+        linear_attention_freq=(3,),
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        mtp_num_layers=1,
+    ),
+    "Mamba-2": lambda: _config("nemotron-h-tiny"),
     "gradients not fused": lambda: _config(
         "gpt-tiny", parallel=ParallelConfig(gradient_accumulation_fusion=False)
     ),
