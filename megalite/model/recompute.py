@@ -109,14 +109,24 @@ def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if isinstance(each, Tensor) and each.is_floating_point()
         ]
 
-        def compute_again(*tensors: Tensor) -> Tensor:
-            found = dict(zip(kept, tensors, strict=True))
-            return core(*(found.get(number, each) for number, each in enumerate(arguments)))
-
-        result: Tensor = recompute(compute_again, *(arguments[number] for number in kept))
+        # The closure must not hold the kept tensors: their storages may be offloaded or released.
+        others = [None if number in kept else each for number, each in enumerate(arguments)]
+        result: Tensor = recompute(
+            partial(_core_with, core, others, kept), *(arguments[number] for number in kept)
+        )
         return result
 
     return recompute_core
+
+
+def _core_with(
+    core: Callable[..., Tensor], others: Sequence[Any], kept: Sequence[int], *tensors: Tensor
+) -> Tensor:
+    """Call a mixer's core with the kept tensors at their places among its other arguments."""
+    arguments = [*others]
+    for number, each in zip(kept, tensors, strict=True):
+        arguments[number] = each
+    return core(*arguments)
 
 
 def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:

@@ -74,7 +74,7 @@ def test_other_tensors_are_concatenated(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_have_the_shapes_of_their_tensors(kind: str) -> None:
     q, k, v = (x.permute(1, 2, 0, 3) for x in heads_of(kind))
-    allocated = empty_gradients(q, k)
+    allocated = empty_gradients(q, k, v)
     assert len(allocated) == (3 if kind == "grouped" else 1)
     for gradient, x in zip(gradients_of(allocated), (q, k, v), strict=True):
         assert gradient.shape == x.shape
