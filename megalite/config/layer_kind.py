@@ -1,4 +1,4 @@
-"""What distinguishes layers of one model, and the patterns that select layers."""
+"""The kinds of a model's layers, and the patterns that select layers."""
 
 from __future__ import annotations
 

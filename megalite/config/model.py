@@ -432,7 +432,7 @@ class ModelConfig:
             in_megatron=False,
         ),
     )
-    """How much an update changes the bias of each expert."""
+    """Amount by which an update changes the bias of each expert."""
     moe_shared_expert_intermediate_size: int | None = field(
         default=None, metadata=option(allowed=SIZE, **_EXPERTS)
     )

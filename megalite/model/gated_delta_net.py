@@ -25,7 +25,7 @@ from megalite.wrapping import communication_point, wrap_point
 _LARGEST_DECAY = 16.0
 """Largest initial exp(A_log)."""
 _EPSILON = 1e-6
-"""What the squared lengths of queries and keys are raised by."""
+"""Number added to the squared lengths of queries and keys, so that none is 0."""
 
 
 class GatedDeltaNet(nn.Module):

@@ -154,14 +154,19 @@ class ParallelLayer(TransformerLayer):
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mixer(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
-        of_attention, x = self.attention_norm(x)
-        of_mlp, x = self.mlp_norm(x)
+        of_attention, of_mlp, x = self.normed(x)
         y, bias, _, given = self.mixer(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
         y, bias, terms, _ = self.mlp(of_mlp)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, given
         )
+
+    def normed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of both blocks, and x, all ``[s, b, h]`` as in `forward`."""
+        of_attention, x = self.attention_norm(x)
+        of_mlp, x = self.mlp_norm(x)
+        return of_attention, of_mlp, x
 
 
 class SharedNormLayer(ParallelLayer):
@@ -171,18 +176,10 @@ class SharedNormLayer(ParallelLayer):
         super().__init__(config, context, core, layer)
         del self.mlp_norm
 
-    @wrap_point
-    def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
-    ) -> Tensor | WithTerms:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(attention(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
-        normed, x = self.attention_norm(x)
-        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
-        total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
-        y, bias, terms, _ = self.mlp(normed)
-        x = self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers))
-        return WithTerms.if_any(x, terms, given)
+    def normed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of both blocks, which are one tensor, and x."""
+        of_both, x = self.attention_norm(x)
+        return of_both, of_both, x
 
 
 class OutputScale(nn.Module):

@@ -1,4 +1,4 @@
-"""What a recurrent layer keeps of the sequences so far, in generation.
+"""The state of a recurrent layer between the tokens of a generated sequence.
 
 Shapes: b sequences.
 """
