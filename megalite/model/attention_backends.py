@@ -22,6 +22,7 @@ from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.flex_attention import FlexCore
+from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.torch_private import selected_attention
 
@@ -100,6 +101,8 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    if case.context.has_ring:
+        return _RING
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
@@ -138,6 +141,7 @@ _PROBES = {
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
 _SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
+_RING = "it does not compute attention in blocks, as --cp-comm-type p2p needs"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
@@ -186,6 +190,8 @@ def cudnn_version(number: int) -> str:
 
 
 def _flex_refusal(case: Case) -> str:
+    if case.context.has_ring:
+        return _RING
     if case.has_slice_of_queries:
         return _SLICE.format("FlexAttention")
     if case.config.attention_dropout > 0.0:
@@ -205,6 +211,8 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
+    if case.context.has_ring:
+        return _RING
     if case.has_slice_of_queries:
         return _SLICE.format("the Triton kernel")
     if case.config.qk_clip:
@@ -230,6 +238,10 @@ def _lacks(case: Case) -> str:
     return ""
 
 
+def _build_unfused(config: ModelConfig, context: LayerContext) -> AttentionCore:
+    return RingCore(config, context) if context.has_ring else UnfusedCore(config, context)
+
+
 BACKENDS: Mapping[str, Backend] = {
     "flash": _sdpa(_FLASH),
     "cudnn": _sdpa(_CUDNN),
@@ -237,7 +249,7 @@ BACKENDS: Mapping[str, Backend] = {
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
     "flex": Backend(FlexCore, _flex_refusal),
     "triton": Backend(TritonCore, _triton_refusal),
-    "unfused": Backend(UnfusedCore, lambda case: ""),
+    "unfused": Backend(_build_unfused, lambda case: ""),
 }
 """All backends by name."""
 _ALIASES = {"local": "unfused"}
