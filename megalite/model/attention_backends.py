@@ -20,7 +20,9 @@ from megalite.config import ModelConfig
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
+from megalite.model.attention_block import FlashBlocks, PlainBlocks
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
+from megalite.model.blockwise_attention import Blocking
 from megalite.model.flex_attention import FlexCore
 from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -84,6 +86,8 @@ def _sdpa(*kernels: SDPBackend) -> Backend:
     """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
 
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
+        if context.has_ring:
+            return RingCore(config, context, FlashBlocks())
         return SdpaCore(config, context, *by_speed(kernels, context.device))
 
     return Backend(build, partial(_sdpa_refusal, kernels), kernels)
@@ -101,15 +105,17 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    if case.context.has_ring:
+    if case.context.has_ring and kernels != (_FLASH,):
         return _RING
+    if case.context.has_ring and case.has_bias:
+        return "in blocks, as --cp-comm-type p2p needs, it has no ALiBi, windows or documents"
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
         return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
-    if case.config.softmax_type != "vanilla":
+    if case.config.softmax_type != "vanilla" and not case.context.has_ring:  # a ring adds sinks itself
         return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         if case.config.value_dim != case.config.head_dim:
@@ -239,7 +245,9 @@ def _lacks(case: Case) -> str:
 
 
 def _build_unfused(config: ModelConfig, context: LayerContext) -> AttentionCore:
-    return RingCore(config, context) if context.has_ring else UnfusedCore(config, context)
+    if context.has_ring:
+        return RingCore(config, context, PlainBlocks(Blocking.for_device(context.device, context.dtype)))
+    return UnfusedCore(config, context)
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -264,6 +272,8 @@ def preference(case: Case) -> tuple[str, ...]:
     these kernels need a bias in memory; our Triton kernel does not. FlexAttention is not included until it
     is measured. Device meta is treated as a GPU.
     """
+    if case.context.has_ring:
+        return "flash", "unfused"
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
         is_faster = case.context.dtype == torch.bfloat16 or (case.has_bias and is_long)

@@ -10,7 +10,7 @@ d' size of values.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from torch import Tensor
 from megalite.kernels import CausalSoftmax
 from megalite.kernels.dropout import dropout
 from megalite.model.blockwise_attention import Blocking
+from megalite.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
 
 
 class Block(NamedTuple):
@@ -33,6 +39,16 @@ class Block(NamedTuple):
         last = keys.stop if visible.ends is not None else self.queries.stop
         return range(max(keys.start, first), max(keys.start, first, min(keys.stop, last)))
 
+    def rows_in(self, block: Block) -> slice:
+        """Return the slice of another block's queries that are this block's."""
+        first = block.queries.start
+        return slice(self.queries.start - first, self.queries.stop - first)
+
+    def columns_in(self, block: Block, softmax: CausalSoftmax) -> tuple[range, slice]:
+        """Return the keys that some query may see, and their slice of another block's keys."""
+        seen, first = self.seen(softmax), block.keys.start
+        return seen, slice(seen.start - first, seen.stop - first)
+
     def parts(self, num_samples_and_heads: int, itemsize: int, blocking: Blocking) -> Iterator[Block]:
         """Yield parts of the queries whose scores stay within the size of `Blocking`, with all keys."""
         most = blocking.num_bytes // max(1, num_samples_and_heads * len(self.keys) * itemsize)
@@ -41,72 +57,128 @@ class Block(NamedTuple):
             yield Block(range(first, min(first + step, self.queries.stop)), self.keys)
 
 
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax, blocking: Blocking
-) -> tuple[Tensor, Tensor]:
-    """Return the output ``[b, n, m, d']`` and the logarithms of the sums ``[b, n, m]``, in at least fp32.
+class Blocks(Protocol):
+    """Interface of the functions that compute a block."""
 
-    A query that sees no key of the block has an output of 0, and a logarithm of -inf.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[b, n, m, d']`` and the logarithms of the sums ``[b, n, m]`` in at least fp32.
 
-    Args:
-        q, k, v: ``[b, n, m, d]``, ``[b, g, e, d]`` and ``[b, g, e, d']``.
-        softmax: bias, visible keys and dropout, by positions in the whole sample.
+        A query that sees no key of the block has an output of 0, and a logarithm of -inf.
+
+        Args:
+            q, k, v: ``[b, n, m, d]``, ``[b, g, e, d]`` and ``[b, g, e, d']``.
+            softmax: bias, visible keys and dropout, by positions in the whole sample.
+        """
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values; the other arguments are those of `forward`.
+
+        Args:
+            whole: attention of these queries with all keys.
+        """
+
+
+class Whole(NamedTuple):
+    """What backward of a block needs from attention of its queries with all keys, and with a sink.
+
+    Attributes:
+        grad: gradient of the output, ``[b, n, m, d']``.
+        out: the output, ``[b, n, m, d']``.
+        log_sums: logarithms of the sums, ``[b, n, m]``.
+        deltas: sums of the output times its gradient, ``[b, n, m]``.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide)
-    log_sums = q.new_empty(q.shape[:3], dtype=wide)
-    for part in block.parts(q.shape[0] * q.shape[1], wide.itemsize, blocking):
-        rows = slice(part.queries.start - block.queries.start, part.queries.stop - block.queries.start)
-        seen = part.seen(softmax)
-        columns = slice(seen.start - block.keys.start, seen.stop - block.keys.start)
-        scores = _scores(q[:, :, rows], k[:, :, columns], softmax)
-        _hide_(scores, part.queries, seen, softmax)
-        sums = scores.logsumexp(-1)
-        weights = scores.sub_(sums.clamp(min=_LEAST)[..., None]).exp_()
-        _drop_(weights, part.queries, seen, softmax)
-        out[:, :, rows] = _times_keys(weights.to(q.dtype), v[:, :, columns])
-        log_sums[:, :, rows] = sums
-    return out, log_sums
+
+    grad: Tensor
+    out: Tensor
+    log_sums: Tensor
+    deltas: Tensor
 
 
-def block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_sums: Tensor,
-    deltas: Tensor,
-    block: Block,
-    softmax: CausalSoftmax,
-    blocking: Blocking,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, in at least fp32.
+class PlainBlocks:
+    """Computes blocks in plain PyTorch: all masks, biases, dropout, dtypes and devices."""
 
-    Args:
-        grad: gradient of the output of attention with all keys, ``[b, n, m, d']``.
-        log_sums: logarithms of the sums over all keys, and the sink, ``[b, n, m]``.
-        deltas: sums of this output times its gradient, ``[b, n, m]``.
+    def __init__(self, blocking: Blocking) -> None:
+        self.blocking = blocking
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a block; see `Blocks`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide)
+        log_sums = q.new_empty(q.shape[:3], dtype=wide)
+        for part in block.parts(q.shape[0] * q.shape[1], wide.itemsize, self.blocking):
+            rows, (seen, columns) = part.rows_in(block), part.columns_in(block, softmax)
+            scores = _scores(q[:, :, rows], k[:, :, columns], softmax)
+            _hide_(scores, part.queries, seen, softmax)
+            sums = scores.logsumexp(-1)
+            weights = scores.sub_(sums.clamp(min=_LEAST)[..., None]).exp_()
+            _drop_(weights, part.queries, seen, softmax)
+            out[:, :, rows] = _times_keys(weights.to(q.dtype), v[:, :, columns])
+            log_sums[:, :, rows] = sums
+        return out, log_sums
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a block, in at least fp32; see `Blocks`."""
+        wide = whole.log_sums.dtype
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for part in block.parts(q.shape[0] * q.shape[1], 2 * wide.itemsize, self.blocking):
+            rows, (seen, columns) = part.rows_in(block), part.columns_in(block, softmax)
+            queries, keys, row_grads = q[:, :, rows], k[:, :, columns], whole.grad[:, :, rows]
+            scores = _scores(queries, keys, softmax)
+            slope = softmax.cap_slope(scores)
+            _hide_(scores, part.queries, seen, softmax)
+            weights = scores.sub_(whole.log_sums[:, :, rows, None]).exp_()
+            weight_grads = _products(row_grads, v[:, :, columns]).to(wide)
+            dropped = _drop_(weights.clone(), part.queries, seen, softmax) if _drops(softmax) else weights
+            # Of a weight w with dropout's factor f, and the gradient g of f w: w (f g - delta).
+            score_grads = weight_grads.mul_(dropped).sub_(weights * whole.deltas[:, :, rows, None])
+            score_grads.mul_(softmax.scale if slope is None else slope)
+            score_grads, dropped = score_grads.to(q.dtype), dropped.to(q.dtype)
+            grad_q[:, :, rows] = _times_keys(score_grads, keys)
+            grad_k[:, :, columns] += _summed_over_queries(score_grads, queries, keys.shape[1])
+            grad_v[:, :, columns] += _summed_over_queries(dropped, row_grads, keys.shape[1])
+        return grad_q, grad_k, grad_v
+
+
+class FlashBlocks:
+    """Computes blocks in PyTorch's kernel of FlashAttention.
+
+    A block has as many queries as keys, which are the queries' own or earlier ones. There are no documents,
+    windows, ALiBi, caps or dropout.
     """
-    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
-    for part in block.parts(q.shape[0] * q.shape[1], 2 * log_sums.dtype.itemsize, blocking):
-        rows = slice(part.queries.start - block.queries.start, part.queries.stop - block.queries.start)
-        seen = part.seen(softmax)
-        columns = slice(seen.start - block.keys.start, seen.stop - block.keys.start)
-        queries, keys, row_grads = q[:, :, rows], k[:, :, columns], grad[:, :, rows]
-        scores = _scores(queries, keys, softmax)
-        slope = softmax.cap_slope(scores)
-        _hide_(scores, part.queries, seen, softmax)
-        weights = scores.sub_(log_sums[:, :, rows, None]).exp_()
-        weight_grads = _products(row_grads, v[:, :, columns]).to(weights.dtype)
-        dropped = _drop_(weights.clone(), part.queries, seen, softmax) if _drops(softmax) else weights
-        # Of a weight w with dropout's factor f, and g the gradient of f w: w (f g - delta).
-        score_grads = weight_grads.mul_(dropped).sub_(weights * deltas[:, :, rows, None])
-        score_grads.mul_(softmax.scale if slope is None else slope)
-        score_grads, dropped = score_grads.to(q.dtype), dropped.to(q.dtype)
-        grad_q[:, :, rows] = _times_keys(score_grads, keys)
-        grad_k[:, :, columns] += _summed_over_queries(score_grads, queries, keys.shape[1])
-        grad_v[:, :, columns] += _summed_over_queries(dropped, row_grads, keys.shape[1])
-    return grad_q, grad_k, grad_v
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a block; see `Blocks`."""
+        is_causal, wide = block.queries == block.keys, torch.promote_types(q.dtype, torch.float32)
+        attention = cpu_attention if q.device.type == "cpu" else flash_attention
+        out, log_sums, *_ = attention(q, k, v, 0.0, is_causal, scale=softmax.scale)
+        return out.to(wide), log_sums.to(wide)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
+        grad, out, log_sums, _ = whole
+        is_causal, scale = block.queries == block.keys, softmax.scale
+        given = grad, q, k, v, out, log_sums.contiguous()
+        if q.device.type == "cpu":
+            grads = cpu_attention_backward(*given, 0.0, is_causal, scale=scale)
+        else:  # the empty tensors are of samples without padding, and the state of a dropout that is off
+            none, state = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
+            lengths = none, none, len(block.queries), len(block.keys)
+            grads = flash_attention_backward(
+                *given, *lengths, 0.0, is_causal, state, q.new_zeros(()), scale=scale
+            )
+        return grads
 
 
 def merge_(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:

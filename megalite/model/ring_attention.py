@@ -23,9 +23,8 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
-from megalite.model.attention_block import Block, block_backward, block_forward, merge_
-from megalite.model.attention_core import UnfusedCore
-from megalite.model.blockwise_attention import Blocking
+from megalite.model.attention_block import Block, Blocks, Whole, merge_
+from megalite.model.attention_core import SoftmaxCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -103,7 +102,7 @@ class Ring(NamedTuple):
     cp: Axis
     own: HeldPositions
     softmax: CausalSoftmax
-    blocking: Blocking
+    blocks: Blocks
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -187,7 +186,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tenso
     for step, arrived in ring.arriving(k, v):
         for i, j in step.blocks:
             block = Block(runs[i], step.positions[j])
-            result = block_forward(queries[i], *arrived[j], block, ring.softmax, ring.blocking)
+            result = ring.blocks.forward(queries[i], *arrived[j], block, ring.softmax)
             if i in results:
                 merge_(*results[i], *result)
             else:
@@ -201,7 +200,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
     deltas = (grad.to(log_sums.dtype) * out).sum(-1)
-    of_queries = list(zip(*map(ring.parts, (grad, q, log_sums, deltas)), strict=True))
+    whole = [Whole(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)]
+    queries = ring.parts(q)
     runs = ring.own.runs(q.shape[2])
     sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
     grad_q, own = ring.parts(sums[0]), list(zip(*map(ring.parts, sums[1:]), strict=True))
@@ -209,11 +209,8 @@ def _backward(
     for step, arrived in ring.arriving(k, v):
         of_step = own if step.distance == 0 else [tuple(map(_zeros, own[0])) for _ in own]
         for i, j in step.blocks:
-            row_grads, rows, row_sums, row_deltas = of_queries[i]
             block = Block(runs[i], step.positions[j])
-            found = block_backward(
-                *(row_grads, rows, *arrived[j], row_sums, row_deltas, block), ring.softmax, ring.blocking
-            )
+            found = ring.blocks.backward(queries[i], *arrived[j], whole[i], block, ring.softmax)
             for total, more in zip((grad_q[i], *of_step[j]), found, strict=True):
                 total += more
         _add_returned(returning, own)
@@ -246,14 +243,18 @@ def _add_returned(returning: tuple[Step, Pending] | None, own: Sequence[tuple[Te
             total += more
 
 
-class RingCore(UnfusedCore):
-    """Computes attention in blocks of a rank's queries with the keys of each rank."""
+class RingCore(SoftmaxCore):
+    """Computes attention in blocks of a rank's queries with the keys of each rank.
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    Args:
+        blocks: computes a block.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext, blocks: Blocks) -> None:
         super().__init__(config, context)
-        self.cp = context.cp
+        self.cp, self.blocks = context.cp, blocks
 
-    def attend(
+    def __call__(
         self,
         q: Tensor,
         k: Tensor,
@@ -261,7 +262,6 @@ class RingCore(UnfusedCore):
         visible: VisibleKeys,
         drop: Drop,
         sinks: Tensor | None = None,
-        largest: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of a rank's queries with all keys; see `LayerCore`.
 
@@ -270,6 +270,6 @@ class RingCore(UnfusedCore):
         """
         s = k.shape[2] * self.cp.size
         softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
-        ring = Ring(self.cp, self.own_positions, softmax, self.blocking)
+        ring = Ring(self.cp, self.own_positions, softmax, self.blocks)
         out: Tensor = _RingAttention.apply(q, k, v, ring, sinks)
         return out
