@@ -17,8 +17,9 @@ from megalite.distributed.axes import Slice
 class HeldPositions:
     """Describes which positions of each sample one of `count` ranks holds, in the order of its tokens.
 
-    They are consecutive. In zigzag order, they are two of 2 `count` slices, number `index` and the same number
-    from the end: in causal attention, all ranks then have as many scores to compute (Megatron-LM's order).
+    They are consecutive. In zigzag order, they are two of 2 `count` slices, number `index` and the same
+    number from the end. In causal attention, all ranks then compute as many scores. Megatron-LM has this
+    order.
 
     Attributes:
         index: coordinate of the rank among the ranks that hold different positions.

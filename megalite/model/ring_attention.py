@@ -28,7 +28,7 @@ from megalite.model.attention_core import SoftmaxCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """What a rank does with the keys of the rank `distance` places before it in the ring.
 
     Slices are those that a rank holds, by their place among them.
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 @cache
-def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) -> tuple[Step, ...]:
+def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
     """Return the steps of one rank, the first of which is with its own keys.
 
     A step in which no rank needs anything is left out on all ranks.
@@ -73,7 +73,7 @@ def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) 
         return tuple(sorted({j for _, j in blocks(rank, distance)}))
 
     return tuple(
-        Step(
+        RingStep(
             distance,
             keys(own.index + distance, distance),
             keys(own.index, distance),
@@ -105,7 +105,7 @@ class Ring(NamedTuple):
     blocks: Blocks
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[RingStep, ...]:
         """Return the steps of this rank."""
         visible = self.softmax.visible
         return ring_steps(self.own, self.softmax.seq_length, visible.window, visible.ends is None)
@@ -119,7 +119,7 @@ class Ring(NamedTuple):
         """Return the slices of a rank's ``[b, n, s/cp, ...]``."""
         return x.chunk(self.num_slices, dim=2)
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[Step, dict[int, tuple[Tensor, Tensor]]]]:
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, dict[int, tuple[Tensor, Tensor]]]]:
         """Yield the steps with the keys and values of each received slice.
 
         The messages of a step run while the caller computes the step before.
@@ -159,9 +159,7 @@ def _unpacked(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, sinks: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, sinks: Tensor | None) -> Tensor:
         out, log_sums = _forward(q, k, v, ring)
         if sinks is not None:
             add_sinks_(out, log_sums, sinks)
@@ -205,9 +203,9 @@ def _backward(
     runs = ring.own.runs(q.shape[2])
     sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
     grad_q, own = ring.parts(sums[0]), list(zip(*map(ring.parts, sums[1:]), strict=True))
-    returning: tuple[Step, Pending] | None = None
+    returning: tuple[RingStep, Pending] | None = None
     for step, arrived in ring.arriving(k, v):
-        of_step = own if step.distance == 0 else [tuple(map(_zeros, own[0])) for _ in own]
+        of_step = own if step.distance == 0 else [_zeros(pair) for pair in own]
         for i, j in step.blocks:
             block = Block(runs[i], step.positions[j])
             found = ring.blocks.backward(queries[i], *arrived[j], whole[i], block, ring.softmax)
@@ -219,20 +217,18 @@ def _backward(
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
 
 
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros_like(x)
+def _zeros(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
 
 
-def _start_return(
-    gradients: Sequence[tuple[Tensor, Tensor]], step: Step, k: Tensor, ring: Ring
-) -> Pending:
+def _start_return(gradients: Sequence[tuple[Tensor, Tensor]], step: RingStep, k: Tensor, ring: Ring) -> Pending:
     """Start to send the gradients of received slices back to the rank that holds these."""
     packed = _packed([gradients[number] for number in step.received], k)
     num_elements = len(step.sent) * sum(x.numel() for x in gradients[0])
     return start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
 
 
-def _add_returned(returning: tuple[Step, Pending] | None, own: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _add_returned(returning: tuple[RingStep, Pending] | None, own: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add the gradients that another rank sends back to those of this rank's slices."""
     if returning is None:
         return

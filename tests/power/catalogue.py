@@ -15,12 +15,14 @@ from megalite.data import batch_loader
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,
+    attention_block,
     attention_core,
     bert_stage,
     context_parallel,
@@ -36,6 +38,7 @@ from megalite.model import (
     norm,
     positions,
     recompute,
+    ring_attention,
     short_convolution,
     stage,
 )
@@ -137,6 +140,13 @@ def _dropped_on_last(original: Callable[..., Any], _: Topology) -> Callable[...,
 
 def _mean_over_samples(terms: Any, _: Any, losses: Tensor, microbatch: Microbatch) -> Any:
     return {name: term._replace(total=term.total / len(microbatch.tokens)) for name, term in terms.items()}
+
+
+def _of_block_alone(blocks: Any, q: Tensor, k: Tensor, v: Tensor, whole: Any, *rest: Any) -> tuple[Any, ...]:
+    """Return arguments with the output of the block, where that of attention with all keys belongs."""
+    out, _ = blocks.forward(q, k, v, *rest)
+    deltas = (out * whole.grad).sum(-1)
+    return blocks, q, k, v, whole._replace(out=out, deltas=deltas), *rest
 
 
 def _ends_with_slice(cut: Microbatch, *_: Any) -> Microbatch:
@@ -658,6 +668,28 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
          lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
          "packed"),
+        ("a block of a ring sees later keys", "cp2+p2p", attention_block, "_hide_",
+         before(lambda scores, queries, keys, softmax: (
+             scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
+        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "_sees",
+         after(lambda sees, queries, keys, *_: sees and keys.stop != queries.start)),
+        ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
+         before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
+        ("dropout of zigzag slices is keyed by consecutive positions", "cp2+p2p",
+         parameter_spec.LayerContext, "runs_of_positions",
+         lambda original, topology: lambda self, count: (
+             (range((first := topology.positions.index * count), first + count),)
+             if topology.positions.count > 1 else original(self, count))),
+        ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
+         before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
+        ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
+         instead(lambda returning, own: None)),
+        ("gradients of keys return in the order of other slices", "cp4+p2p", ring_attention, "_unpacked",
+         lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
+        ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
+         before(_of_block_alone)),
+        ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
+         lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
@@ -690,8 +722,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
-        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_element",
-         instead(lambda self, x: 0)),
+        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_elements",
+         instead(lambda self, x: [0])),
         ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
          _numbered(lambda self, numbers: torch.arange(len(numbers)))),
         ("dropout is keyed by the samples of the rank", "dp2", batch_loader.BatchLoader, "__call__",

@@ -16,7 +16,6 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
-from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
