@@ -683,7 +683,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
         ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
-         instead(lambda returning, own: None)),
+         instead(lambda returning, own: returning and returning[1].wait())),
         ("gradients of keys return in the order of other slices", "cp4+p2p", ring_attention, "_unpacked",
          lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
+from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
@@ -156,3 +158,50 @@ def test_it_is_the_attention_of_torch(dtype: torch.dtype, bound: float) -> None:
         expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
         for found, whole in zip(_joined(list(of_ranks)), expected, strict=True):
             assert _error(found, whole) < bound, name
+
+
+def _bytes_sent(topology: Topology, window: int | None) -> dict[str, float]:
+    """Return the bytes that forward, and forward with backward, send from this rank."""
+    config = ModelConfig(num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=2, seq_length=S)
+    if window is not None:
+        config = dataclasses.replace(config, window_size=(window, 0))
+    context = LayerContext(topology, torch.float32, cp_comm_type="p2p")
+    core, device, size = build_core(config, context), topology.device, context.cp.size
+    q, k, v = (
+        torch.randn(B, n, S // size, SIZE, device=device, requires_grad=True) for n in (HEADS, 2, 2)
+    )
+    visible = core.visible_keys((B, S), None, [window])[window]
+    found = {}
+    with Traffic(topology) as traffic:
+        out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
+        found["forward"] = ring_bytes(traffic.calls, "cp", size)
+        out.sum().backward()
+        found["both"] = ring_bytes(traffic.calls, "cp", size)
+    return found
+
+
+def _expected_bytes(rank: int, num_ranks: int, window: int | None) -> dict[str, float]:
+    """Return the formulas of docs/context_parallel.md.
+
+    A rank sends its first slice to all ranks, and its last one to those before it in the ring's order. In
+    backward it sends them again, and gradients of the slices that it received. A short window reaches into
+    the slice before only: the last rank holds that of its second slice itself.
+    """
+    if window is None:
+        sent, received = num_ranks - 1 + rank, 2 * (num_ranks - 1) - rank
+    else:
+        sent = received = 1 if rank in (0, num_ranks - 1) else 2
+    of_slice = B * 2 * (SIZE + SIZE) * (S // num_ranks // 2) * 4
+    return {"forward": sent * of_slice, "both": (2 * sent + received) * of_slice}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_ring_sends_the_slices_that_are_needed(num_ranks: int, window: int | None) -> None:
+    """On ranks, and on meta tensors as in a dry run."""
+    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
+    expected = [_expected_bytes(rank, num_ranks, window) for rank in range(num_ranks)]
+    assert run_ranks(_bytes_sent, mesh, num_ranks, window) == expected
+    for rank in range(num_ranks):
+        with Topology.fake(mesh, num_ranks, rank) as topology:
+            assert _bytes_sent(topology, window) == expected[rank]
