@@ -221,7 +221,9 @@ def _zeros(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
 
 
-def _start_return(gradients: Sequence[tuple[Tensor, Tensor]], step: RingStep, k: Tensor, ring: Ring) -> Pending:
+def _start_return(
+    gradients: Sequence[tuple[Tensor, Tensor]], step: RingStep, k: Tensor, ring: Ring
+) -> Pending:
     """Start to send the gradients of received slices back to the rank that holds these."""
     packed = _packed([gradients[number] for number in step.received], k)
     num_elements = len(step.sent) * sum(x.numel() for x in gradients[0])

@@ -94,15 +94,7 @@ class Dropout(nn.Module):
 
     def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor) -> Tensor:
         """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``, computed by one kernel."""
-        p, (base, *others) = self.p if self.training else 0.0, self._first_elements(x)
-        if others and p > 0.0:
-            parts = [
-                bias_dropout_add(part, bias, rest, p, self.key, sample_numbers, base=base)
-                for part, rest, base in zip(
-                    self._consecutive(x), self._consecutive(residual), (base, *others), strict=True
-                )
-            ]
-            return torch.cat(parts)
+        x, bias, p, base = self._remaining(x, bias, sample_numbers)
         if torch.compiler.is_compiling():
             return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
         return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)
@@ -112,12 +104,11 @@ class Dropout(nn.Module):
     ) -> Tensor | ResidualSum:
         """Return the operands of `add_to`, for a norm that also computes the sum.
 
-        In a graph of torch.compile, and if dropout acts on positions that are not consecutive, the sum is a
-        separate operator, and its result is returned.
+        In a graph of torch.compile the sum is a separate operator, and its result is returned.
         """
-        p, (base, *others) = self.p if self.training else 0.0, self._first_elements(x)
-        if torch.compiler.is_compiling() or (others and p > 0.0):
+        if torch.compiler.is_compiling():
             return self.add_to(residual, x, bias, sample_numbers)
+        x, bias, p, base = self._remaining(x, bias, sample_numbers)
         return ResidualSum(x, bias, residual, p, self.key, sample_numbers, base)
 
     def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
@@ -130,6 +121,18 @@ class Dropout(nn.Module):
         if torch.compiler.is_compiling():
             return Drop(p, 0, sample_numbers, first_element, self.key_tensor)
         return Drop(p, self.key, sample_numbers, first_element)
+
+    def _remaining(
+        self, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
+    ) -> tuple[Tensor, Tensor | None, float, int]:
+        """Return x, bias, probability and index of the first element for a kernel of the sum.
+
+        The kernel cannot drop elements whose positions are not consecutive: that is done here, before it.
+        """
+        p, (base, *others) = self.p if self.training else 0.0, self._first_elements(x)
+        if not others or p == 0.0:
+            return x, bias, p, base
+        return self(x if bias is None else x + bias, sample_numbers), None, 0.0, base
 
     def _consecutive(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of this rank's ``[s, b, h]`` whose positions are consecutive."""

@@ -675,7 +675,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda sees, queries, keys, *_: sees and keys.stop != queries.start)),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
-        ("dropout of zigzag slices is keyed by consecutive positions", "cp2+p2p",
+        ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
          parameter_spec.LayerContext, "runs_of_positions",
          lambda original, topology: lambda self, count: (
              (range((first := topology.positions.index * count), first + count),)
@@ -684,7 +684,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
         ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
          instead(lambda returning, own: returning and returning[1].wait())),
-        ("gradients of keys return in the order of other slices", "cp4+p2p", ring_attention, "_unpacked",
+        ("slices of keys arrive in another order", "cp4+p2p", ring_attention, "_unpacked",
          lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),

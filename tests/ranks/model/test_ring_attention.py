@@ -162,14 +162,14 @@ def test_it_is_the_attention_of_torch(dtype: torch.dtype, bound: float) -> None:
 
 def _bytes_sent(topology: Topology, window: int | None) -> dict[str, float]:
     """Return the bytes that forward, and forward with backward, send from this rank."""
-    config = ModelConfig(num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=2, seq_length=S)
+    config = ModelConfig(
+        num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=2, seq_length=S
+    )
     if window is not None:
         config = dataclasses.replace(config, window_size=(window, 0))
     context = LayerContext(topology, torch.float32, cp_comm_type="p2p")
     core, device, size = build_core(config, context), topology.device, context.cp.size
-    q, k, v = (
-        torch.randn(B, n, S // size, SIZE, device=device, requires_grad=True) for n in (HEADS, 2, 2)
-    )
+    q, k, v = (torch.randn(B, n, S // size, SIZE, device=device, requires_grad=True) for n in (HEADS, 2, 2))
     visible = core.visible_keys((B, S), None, [window])[window]
     found = {}
     with Traffic(topology) as traffic:

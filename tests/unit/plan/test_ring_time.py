@@ -27,7 +27,10 @@ def test_slices_are_those_that_ranks_send(num_ranks: int, window: int | None, is
 def test_ranks_of_a_causal_ring_compute_the_same_number_of_blocks(num_ranks: int) -> None:
     s = 16 * num_ranks
     counts = [
-        [len(step.blocks) for step in ring_steps(HeldPositions(rank, num_ranks, is_zigzag=True), s, None, True)]
+        [
+            len(step.blocks)
+            for step in ring_steps(HeldPositions(rank, num_ranks, is_zigzag=True), s, None, True)
+        ]
         for rank in range(num_ranks)
     ]
     assert counts == [[3] + [2] * (num_ranks - 1)] * num_ranks
