@@ -334,7 +334,7 @@ def cp_seconds(run: PlannedRun, call: AttentionCall) -> float:
 
     megalite gathers keys and values before a forward, and reduce-scatters their gradients after a backward.
     Or it exchanges queries, keys and values for the part of the heads that the call has, and the output back.
-    Nothing overlaps with it, except with a ring's messages. Other programs are assumed to hide it, as ring attention does.
+    Nothing overlaps with it, except for a ring. Other programs are assumed to hide it, as a ring does.
     """
     if run.cp == 1 or not run.program.is_own:
         return 0.0

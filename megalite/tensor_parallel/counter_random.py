@@ -136,7 +136,8 @@ class Dropout(nn.Module):
 
     def _consecutive(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the parts of this rank's ``[s, b, h]`` whose positions are consecutive."""
-        return x.split([len(run) for run in self.context.runs_of_positions(x.shape[0])])
+        runs = self.context.runs_of_positions(x.shape[0])
+        return (x,) if len(runs) == 1 else x.split([len(run) for run in runs])
 
     def _first_elements(self, x: Tensor) -> list[int]:
         """Return the index of the first element of each of these parts among all elements of a sample."""
