@@ -105,10 +105,8 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    if case.context.has_ring and kernels != (_FLASH,):
-        return _RING
-    if case.context.has_ring and case.has_bias:
-        return "in blocks, as --cp-comm-type p2p needs, it has no ALiBi, windows or documents"
+    if case.context.has_ring and (reason := _blocks_refusal(kernels, case)):
+        return reason
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
@@ -131,6 +129,18 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
         f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
     )
+
+
+def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    """Return why PyTorch's kernels do not compute the blocks of ring attention; empty if they do."""
+    if kernels != (_FLASH,):
+        return _RING
+    if case.has_bias:
+        return "in blocks, as --cp-comm-type p2p needs, it has no ALiBi, windows or documents"
+    sizes = {case.config.for_kind(kind).head_dim for kind in case.config.head_kinds}
+    if case.device != "cpu" and (any(size % 8 for size in sizes) or sizes != {case.config.value_dim}):
+        return "in blocks, as --cp-comm-type p2p needs, its heads have a multiple of 8 elements, all the same"
+    return ""
 
 
 def _head_sizes(config: ModelConfig) -> str:
