@@ -17,8 +17,9 @@ from megalite.microbatch import Microbatch
 from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts
 from megalite.model.grouped_linear import grouped_linear
+from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from tests.stages import build_stage
 
 CONFIG = replace(
@@ -109,6 +110,15 @@ def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
     shared = block.shared
     block.shared = None
     torch.testing.assert_close(y - block(x).x, shared(x).x, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gate_multiplies_the_shared_expert(one_rank) -> None:
+    fields = {"moe_shared_expert_intermediate_size": 11, "moe_shared_expert_gate": True}
+    shared = experts_of(replace(CONFIG, **fields), one_rank).shared
+    x = hidden()
+    gate = (x @ shared.gate.weight.squeeze(0)).sigmoid().unsqueeze(-1)
+    torch.testing.assert_close(shared(x).x, gate * MLP.transform(shared, x), **EXACT)
+    assert not spec_of(shared.gate.weight).is_matrix  # for Muon: one row has no orthogonal form
 
 
 def test_rows_of_groups_without_rows() -> None:
