@@ -35,6 +35,7 @@ CONFIG = replace(
     moe_ffn_hidden_size=7,
     moe_z_loss_coeff=0.1,
 )
+GATED = {"moe_shared_expert_intermediate_size": 11, "moe_shared_expert_gate": True}
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
 
 
@@ -113,8 +114,7 @@ def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
 
 
 def test_a_gate_multiplies_the_shared_expert(one_rank) -> None:
-    fields = {"moe_shared_expert_intermediate_size": 11, "moe_shared_expert_gate": True}
-    shared = experts_of(replace(CONFIG, **fields), one_rank).shared
+    shared = experts_of(replace(CONFIG, **GATED), one_rank).shared
     x = hidden()
     gate = (x @ shared.gate.weight.squeeze(0)).sigmoid().unsqueeze(-1)
     torch.testing.assert_close(shared(x).x, gate * MLP.transform(shared, x), **EXACT)
@@ -165,9 +165,9 @@ def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:
 )
 def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_rank) -> None:
     tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(5))
-    found = []
+    config, found = replace(CONFIG, **GATED), []
     for each in (None, recompute):
-        stage = build_stage(CONFIG, one_rank, range(CONFIG.num_layers), seed=3, recompute=each)
+        stage = build_stage(config, one_rank, range(config.num_layers), seed=3, recompute=each)
         output = stage(Microbatch(tokens, tokens, torch.arange(2)), None)
         assert isinstance(output, WithTerms) and set(output.terms) == set(stage.loss_names)
         sum(term.value(18) for term in output.terms.values()).backward()

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.checkpoint.convert.families.delta_net import (
-    GATED_QKV,
     TWO_PROJECTIONS,
     delta_net_modules,
     read_delta_net,
     write_delta_net,
 )
 from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.gated_attention import GATED_ATTENTION
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import read_llama_like, write_llama_like
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
@@ -70,15 +70,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 _SHARED = tuple(module for module in QWEN3.layer if ".attention." not in module.ours)
-_ATTENTION = tuple(
-    replace(
-        module,
-        transform=GATED_QKV if module.kind == "qkv" else module.transform,
-        only_in=lambda kind: kind.mixer == "attention",
-    )
-    for module in QWEN3.layer
-    if ".attention." in module.ours
-)
 QWEN3_NEXT = replace(
     QWEN3,
     model_type="qwen3_next",
@@ -87,7 +78,7 @@ QWEN3_NEXT = replace(
     write=_write,
     layer=(
         *some_with_experts(_SHARED, GATED_EXPERTS),
-        *_ATTENTION,
+        *GATED_ATTENTION,
         *delta_net_modules("model.layers.{}.linear_attn", ("in_proj_qkvz", "in_proj_ba"), TWO_PROJECTIONS),
     ),
     experts=FUSED_EXPERTS,

@@ -102,6 +102,21 @@ def test_a_family_comes_back(kind, tmp_path):
     assert configs[0] == configs[1]
 
 
+def test_kimi_k2_comes_back_as_the_deepseek_v3_that_it_is(tmp_path):
+    """transformers knows this name with remote code only."""
+    theirs = build_theirs("deepseek_v3", CONFIGS["deepseek_v3"](lambda values: values[1]), seed=0)
+    original = save(theirs, tmp_path / "hf")
+    settings = json.loads((original / "config.json").read_text())
+    settings |= {"model_type": "kimi_k2", "eos_token_id": 7}
+    (original / "config.json").write_text(json.dumps(settings))
+    returned = convert(convert(original, tmp_path / "ours"), tmp_path / "back")
+    expected, found = tensors_of(original), tensors_of(returned)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+    settings = json.loads((returned / "config.json").read_text())
+    assert (settings["model_type"], settings["eos_token_id"]) == ("deepseek_v3", 7)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_computes_the_same(kind, tmp_path, one_rank):
     stage = stage_of(kind, one_rank)
