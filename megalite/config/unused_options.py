@@ -79,6 +79,12 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         for field in fields(logging):
             if "tensorboard" in field.name and not (logging.wandb_project and field.name in _FOR_WANDB_TOO):
                 yield field.name, "--tensorboard-dir is not set"
+    if not model.has_experts:
+        yield "log_experts_interval", "there are no experts (--num-experts)"
+    elif not (
+        logging.tensorboard_dir or logging.wandb_project or logging.metrics_path(config.checkpoint.save)
+    ):
+        yield "log_experts_interval", "there is no metrics file, and --tensorboard-dir is not set"
     if not config.dry_run.dry_run:
         for name in ("world_size", "rank", "dry_run_json"):
             yield name, "--dry-run is not set"

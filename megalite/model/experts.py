@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
+from megalite.model.kept_choices import choose
 from megalite.model.mlp import MLP, activation_of
+from megalite.model.routing_statistics import RoutingStatistics
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -60,8 +63,8 @@ class Router(nn.Module):
 
     Attributes:
         expert_bias: ``[e]``, added to the scores that select experts; None without it.
-        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank. Recomputation
-            counts all tokens of the layer twice.
+        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
+        statistics: counts the tokens of the iteration for the log; None if it is not due.
     """
 
     expert_bias: Tensor | None
@@ -80,6 +83,7 @@ class Router(nn.Module):
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
         self.register_buffer("expert_bias", bias)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
+        self.statistics: RoutingStatistics | None = None
 
     def forward(self, x: Tensor) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
@@ -87,9 +91,10 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
-        if self.expert_bias is not None and torch.is_grad_enabled():
-            self.num_tokens += self._counts(experts.flatten())
+        ranking = partial(self._ranking, logits.detach(), scores.detach())
+        experts, is_first = choose(lambda: highest(ranking(), self.topk))
+        if is_first and torch.is_grad_enabled():
+            self._count(experts, scores.detach())
         if not is_softmax:
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
@@ -143,6 +148,16 @@ class Router(nn.Module):
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
         num_rows = counts.sum(1, keepdim=True)  # [b, 1]
         return self._over_tokens((shares.sum(0) * counts / num_rows).sum() * self.num_experts)
+
+    def _count(self, experts: Tensor, scores: Tensor) -> None:
+        """Count the tokens of a microbatch, for the update of the bias and for the log."""
+        if self.expert_bias is None and self.statistics is None:
+            return
+        counts = self._counts(experts.flatten())
+        if self.expert_bias is not None:
+            self.num_tokens += counts
+        if self.statistics is not None:
+            self.statistics.add(counts, scores)
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Return how often each expert occurs in the last dim, ``[..., e]``."""

@@ -18,7 +18,8 @@
 A recomputed function runs under hooks that replace each tensor it saves for backward by a number. When
 backward unpacks the first number, the function runs again, and the hooks collect all its saved tensors.
 Gradients of parameters, their hooks and the weight-gradient store therefore work as without recomputation.
-The gradients have the same bits: dropout is counter-based, so there is no generator state to restore.
+The gradients have the same bits: dropout is counter-based, so there is no generator state to restore, and
+tokens go to the experts that forward selected (`kept_choices`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
+from megalite.model.kept_choices import KeptChoices
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
@@ -329,9 +331,10 @@ class _Region:
         self.num_saved = 0
         self.collected: list[Tensor | None] = []
         self.second_output: Tensor | None = None
+        self.choices = KeptChoices()
 
     def run(self, *inputs: Tensor) -> Any:
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with self.choices.first_run(), saved_tensors_hooks(self._pack, self._unpack):
             return self.function(*inputs)
 
     def output(self) -> Tensor:
@@ -367,7 +370,8 @@ class _Region:
                 raise _AllCollected
 
         inputs = [kept().detach().requires_grad_(requires_grad) for kept, requires_grad in self.inputs]
-        with torch.enable_grad(), saved_tensors_hooks(collect, _never), suppress(_AllCollected):
+        hooks = saved_tensors_hooks(collect, _never)
+        with torch.enable_grad(), self.choices.second_run(), hooks, suppress(_AllCollected):
             self.second_output = _first(self.function(*inputs)).detach()
         assert len(self.collected) == self.num_saved, "the second run saved other tensors than the first"
 
