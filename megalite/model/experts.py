@@ -27,6 +27,7 @@ from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import MLP, activation_of
+from megalite.model.routing_record import ChoiceObserver
 from megalite.model.routing_statistics import RoutingStatistics
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
@@ -65,6 +66,7 @@ class Router(nn.Module):
         expert_bias: ``[e]``, added to the scores that select experts; None without it.
         num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
         statistics: counts the tokens of the iteration for the log; None if it is not due.
+        choice_observer: records or replaces the experts of tokens; None in a usual run.
     """
 
     expert_bias: Tensor | None
@@ -84,15 +86,20 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
         self.statistics: RoutingStatistics | None = None
+        self.choice_observer: ChoiceObserver | None = None
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
+    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> Routing:
+        """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            sample_numbers: numbers of the samples in the run, ``[b]``, which `choice_observer` needs.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         ranking = partial(self._ranking, logits.detach(), scores.detach())
-        experts, is_first = choose(lambda: highest(ranking(), self.topk))
+        experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
         if is_first and torch.is_grad_enabled():
             self._count(experts, scores.detach())
         if not is_softmax:
@@ -113,6 +120,15 @@ class Router(nn.Module):
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
         return Routing(weights.to(x.dtype), experts, terms)
+
+    def _select(self, ranking: Tensor, sample_numbers: Tensor | None) -> Tensor:
+        """Return the experts of the tokens, ``[s, b, k]``."""
+        experts = highest(ranking, self.topk)
+        if self.choice_observer is None:
+            return experts
+        assert sample_numbers is not None
+        first = self.context.first_position(len(experts))
+        return self.choice_observer(experts, ranking, sample_numbers, first)
 
     def _ranking(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
@@ -214,16 +230,20 @@ class MixtureOfExperts(nn.Module):
         shared = config.moe_shared_expert_intermediate_size
         self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
 
-    def forward(self, x: Tensor) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y, terms = self.transform(x)
+    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            sample_numbers: ``[b]``; see `Router.forward`.
+        """
+        y, terms = self.transform(x, sample_numbers)
         return BlockOutput(y, None, terms)
 
     @communication_point
-    def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
+    def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         shared = None if self.shared is None else self.shared.transform(x)
-        weights, experts, terms = self.router(x)
+        weights, experts, terms = self.router(x, sample_numbers)
         y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
         y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,

@@ -284,7 +284,7 @@ def recompute_output(
 
     Use it for cheap functions with large outputs (norms and activations) whose consumer saves its input.
     Backward runs the producer once more, for the consumer's gradients and for its own. If the producer has
-    several outputs, the first is the consumer's input.
+    several outputs, the first is the consumer's input. Further arguments of the consumer need no gradient.
 
     Args:
         produces: name of the producer's method, which takes one tensor; declared, like the consumer's.
@@ -301,7 +301,8 @@ def recompute_output(
         current[:] = [_Region(produce, (x,), keep_whole)]
         return current[0].run(x)
 
-    def consume_dropped(consume: Callable[..., Any], y: Tensor) -> Any:
+    def consume_dropped(consume: Callable[..., Any], y: Tensor, *others: Any) -> Any:
+        consume = _with_last(consume, others)
         if torch.compiler.is_compiling():
             # torch.compile keeps a tensor that passes from one marked call to the next, but not its view.
             return _traced(consume, y.view_as(y)) if recompute_consumer else consume(y)
@@ -315,6 +316,11 @@ def recompute_output(
 
     wrap(producer, produces, lambda produce: partial(produce_dropped, produce))
     wrap(consumer, consumes, lambda consume: partial(consume_dropped, consume))
+
+
+def _with_last(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    """Return the function of one tensor that also passes these arguments."""
+    return (lambda x: function(x, *arguments)) if arguments else function
 
 
 class _AllCollected(Exception):
