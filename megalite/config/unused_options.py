@@ -121,6 +121,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield name, "no layer has a window (--window-size)"
     if model.moe_router_score_function != "softmax":
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
+    if model.moe_expert_capacity_factor is None:
+        yield "moe_token_drop_policy", "experts drop no tokens: --moe-expert-capacity-factor is not set"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mtp_num_layers == 0:

@@ -1,6 +1,6 @@
 """A mixture of experts in the place of an MLP: a router sends each token to some of many small MLPs.
 
-(Shazeer et al. 2017; Fedus et al. 2022.) No token is dropped: an expert computes all tokens that it gets.
+(Shazeer et al. 2017; Fedus et al. 2022.) By default no token is dropped: an expert computes all that it gets.
 
 Shapes: s sequence, b microbatch, h hidden size, e experts, k experts of a token, ffn width of an expert,
 tp = tp.size. ep and etp are the sizes of the axes of experts; without these, ep = 1 and etp = tp. A rank's
@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.config import ModelConfig
-from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel
+from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
+from megalite.model.expert_capacity import capacity_of, within_capacity
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import MLP, activation_of
 from megalite.model.routing_record import ChoiceObserver
 from megalite.model.routing_statistics import RoutingStatistics
+from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -50,7 +52,7 @@ class Routing(NamedTuple):
 
     Attributes:
         weights: of each of a token's experts in its output, ``[s, b, k]``.
-        experts: their numbers, ``[s, b, k]``.
+        experts: their numbers, ``[s, b, k]``; e for an expert that drops the token.
         terms: terms of the loss.
     """
 
@@ -62,6 +64,9 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Selects the experts of each token by a linear layer, in at least fp32.
 
+    Args:
+        layer: number of the layer in the whole model; it keys the jitter.
+
     Attributes:
         expert_bias: ``[e]``, added to the scores that select experts; None without it.
         num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
@@ -71,13 +76,15 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.config = config
         self.context = context
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.term_names = names_of_terms(config)
+        eps = config.moe_input_jitter_eps
+        self.jitter = None if eps is None else Jitter(eps, context, f"layers.{layer}.mlp.router.input")
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
         wide = torch.promote_types(context.dtype, torch.float32)
@@ -92,10 +99,11 @@ class Router(nn.Module):
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
-            sample_numbers: numbers of the samples in the run, ``[b]``, which `choice_observer` needs.
+            sample_numbers: numbers of the samples in the run, ``[b]``, which the jitter and
+                `choice_observer` need.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
+        logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         ranking = partial(self._ranking, logits.detach(), scores.detach())
@@ -119,7 +127,37 @@ class Router(nn.Module):
         if ROUTER_Z_LOSS in self.term_names:
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
-        return Routing(weights.to(x.dtype), experts, terms)
+        return Routing(weights.to(x.dtype), self._kept(experts, weights.detach()), terms)
+
+    def _jittered(self, x: Tensor, sample_numbers: Tensor | None) -> Tensor:
+        if self.jitter is None:
+            return x
+        assert sample_numbers is not None
+        jittered: Tensor = self.jitter(x, sample_numbers)
+        return jittered
+
+    def _kept(self, experts: Tensor, weights: Tensor) -> Tensor:
+        """Replace the experts ``[s, b, k]`` that drop the token by e. Evaluation and generation drop none."""
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None or not self.training:
+            return experts
+        kept, is_first = choose(lambda: self._within_capacity(experts, weights, factor))
+        if is_first and self.statistics is not None and torch.is_grad_enabled():
+            self.statistics.num_dropped += (kept == self.num_experts).sum()
+        return kept
+
+    def _within_capacity(self, experts: Tensor, weights: Tensor, factor: float) -> Tensor:
+        own, num_own = self.context.sequence_slice, len(experts)
+        whole, priorities = experts, weights
+        if own.count > 1:
+            axis = self.context.topology.model.over(*self.context.sequence_axes)
+            whole, priorities = (start_all_gather(each, axis).wait() for each in (experts, weights))
+        if self.config.moe_token_drop_policy == "position":
+            priorities = torch.zeros_like(priorities)
+        capacity = capacity_of(len(whole), self.topk, self.num_experts, factor)
+        is_kept = within_capacity(whole, priorities, self.num_experts, capacity)
+        is_own = is_kept[own.index * num_own : (own.index + 1) * num_own]
+        return experts.masked_fill(~is_own, self.num_experts)
 
     def _select(self, ranking: Tensor, sample_numbers: Tensor | None) -> Tensor:
         """Return the experts of the tokens, ``[s, b, k]``."""
@@ -214,12 +252,16 @@ class MixtureOfExperts(nn.Module):
     """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
 
     A shared expert, an MLP for all tokens, is added.
+
+    Args:
+        layer: see `Router`.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
         super().__init__()
         self.context = context
-        self.router = Router(config, context)
+        self.drops = config.moe_expert_capacity_factor is not None
+        self.router = Router(config, context, layer)
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
@@ -244,7 +286,9 @@ class MixtureOfExperts(nn.Module):
         """Compute `forward`."""
         shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = self.router(x, sample_numbers)
-        y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
+        y, weights, ends, combine = dispatch(
+            x, weights, experts, self.router.num_experts, self.context, drops=self.drops and self.training
+        )
         y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.

@@ -48,7 +48,9 @@ class TransformerLayer(nn.Module):
             )
         if self.kind.has_mlp:
             self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
-            self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
+            self.mlp = (
+                MixtureOfExperts(config, context, layer) if self.kind.has_experts else MLP(config, context)
+            )
             self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
 

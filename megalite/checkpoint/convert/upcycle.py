@@ -25,8 +25,8 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
+from megalite.kernels import site_key
 from megalite.log import log
-from megalite.tensor_parallel.counter_random import site_key
 
 _ROUTER = "router.weight"
 

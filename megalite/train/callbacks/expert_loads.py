@@ -78,19 +78,21 @@ def loads_of_layers(counted: Mapping[int, RoutingStatistics], trainer: Trainer) 
     """Return the loads of the global batch in each layer by its name; a collective."""
     model, topology = trainer.config.model, trainer.topology
     assert model.num_experts is not None
-    # [L, e + 1] counts and sums of entropies. fp64 holds whole numbers up to 2^53 exactly.
-    shape = (_num_rows(model), model.num_experts + 1)
+    # [L, e + 2] counts, dropped choices and sums of entropies. fp64 holds whole numbers up to 2^53 exactly.
+    shape = (_num_rows(model), model.num_experts + 2)
     totals = torch.zeros(shape, dtype=torch.float64, device=topology.device)
     for row, statistics in counted.items():
-        totals[row] = torch.cat((statistics.num_tokens.double(), statistics.entropy[None]))
+        others = torch.stack((statistics.num_dropped.double(), statistics.entropy))
+        totals[row] = torch.cat((statistics.num_tokens.double(), others))
     for router in list(_routers(trainer).values())[:1]:
         _sum_over_tokens(totals, router, topology)
     all_reduce(totals, topology.pp, of="tokens of each expert")
     found = {}
-    for row, (*counts, entropy) in enumerate(topology.to_host(totals).tolist()):
+    for row, (*counts, dropped, entropy) in enumerate(topology.to_host(totals).tolist()):
         if num_choices := sum(counts):
             num_tokens = num_choices / model.moe_router_topk
-            found[_name(row, model)] = LayerLoads(tuple(map(int, counts)), entropy / num_tokens)
+            tokens = tuple(map(int, counts))
+            found[_name(row, model)] = LayerLoads(tokens, entropy / num_tokens, int(dropped))
     return found
 
 

@@ -12,12 +12,14 @@ class LayerLoads:
     """Holds the tokens of one layer's experts.
 
     Attributes:
-        tokens: number of tokens of each expert.
+        tokens: number of tokens that selected each expert.
         entropy: mean over the tokens of the entropy of the router's probabilities, in nats.
+        dropped: number of these choices that experts without a place dropped.
     """
 
     tokens: tuple[int, ...]
     entropy: float
+    dropped: int = 0
 
     @property
     def max_violation(self) -> float:
@@ -27,7 +29,7 @@ class LayerLoads:
     @property
     def figures(self) -> dict[str, float]:
         """Return the layer's figures by their names in logs."""
-        return {"max_violation": self.max_violation, "entropy": self.entropy}
+        return {"max_violation": self.max_violation, "entropy": self.entropy, "dropped": self.dropped}
 
 
 @dataclass(frozen=True)
@@ -65,5 +67,6 @@ def loads_in(record: object) -> Mapping[str, LayerLoads] | None:
             return None
         if not isinstance(each.get("entropy"), int | float):
             return None
-        found[str(name)] = LayerLoads(tuple(tokens), float(each["entropy"]))
+        dropped = each.get("dropped", 0)
+        found[str(name)] = LayerLoads(tuple(tokens), float(each["entropy"]), int(dropped))
     return found
