@@ -178,14 +178,7 @@ def verify_layouts(
     """
     alone, *configs = _configs_of(config, layouts)
     tolerance = TOLERANCES[config.model.params_dtype]
-    log.info(
-        "%d iterations of %d samples in %s against one rank; differences are relative",
-        num_iterations,
-        alone.training.global_batch_size,
-        config.model.params_dtype,
-    )
-    row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
-    log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
+    row = _logged_head(alone, layouts, num_iterations)
     routing = RoutingRecord() if replays_routing else None
     reference = record_run(alone, num_iterations, 1, providers, routing)
     same: list[ParallelConfig] = []
@@ -298,6 +291,19 @@ def with_constant_loss_scale(config: Config) -> Config:
     log.info("all runs use the loss scale %g, because a dynamic one begins with overflows", FP16_LOSS_SCALE)
     optimizer = dataclasses.replace(config.optimizer, loss_scale=FP16_LOSS_SCALE)
     return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _logged_head(alone: Config, layouts: Sequence[Layout], num_iterations: int) -> Callable[..., str]:
+    """Log the head of the table, and return the function that formats its rows."""
+    log.info(
+        "%d iterations of %d samples in %s against one rank; differences are relative",
+        num_iterations,
+        alone.training.global_batch_size,
+        alone.model.params_dtype,
+    )
+    row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
+    log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
+    return row
 
 
 def _log_rows(

@@ -60,6 +60,7 @@ from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,
     gemm_collectives,
+    jitter,
     linear,
     parameter_spec,
     uncut_linear,
@@ -686,12 +687,20 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda x, tp: x), "experts"),
         ("gradients of the router are not summed", "tp2+sp", experts.Router, "__init__",
          complete_over("weight"), "experts"),
+        ("experts drop tokens as if all slices were the own one", "tp2+sp", experts, "start_all_gather",
+         instead(lambda x, axis: Pending(torch.cat([x] * axis.size), None)), "dropping"),
+        ("an expert has a capacity for the microbatch", "mbs1", experts, "within_capacity",
+         lambda original, _: lambda experts, weights, number, capacity: original(
+             experts.flatten(0, 1).unsqueeze(1), weights.flatten(0, 1).unsqueeze(1), number,
+             capacity * experts.shape[1]).view_as(experts), "dropping"),
     ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
         ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_element",
          instead(lambda self, x: 0)),
+        ("jitter is keyed by the position in the slice", "tp2+sp", jitter, "random_words",
+         before(lambda first, *others: (first - first.min(), *others)), "dropping"),
         ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
          _numbered(lambda self, numbers: torch.arange(len(numbers)))),
         ("dropout is keyed by the samples of the rank", "dp2", batch_loader.BatchLoader, "__call__",

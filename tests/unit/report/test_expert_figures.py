@@ -14,7 +14,7 @@ from megalite.report.run_history import HistoryRow, read_history
 from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
 from tests.run_folder import iteration, write_metrics
 
-EVEN, UNEVEN = LayerLoads((4, 4, 4), 1.0), LayerLoads((9, 3, 0), 0.5)
+EVEN, UNEVEN = LayerLoads((4, 4, 4), 1.0), LayerLoads((9, 3, 0), 0.5, dropped=2)
 
 
 def _row(number: int, **layers: LayerLoads) -> HistoryRow:

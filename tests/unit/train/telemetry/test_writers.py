@@ -309,7 +309,9 @@ def test_the_loads_of_experts_are_in_all_outputs(
     config: LoggingConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="megalite")
-    loads = ExpertLoads(7, 56, {"layers.1": LayerLoads((6, 2, 1), 0.5), "mtp.0": LayerLoads((3, 3, 3), 1.0)})
+    loads = ExpertLoads(
+        7, 56, {"layers.1": LayerLoads((6, 2, 1), 0.5, dropped=2), "mtp.0": LayerLoads((3, 3, 3), 1.0)}
+    )
     with Topology.fake(PARALLEL.mesh, 2, rank=1) as topology, Writers(config, topology, "") as writers:
         writers.expert_loads(loads)
     assert caplog.messages == ["experts at iteration 7 | largest load above the mean: 100.0% in layers.1 |"]
@@ -318,8 +320,8 @@ def test_the_loads_of_experts_are_in_all_outputs(
         "iteration": 7,
         "consumed_samples": 56,
         "layers": {
-            "layers.1": {"tokens": [6, 2, 1], "max_violation": 1.0, "entropy": 0.5},
-            "mtp.0": {"tokens": [3, 3, 3], "max_violation": 0.0, "entropy": 1.0},
+            "layers.1": {"tokens": [6, 2, 1], "max_violation": 1.0, "entropy": 0.5, "dropped": 2},
+            "mtp.0": {"tokens": [3, 3, 3], "max_violation": 0.0, "entropy": 1.0, "dropped": 0},
         },
     }
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
