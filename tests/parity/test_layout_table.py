@@ -94,7 +94,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_router_pre_softmax": True},
     },
     DROPPING: {
-        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
         **{"moe_expert_capacity_factor": 0.9, "mtp_num_layers": 1},
     },
     "gpt-tiny, sigmoid": {

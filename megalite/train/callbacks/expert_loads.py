@@ -22,7 +22,7 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
-_MTP = "mtp"
+_LAYERS, _MTP = "layers", "mtp"
 
 
 class ExpertLogging(Callback):
@@ -47,7 +47,9 @@ class ExpertLogging(Callback):
         trainer = loop.trainer
         if is_due(loop.iteration, logged_interval(trainer.config)) and not result.plan.is_excluded:
             layers = loads_of_layers(self._counted, trainer)
-            self.writers.expert_loads(ExpertLoads(loop.iteration, trainer.progress.consumed_samples, layers))
+            if layers:  # a model of your own may route otherwise
+                samples = trainer.progress.consumed_samples
+                self.writers.expert_loads(ExpertLoads(loop.iteration, samples, layers))
 
 
 def logged_interval(config: Config) -> int | None:
@@ -109,8 +111,8 @@ def _routers(trainer: Trainer) -> dict[int, Router]:
     found = {}
     for chunk in trainer.chunks:
         for name, module in chunk.named_modules():
-            if isinstance(module, Router):
-                first, number, *_ = name.split(".")
+            first, number, *_ = (*name.split("."), "")
+            if isinstance(module, Router) and first in (_LAYERS, _MTP):
                 found[int(number) + (trainer.config.model.num_layers if first == _MTP else 0)] = module
     return found
 
@@ -120,4 +122,4 @@ def _num_rows(model: ModelConfig) -> int:
 
 
 def _name(row: int, model: ModelConfig) -> str:
-    return f"layers.{row}" if row < model.num_layers else f"{_MTP}.{row - model.num_layers}"
+    return f"{_LAYERS}.{row}" if row < model.num_layers else f"{_MTP}.{row - model.num_layers}"

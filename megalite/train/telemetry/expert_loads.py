@@ -60,13 +60,19 @@ def loads_in(record: object) -> Mapping[str, LayerLoads] | None:
     layers = record.get("layers") if isinstance(record, dict) else None
     if not isinstance(layers, dict) or not layers:
         return None
-    found = {}
-    for name, each in layers.items():
-        tokens = each.get("tokens") if isinstance(each, dict) else None
-        if not isinstance(tokens, list) or not tokens or not all(type(count) is int for count in tokens):
-            return None
-        if not isinstance(each.get("entropy"), int | float):
-            return None
-        dropped = each.get("dropped", 0)
-        found[str(name)] = LayerLoads(tuple(tokens), float(each["entropy"]), int(dropped))
-    return found
+    try:
+        return {str(name): _layer_in(each) for name, each in layers.items()}
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _layer_in(record: Mapping[str, Any]) -> LayerLoads:
+    """Return the loads of one layer.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not complete.
+    """
+    tokens = record["tokens"]
+    if not isinstance(tokens, list) or not tokens or not all(type(count) is int for count in tokens):
+        raise ValueError("tokens are a list of whole numbers")
+    return LayerLoads(tuple(tokens), float(record["entropy"]), int(record.get("dropped", 0)))

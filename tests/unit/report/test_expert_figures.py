@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megalite.report.expert_figures import load_figure, load_summary, violation_
 from megalite.report.page import page
 from megalite.report.run_folder import open_run
 from megalite.report.run_history import HistoryRow, read_history
-from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
+from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads, loads_in
 from tests.run_folder import iteration, write_metrics
 
 EVEN, UNEVEN = LayerLoads((4, 4, 4), 1.0), LayerLoads((9, 3, 0), 0.5, dropped=2)
@@ -49,11 +50,18 @@ def test_the_page_shows_what_the_run_wrote_last(tmp_path: Path) -> None:
         lines.append(iteration(number, start, number))
         record = ExpertLoads(number, 8 * number, {"layers.0": loads}).record()
         lines.append({"experts": record, "start_time": start})
-    lines.append({"experts": {"iteration": 3, "layers": {"layers.0": {"tokens": "?"}}}})
+    for broken in ({"tokens": "?"}, {"tokens": [1.5], "entropy": 1.0}, {"tokens": [1]}, "?"):
+        lines.append({"experts": {"iteration": 3, "layers": {"layers.0": broken}}})
     file = write_metrics(tmp_path / "run.jsonl", lines)
     history = read_history(file)
     assert [row.loads["layers.0"] for row in history.expert_loads] == [UNEVEN, EVEN]
-    assert not history.evaluations and history.num_broken == 1
+    assert not history.evaluations and history.num_broken == 4
     html = page([open_run(file)])
     assert "Experts of run" in html and "the largest load is 1.00 times the mean" in html
     assert json.dumps([2.25, 0.75, 0.0], separators=(",", ":")) in html
+
+
+def test_an_entropy_that_is_not_a_number_is_read() -> None:
+    loads = loads_in({"layers": {"layers.0": {"tokens": [1, 2], "entropy": "NaN"}}})
+    assert loads is not None and math.isnan(loads["layers.0"].entropy)
+    assert load_figure([HistoryRow(1, {}, "experts", loads=loads)])
