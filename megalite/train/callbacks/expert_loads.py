@@ -111,9 +111,10 @@ def _routers(trainer: Trainer) -> dict[int, Router]:
     found = {}
     for chunk in trainer.chunks:
         for name, module in chunk.named_modules():
-            first, number, *_ = (*name.split("."), "")
-            if isinstance(module, Router) and first in (_LAYERS, _MTP):
-                found[int(number) + (trainer.config.model.num_layers if first == _MTP else 0)] = module
+            path = name.split(".")
+            if isinstance(module, Router) and path[0] in (_LAYERS, _MTP):
+                first_row = trainer.config.model.num_layers if path[0] == _MTP else 0
+                found[first_row + int(path[1])] = module
     return found
 
 
