@@ -10,7 +10,6 @@ experts compute n rows, each of which is a token for one expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +26,10 @@ from megalite.model.expert_capacity import capacity_of, within_capacity
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.kept_choices import choose
-from megalite.model.mlp import MLP, activation_of
+from megalite.model.mlp import activation_of
 from megalite.model.routing_record import ChoiceObserver
 from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
@@ -251,7 +251,7 @@ class ExpertWeights(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
 
-    A shared expert, an MLP for all tokens, is added.
+    The output of a shared expert is added; see `SharedExpert`.
 
     Args:
         layer: see `Router`.
@@ -269,8 +269,8 @@ class MixtureOfExperts(nn.Module):
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e/ep, h, ffn/etp]
-        shared = config.moe_shared_expert_intermediate_size
-        self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared = SharedExpert(config, context) if has_shared else None
 
     def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.

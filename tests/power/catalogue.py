@@ -32,10 +32,12 @@ from megalite.model import (
     latent_attention,
     layer,
     mamba,
+    mlp,
     multi_token_prediction,
     norm,
     positions,
     recompute,
+    shared_expert,
     short_convolution,
     stage,
 )
@@ -693,6 +695,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, _: lambda experts, weights, number, capacity: original(
              experts.flatten(0, 1).unsqueeze(1), weights.flatten(0, 1).unsqueeze(1), number,
              capacity * experts.shape[1]).view_as(experts), "dropping"),
+        ("gradients of a shared expert's gate are not summed", "tp2+sp", uncut_linear.UncutLinear, "__init__",
+         complete_over("weight"), "gated"),
+        ("ranks after the first have a shared expert without its gate", "tp2", shared_expert.SharedExpert,
+         "transform", lambda original, topology: mlp.MLP.transform if topology.tp.rank else original,
+         "gated"),
     ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",

@@ -34,7 +34,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
-    | {"experts": "llama-tiny", "dropping": "llama-tiny"}
+    | {"experts": "llama-tiny", "gated": "llama-tiny", "dropping": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
 )
@@ -63,6 +63,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dropping": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_input_jitter_eps": 0.3},
         "moe_expert_capacity_factor": 0.8,
+    },
+    "gated": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
+        **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "latent": {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},
