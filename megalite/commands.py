@@ -42,6 +42,7 @@ COMMANDS = {
     "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets"),
     "merge-datasets": Command("tools/merge_datasets.py", "join datasets"),
     "merge-checkpoints": Command("tools/merge_checkpoints.py", "average the weights of checkpoints"),
+    "upcycle": Command("tools/upcycle_checkpoint.py", "make a model with experts from a dense checkpoint"),
     "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule"),
     "where": Command("tools/where.py", "show the documents of the samples of an iteration"),
 }

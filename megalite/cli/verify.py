@@ -38,6 +38,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--bisect", action="store_true", help="only name the first tensor in which each layout differs"
     )
+    parser.add_argument(
+        "--replay-routing",
+        action="store_true",
+        help="send tokens to the experts of the run on one rank, and count those that would go elsewhere",
+    )
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
     config, notices = parse(rest, unneeded=("train_iters", "mock_data"))
@@ -48,11 +53,17 @@ def main(arguments: Sequence[str]) -> None:
         config = replace(config, training=replace(config.training, train_iters=num_iterations))
     if not config.data.data_path:
         config = replace(config, data=replace(config.data, mock_data=True))
+    if own.replay_routing and not config.model.has_experts:
+        raise UserError("--replay-routing has no effect without experts (--num-experts): remove it")
     layouts = layouts_named(own.layouts, config)
     if own.bisect:
         if own.worst is not None:
             raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")
+        if own.replay_routing:
+            raise UserError("--replay-routing has no effect with --bisect, which traces layouts: remove one")
         is_same = bisect_layouts(config, layouts, own.iterations)
     else:
-        is_same = verify_layouts(config, layouts, own.iterations, own.worst or 1)
+        is_same = verify_layouts(
+            config, layouts, own.iterations, own.worst or 1, replays_routing=own.replay_routing
+        )
     sys.exit(0 if is_same else 1)

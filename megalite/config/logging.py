@@ -63,6 +63,9 @@ class LoggingConfig:
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = None
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
+    log_experts_interval: int = 100
+    """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
+    file, TensorBoard and Weights & Biases. 0 records none."""
     wandb_project: str | None = None
     """Weights & Biases project to log to. It needs the package wandb."""
     wandb_exp_name: str | None = None

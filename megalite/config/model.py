@@ -37,6 +37,7 @@ Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "re
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["seq_aux_loss", "none"]
+DropPolicy = Literal["probs", "position"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
@@ -453,6 +454,19 @@ class ModelConfig:
         default=0.0, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
     """Weight of the squared log-sum-exp of the router's logits in the loss, which keeps them small."""
+    moe_input_jitter_eps: float | None = field(
+        default=None, metadata=option(allowed=OPEN_SHARE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """In training, multiply the router's input by random numbers from 1 - this to 1 + this."""
+    moe_expert_capacity_factor: float | None = field(
+        default=None, metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """In training, an expert drops the tokens of a sample above this many times the mean of the experts. By
+    default no token is dropped."""
+    moe_token_drop_policy: DropPolicy = field(
+        default="probs", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
     attention_backend: AttentionBackend = field(
         default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
     )

@@ -50,7 +50,7 @@ _FIELDS_OF_RANGE = {
         lr min_lr decoupled_lr decoupled_min_lr
         lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay
         start_weight_decay end_weight_decay clip_grad eval_iters hang_timeout load_iteration
-        manual_gc_interval eval_tasks_num_fewshot
+        manual_gc_interval eval_tasks_num_fewshot log_experts_interval
         profile_step_start profile_ranks profile_modules_depth rank cpu_offload_activations""",
     FRACTION: "lr_warmup_fraction adam_beta1 adam_beta2 muon_momentum",
     AT_LEAST_TWO: "tp_comm_overlap_chunks",

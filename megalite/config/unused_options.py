@@ -79,6 +79,12 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         for field in fields(logging):
             if "tensorboard" in field.name and not (logging.wandb_project and field.name in _FOR_WANDB_TOO):
                 yield field.name, "--tensorboard-dir is not set"
+    if not model.has_experts:
+        yield "log_experts_interval", "there are no experts (--num-experts)"
+    elif not (
+        logging.tensorboard_dir or logging.wandb_project or logging.metrics_path(config.checkpoint.save)
+    ):
+        yield "log_experts_interval", "there is no metrics file, and --tensorboard-dir is not set"
     if not config.dry_run.dry_run:
         for name in ("world_size", "rank", "dry_run_json"):
             yield name, "--dry-run is not set"
@@ -115,6 +121,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield name, "no layer has a window (--window-size)"
     if model.moe_router_score_function != "softmax":
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
+    if model.moe_expert_capacity_factor is None:
+        yield "moe_token_drop_policy", "experts drop no tokens: --moe-expert-capacity-factor is not set"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mtp_num_layers == 0:

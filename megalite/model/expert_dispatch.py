@@ -50,23 +50,30 @@ class Dispatched(NamedTuple):
 
 
 def dispatch(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    context: LayerContext,
+    *,
+    drops: bool = False,
 ) -> Dispatched:
     """Bring the rank's tokens to their experts.
 
     Args:
         x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
         weights: of each of a token's experts, ``[s, b, k]``.
-        experts: their numbers, ``[s, b, k]``.
+        experts: their numbers, ``[s, b, k]``; `num_experts` for an expert that drops the token.
+        drops: whether experts can drop tokens.
     """
     axes = context.expert_axes
     if axes is None:
-        return _dispatch_within_tp(x, weights, experts, num_experts, context)
-    return _dispatch_to_holders(x, weights, experts, num_experts, axes)
+        return _dispatch_within_tp(x, weights, experts, num_experts, context, drops)
+    return _dispatch_to_holders(x, weights, experts, num_experts, axes, drops)
 
 
 def _dispatch_within_tp(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext
+    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext, drops: bool
 ) -> Dispatched:
     """Order the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
     tp, is_cut = context.tp, context.sequence_parallel
@@ -77,7 +84,7 @@ def _dispatch_within_tp(
     x, weights = use(x, tp), use(weights, tp)
     if is_cut and tp.size > 1:
         experts = start_all_gather(experts, tp).wait()
-    rows = Rows.of(experts.flatten(0, 1), num_experts)
+    rows = Rows.of(experts.flatten(0, 1), num_experts, drops=drops)
 
     def combine(y: Tensor) -> Tensor:
         return add_up(rows.sums_of_tokens(y).view_as(x), tp)
@@ -86,16 +93,16 @@ def _dispatch_within_tp(
 
 
 def _dispatch_to_holders(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, axes: AxisSet
+    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, axes: AxisSet, drops: bool
 ) -> Dispatched:
     """Send each token to the ranks that hold its experts."""
     ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
     num_own, num_copies = num_experts // ep.size, etp.size
-    # Rows are ordered by the rank that gets them, and then by its expert.
+    # Rows are ordered by the rank that gets them, and then by its expert. Dropped rows come last.
     owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
     copies = torch.arange(num_copies, device=experts.device)
     keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
-    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies)
+    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, drops=drops)
     counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
     exchange, received_counts = _plan_exchange(counts.view(holders.size, num_own), keys.numel(), holders)
 
@@ -168,26 +175,38 @@ class Rows(NamedTuple):
     """Describes an order of rows in which each expert's are consecutive; each token has k rows.
 
     Attributes:
-        order: row of the token's order, ``token * k + i``, by its place in the experts' order, ``[t k]``.
-        places: the inverse, ``[t k]``.
+        order: row of the token's order, ``token * k + i``, by its place in the experts' order: ``[t k]``, or
+            ``[n]`` without dropped rows.
+        places: the inverse, ``[t k]``, or the places of the rows that are not dropped, ``[n]``.
         ends: number of rows of each expert and the experts before it, int32 ``[e]``.
         num_selected: k.
+        starts: number of rows of the tokens before each token, ``[t]``; None if no rows are dropped.
     """
 
     order: Tensor
     places: Tensor
     ends: Tensor
     num_selected: int
+    starts: Tensor | None = None
 
     @staticmethod
-    def of(experts: Tensor, num_experts: int) -> Rows:
-        """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host."""
+    def of(experts: Tensor, num_experts: int, *, drops: bool = False) -> Rows:
+        """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host.
+
+        Args:
+            drops: drop the rows of numbers from `num_experts` on; the host then reads how many are left.
+        """
         of_rows, order = experts.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         numbers = torch.arange(num_experts, device=order.device)
         ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
-        return Rows(order, places, ends, experts.shape[1])
+        if not drops or experts.is_meta:  # without values, no row is dropped
+            return Rows(order, places, ends, experts.shape[1])
+        is_kept = experts < num_experts
+        of_tokens = is_kept.sum(1)
+        places = places[is_kept.flatten()]
+        return Rows(order[: len(places)], places, ends, experts.shape[1], of_tokens.cumsum(0) - of_tokens)
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``; backward sums its rows' gradients."""
@@ -216,6 +235,8 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
+        if rows.starts is not None:
+            return F.embedding_bag(rows.places, y, rows.starts, mode="sum")
         return F.embedding_bag(rows.places.view(-1, rows.num_selected), y, mode="sum")
 
     @staticmethod

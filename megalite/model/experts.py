@@ -1,6 +1,6 @@
 """A mixture of experts in the place of an MLP: a router sends each token to some of many small MLPs.
 
-(Shazeer et al. 2017; Fedus et al. 2022.) No token is dropped: an expert computes all tokens that it gets.
+(Shazeer et al. 2017; Fedus et al. 2022.) By default no token is dropped: an expert computes all that it gets.
 
 Shapes: s sequence, b microbatch, h hidden size, e experts, k experts of a token, ffn width of an expert,
 tp = tp.size. ep and etp are the sizes of the axes of experts; without these, ep = 1 and etp = tp. A rank's
@@ -10,6 +10,7 @@ experts compute n rows, each of which is a token for one expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.config import ModelConfig
-from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel
+from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
+from megalite.model.expert_capacity import capacity_of, within_capacity
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
+from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
+from megalite.model.routing_record import ChoiceObserver
+from megalite.model.routing_statistics import RoutingStatistics
 from megalite.model.shared_expert import SharedExpert
+from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -46,7 +52,7 @@ class Routing(NamedTuple):
 
     Attributes:
         weights: of each of a token's experts in its output, ``[s, b, k]``.
-        experts: their numbers, ``[s, b, k]``.
+        experts: their numbers, ``[s, b, k]``; e for an expert that drops the token.
         terms: terms of the loss.
     """
 
@@ -58,21 +64,27 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Selects the experts of each token by a linear layer, in at least fp32.
 
+    Args:
+        layer: number of the layer in the whole model; it keys the jitter.
+
     Attributes:
         expert_bias: ``[e]``, added to the scores that select experts; None without it.
-        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank. Recomputation
-            counts all tokens of the layer twice.
+        num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
+        statistics: counts the tokens of the iteration for the log; None if it is not due.
+        choice_observer: records or replaces the experts of tokens; None in a usual run.
     """
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
         super().__init__()
         assert config.num_experts is not None
         self.config = config
         self.context = context
         self.num_experts, self.topk = config.num_experts, config.moe_router_topk
         self.term_names = names_of_terms(config)
+        eps = config.moe_input_jitter_eps
+        self.jitter = None if eps is None else Jitter(eps, context, f"layers.{layer}.mlp.router.input")
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
         wide = torch.promote_types(context.dtype, torch.float32)
@@ -80,16 +92,24 @@ class Router(nn.Module):
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
         self.register_buffer("expert_bias", bias)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
+        self.statistics: RoutingStatistics | None = None
+        self.choice_observer: ChoiceObserver | None = None
 
-    def forward(self, x: Tensor) -> Routing:
-        """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
+    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> Routing:
+        """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            sample_numbers: numbers of the samples in the run, ``[b]``, which the jitter and
+                `choice_observer` need.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
+        logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide))  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
-        if self.expert_bias is not None and torch.is_grad_enabled():
-            self.num_tokens += self._counts(experts.flatten())
+        ranking = partial(self._ranking, logits.detach(), scores.detach())
+        experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
+        if is_first and torch.is_grad_enabled():
+            self._count(experts, scores.detach())
         if not is_softmax:
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
@@ -107,7 +127,48 @@ class Router(nn.Module):
         if ROUTER_Z_LOSS in self.term_names:
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
-        return Routing(weights.to(x.dtype), experts, terms)
+        return Routing(weights.to(x.dtype), self._kept(experts, weights.detach()), terms)
+
+    def _jittered(self, x: Tensor, sample_numbers: Tensor | None) -> Tensor:
+        if self.jitter is None:
+            return x
+        assert sample_numbers is not None
+        jittered: Tensor = self.jitter(x, sample_numbers)
+        return jittered
+
+    def _kept(self, experts: Tensor, weights: Tensor) -> Tensor:
+        """Replace the experts ``[s, b, k]`` that drop the token by e. Evaluation and generation drop none."""
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None or not self.training:
+            return experts
+        kept, is_first = choose(lambda: self._within_capacity(experts, weights, factor))
+        if is_first and self.statistics is not None and torch.is_grad_enabled():
+            self.statistics.num_dropped += (kept == self.num_experts).sum()
+        return kept
+
+    def _within_capacity(self, experts: Tensor, weights: Tensor, factor: float) -> Tensor:
+        positions = self.context.positions_of(experts)
+        whole, priorities = experts, weights
+        if self.context.sequence_slice.count > 1:
+            axis = self.context.topology.model.over(*self.context.sequence_axes)
+            of_ranks = (start_all_gather(each, axis).wait() for each in (positions, experts, weights))
+            all_positions, whole, priorities = of_ranks
+            order = all_positions.argsort()
+            whole, priorities = whole[order], priorities[order]
+        if self.config.moe_token_drop_policy == "position":
+            priorities = torch.zeros_like(priorities)
+        capacity = capacity_of(len(whole), self.topk, self.num_experts, factor)
+        is_kept = within_capacity(whole, priorities, self.num_experts, capacity)
+        return experts.masked_fill(~is_kept[positions], self.num_experts)
+
+    def _select(self, ranking: Tensor, sample_numbers: Tensor | None) -> Tensor:
+        """Return the experts of the tokens, ``[s, b, k]``."""
+        experts = highest(ranking, self.topk)
+        if self.choice_observer is None:
+            return experts
+        assert sample_numbers is not None
+        positions = self.context.positions_of(experts)
+        return self.choice_observer(experts, ranking, sample_numbers, positions)
 
     def _ranking(self, logits: Tensor, scores: Tensor) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
@@ -143,6 +204,16 @@ class Router(nn.Module):
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
         num_rows = counts.sum(1, keepdim=True)  # [b, 1]
         return self._over_tokens((shares.sum(0) * counts / num_rows).sum() * self.num_experts)
+
+    def _count(self, experts: Tensor, scores: Tensor) -> None:
+        """Count the tokens of a microbatch, for the update of the bias and for the log."""
+        if self.expert_bias is None and self.statistics is None:
+            return
+        counts = self._counts(experts.flatten())
+        if self.expert_bias is not None:
+            self.num_tokens += counts
+        if self.statistics is not None:
+            self.statistics.add(counts, scores)
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Return how often each expert occurs in the last dim, ``[..., e]``."""
@@ -183,12 +254,16 @@ class MixtureOfExperts(nn.Module):
     """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
 
     The output of a shared expert is added; see `SharedExpert`.
+
+    Args:
+        layer: see `Router`.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
         super().__init__()
         self.context = context
-        self.router = Router(config, context)
+        self.drops = config.moe_expert_capacity_factor is not None
+        self.router = Router(config, context, layer)
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
@@ -199,17 +274,23 @@ class MixtureOfExperts(nn.Module):
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared = SharedExpert(config, context) if has_shared else None
 
-    def forward(self, x: Tensor) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y, terms = self.transform(x)
+    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            sample_numbers: ``[b]``; see `Router.forward`.
+        """
+        y, terms = self.transform(x, sample_numbers)
         return BlockOutput(y, None, terms)
 
     @communication_point
-    def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
+    def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         shared = None if self.shared is None else self.shared.transform(x)
-        weights, experts, terms = self.router(x)
-        y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
+        weights, experts, terms = self.router(x, sample_numbers)
+        y, weights, ends, combine = dispatch(
+            x, weights, experts, self.router.num_experts, self.context, drops=self.drops and self.training
+        )
         y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.

@@ -48,7 +48,9 @@ class TransformerLayer(nn.Module):
             )
         if self.kind.has_mlp:
             self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
-            self.mlp = MixtureOfExperts(config, context) if self.kind.has_experts else MLP(config, context)
+            self.mlp = (
+                MixtureOfExperts(config, context, layer) if self.kind.has_experts else MLP(config, context)
+            )
             self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
 
@@ -72,7 +74,7 @@ class TransformerLayer(nn.Module):
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
-        y, bias, terms, _ = self.mlp(normed)
+        y, bias, terms, _ = self.mlp(normed, sample_numbers)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)), terms, given
         )
@@ -91,7 +93,7 @@ class PostNormLayer(TransformerLayer):
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
-        y, bias, terms, _ = self.mlp(x)
+        y, bias, terms, _ = self.mlp(x, sample_numbers)
         normed: Tensor = self.mlp_norm(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
         return WithTerms.if_any(self.output_scale(normed), terms, given)
 
@@ -110,7 +112,7 @@ class OutputNormLayer(TransformerLayer):
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(x) + bias))
-        y, bias, terms, _ = self.mlp(x)
+        y, bias, terms, _ = self.mlp(x, sample_numbers)
         normed = self.mlp_norm(y if bias is None else y + bias)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)), terms, given
@@ -138,7 +140,7 @@ class SandwichNormLayer(TransformerLayer):
 
         # x = x + dropout(norm(mlp(norm(x)) + bias))
         normed, x = self.mlp_norm(total)
-        y, bias, terms, _ = self.mlp(normed)
+        y, bias, terms, _ = self.mlp(normed, sample_numbers)
         y = self.mlp_output_norm(y if bias is None else y + bias)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
@@ -157,7 +159,7 @@ class ParallelLayer(TransformerLayer):
         of_attention, of_mlp, x = self.normed(x)
         y, bias, _, given = self.mixer(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
-        y, bias, terms, _ = self.mlp(of_mlp)
+        y, bias, terms, _ = self.mlp(of_mlp, sample_numbers)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, given
         )
@@ -219,7 +221,7 @@ class MLPLayer(TransformerLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(x)
-        y, bias, terms, given = self.mlp(normed)
+        y, bias, terms, given = self.mlp(normed, sample_numbers)
         x = self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
         return WithTerms.if_any(x, terms, given)
 

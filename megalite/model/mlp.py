@@ -128,8 +128,12 @@ class MLP(nn.Module):
             width_ratio=config.width_ratio,
         )
 
-    def forward(self, x: Tensor) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            sample_numbers: experts in the place of an MLP use them.
+        """
         return BlockOutput(self.transform(x), self.down.bias)
 
     @wrap_point

@@ -20,7 +20,8 @@
 A recomputed function runs under hooks that replace each tensor it saves for backward by a number. When
 backward unpacks the first number, the function runs again, and the hooks collect all its saved tensors.
 Gradients of parameters, their hooks and the weight-gradient store therefore work as without recomputation.
-The gradients have the same bits: dropout is counter-based, so there is no generator state to restore.
+The gradients have the same bits: dropout is counter-based, so there is no generator state to restore, and
+tokens go to the experts that forward selected (`kept_choices`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
+from megalite.model.kept_choices import KeptChoices
 from megalite.model.layer import TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
@@ -300,7 +302,7 @@ def recompute_output(
 
     Use it for cheap functions with large outputs (norms and activations) whose consumer saves its input.
     Backward runs the producer once more, for the consumer's gradients and for its own. If the producer has
-    several outputs, the first is the consumer's input.
+    several outputs, the first is the consumer's input. Further arguments of the consumer need no gradient.
 
     Args:
         produces: name of the producer's method, which takes one tensor; declared, like the consumer's.
@@ -317,7 +319,8 @@ def recompute_output(
         current[:] = [_Region(produce, (x,), keep_whole)]
         return current[0].run(x)
 
-    def consume_dropped(consume: Callable[..., Any], y: Tensor) -> Any:
+    def consume_dropped(consume: Callable[..., Any], y: Tensor, *others: Any) -> Any:
+        consume = _with_last(consume, others)
         if torch.compiler.is_compiling():
             # torch.compile keeps a tensor that passes from one marked call to the next, but not its view.
             return _traced(consume, y.view_as(y)) if recompute_consumer else consume(y)
@@ -331,6 +334,11 @@ def recompute_output(
 
     wrap(producer, produces, lambda produce: partial(produce_dropped, produce))
     wrap(consumer, consumes, lambda consume: partial(consume_dropped, consume))
+
+
+def _with_last(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    """Return the function of one tensor that also passes these arguments."""
+    return (lambda x: function(x, *arguments)) if arguments else function
 
 
 class _AllCollected(Exception):
@@ -347,9 +355,10 @@ class _Region:
         self.num_saved = 0
         self.collected: list[Tensor | None] = []
         self.second_output: Tensor | None = None
+        self.choices = KeptChoices()
 
     def run(self, *inputs: Tensor) -> Any:
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with self.choices.first_run(), saved_tensors_hooks(self._pack, self._unpack):
             return self.function(*inputs)
 
     def output(self) -> Tensor:
@@ -385,7 +394,8 @@ class _Region:
                 raise _AllCollected
 
         inputs = [kept().detach().requires_grad_(requires_grad) for kept, requires_grad in self.inputs]
-        with torch.enable_grad(), saved_tensors_hooks(collect, _never), suppress(_AllCollected):
+        hooks = saved_tensors_hooks(collect, _never)
+        with torch.enable_grad(), self.choices.second_run(), hooks, suppress(_AllCollected):
             self.second_output = _first(self.function(*inputs)).detach()
         assert len(self.collected) == self.num_saved, "the second run saved other tensors than the first"
 

@@ -9,6 +9,7 @@ from html import escape
 
 from megalite.errors import UserError
 from megalite.report.chart import COLOURS, figure_of, short_number
+from megalite.report.expert_figures import load_figure, load_summary, violation_figure
 from megalite.report.html_page import html_figure, html_page, html_table
 from megalite.report.panels import SMOOTHED_SHARE, charts_of
 from megalite.report.plan_comparison import waterfall_figure
@@ -46,6 +47,7 @@ def page(runs: Sequence[Run], x: str = "iteration", comparisons: Sequence[TimeCo
         _summary(runs),
         "<h2>Curves</h2>",
         *_curves(runs, x),
+        *(part for index, run in enumerate(runs) for part in _experts(index, run)),
         "<h2>Where the time went</h2>",
         *map(_time, runs),
         *_iteration_times(runs, comparisons),
@@ -69,6 +71,19 @@ def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
         yield html_figure(figure_of(charts, [run.name for run in runs], x), "charts")
     notes = [f"{chart.title}: {note}" for chart in charts if (note := chart.note())]
     yield "".join(f'<p class="note">{escape(line)}</p>' for line in (*notes, "; ".join(constants)) if line)
+
+
+def _experts(index: int, run: Run) -> Iterator[str]:
+    """Yield the tokens of experts by layer over the run, if it has experts."""
+    rows = run.history.expert_loads
+    if not rows:
+        return
+    yield f"<h2>Experts of {escape(run.name)}</h2><p><b>{escape(load_summary(rows[-1]))}</b></p>"
+    yield '<p class="note">Tokens of each expert in a global batch, as multiples of the layer\'s mean.</p>'
+    yield html_figure(load_figure(rows), f"loads{index}")
+    if len(rows) > 1:
+        yield '<p class="note">The largest load of each layer over the run, as a multiple of the mean.</p>'
+        yield html_figure(violation_figure(rows), f"violations{index}")
 
 
 def _summary(runs: Sequence[Run]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
+from megalite.train.telemetry.expert_loads import LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import TimeSample, sample_in
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -20,6 +21,8 @@ _SMALLEST, _LARGEST = 1e-100, 1e100
 """Smaller values are read as 0, and larger values as infinite, so that ratios stay within a float's range."""
 TASKS = "tasks"
 """Name of the rows with scores of benchmark tasks, whose values have names such as `arc_easy/acc`."""
+EXPERTS = "experts"
+"""Name of the rows with the tokens of experts."""
 _POSITIONS = {
     "num_iterations",
     "train_iters",
@@ -37,9 +40,10 @@ class HistoryRow:
 
     Attributes:
         values: the metrics in the line, by their names in the file.
-        name: split and dataset of an evaluation, or `TASKS`; empty for an iteration.
+        name: split and dataset of an evaluation, `TASKS` or `EXPERTS`; empty for an iteration.
         device: type of the device that it ran on, "cpu" or "cuda"; empty if the line does not say.
         sample: where the iteration's time went; None if it was not recorded.
+        loads: tokens of the experts by layer, in rows with the name `EXPERTS`.
     """
 
     iteration: int
@@ -47,6 +51,7 @@ class HistoryRow:
     name: str = ""
     device: str = ""
     sample: TimeSample | None = None
+    loads: Mapping[str, LayerLoads] = field(default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -69,6 +74,7 @@ class RunSegment:
 
     iterations: list[HistoryRow] = field(default_factory=list)
     evaluations: list[HistoryRow] = field(default_factory=list)
+    expert_loads: list[HistoryRow] = field(default_factory=list)
     num_kept: int = 0
 
     @property
@@ -119,6 +125,12 @@ class History:
         found = {(row.name, row.iteration): row for segment in self.segments for row in segment.evaluations}
         return sorted(found.values(), key=lambda row: row.iteration)
 
+    @property
+    def expert_loads(self) -> list[HistoryRow]:
+        """Return the rows with tokens of experts that count, in the order of their iterations."""
+        found = {row.iteration: row for segment in self.segments for row in segment.expert_loads}
+        return [found[iteration] for iteration in sorted(found)]
+
 
 def read_history(file: Path) -> History:
     """Read a metrics file.
@@ -158,13 +170,15 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
             # An evaluation has the number of the iteration before it.
             number += row.iteration < last.iteration or (row.iteration == last.iteration and not row.name)
         segment = found.setdefault(row.values.get("start_time", float(number)), RunSegment())
-        (segment.evaluations if row.name else segment.iterations).append(row)
+        kinds = {"": segment.iterations, EXPERTS: segment.expert_loads}
+        kinds.get(row.name, segment.evaluations).append(row)
         last = row
     segments = [found[key] for key in sorted(found)]
     end = math.inf
     for segment in reversed(segments):
         segment.num_kept = sum(row.iteration < end for row in segment.iterations)
         segment.evaluations = [row for row in segment.evaluations if row.iteration < end]
+        segment.expert_loads = [row for row in segment.expert_loads if row.iteration < end]
         end = min([end, *(row.first for row in segment.iterations)])
     return [segment for segment in segments if segment.rows]
 
@@ -186,11 +200,15 @@ def _row(line: str) -> HistoryRow | None:
         name = f"{split} {validation['name']}" if validation.get("name") else split
     elif isinstance(tasks := record.get("tasks"), dict) and isinstance(scores := tasks.get("scores"), dict):
         values, name = {**scores, **record, **tasks}, TASKS
+    loads = loads_in(record.get("experts"))
+    if loads is not None:
+        values, name = {**record, **record["experts"]}, EXPERTS
     iteration = values.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= _MAX_ITERATION:
         return None
     sample = sample_in(record.get("time_breakdown"))
-    return HistoryRow(iteration, dict(_numbers(values)), name, str(values.get("device", "")), sample)
+    device = str(values.get("device", ""))
+    return HistoryRow(iteration, dict(_numbers(values)), name, device, sample, loads or {})
 
 
 def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -241,6 +241,11 @@ class LayerContext:
         within = self.topology.model.slice_along(*self._axes_within_tokens)
         return self.topology.positions.runs(num_positions * within.count, self.own_tokens(num_positions))
 
+    def positions_of(self, x: Tensor) -> Tensor:
+        """Return the sample positions of this rank's ``[s, ...]``, int64 ``[s]``, on its device."""
+        runs = self.runs_of_positions(len(x))
+        return torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
+
     def own_tokens(self, num_positions: int) -> slice:
         """Return which of a microbatch's tokens this rank's `num_positions` hidden states belong to."""
         first = self.topology.model.slice_along(*self._axes_within_tokens).index * num_positions

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, UserError
 from megalite.log import log
+from megalite.model.routing_record import RoutingRecord, largest_gap
 from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
 from megalite.verify.bisect import Location, locate_difference
@@ -52,12 +53,16 @@ class RunComparison:
         terms: differences of each iteration, by term of the loss.
         gradients, weights: differences by parameter, relative to the largest magnitude of the reference
             tensor.
+        num_rerouted: number of tokens that went to the reference's experts instead of their own.
+        rerouted_gap: largest difference of the scores of these experts.
     """
 
     terms: Mapping[str, Sequence[float]]
     grad_norm: float
     gradients: Mapping[str, float]
     weights: Mapping[str, float]
+    num_rerouted: int = 0
+    rerouted_gap: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -77,6 +82,11 @@ class RunComparison:
             ("gradient norm", self.grad_norm, tolerance.grad_norm),
             (f"gradient of {gradient_name}", gradient, tolerance.gradient),
             (f"weight {weight_name}", weight, tolerance.weight),
+            (
+                f"a score at which {self.num_rerouted} tokens change experts",
+                self.rerouted_gap,
+                tolerance.gradient,
+            ),
         ]
         return [
             f"{name} differs by {value:.1e}, over {limit:.0e}"
@@ -101,6 +111,8 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
             name: _difference(run.gradients[name], full) for name, full in reference.gradients.items()
         },
         weights={name: _difference(run.weights[name], full) for name, full in reference.weights.items()},
+        num_rerouted=len(run.rerouted),
+        rerouted_gap=largest_gap(run.rerouted),
     )
 
 
@@ -143,6 +155,8 @@ def verify_layouts(
     num_iterations: int = 5,
     num_worst: int = 1,
     providers: Providers | None = None,
+    *,
+    replays_routing: bool = False,
 ) -> bool:
     """Run the config in each layout and on one rank, and log their differences.
 
@@ -152,6 +166,7 @@ def verify_layouts(
         num_iterations: number of iterations of each run.
         num_worst: number of parameters to show for each layout, those with the largest gradient differences.
         providers: providers of a custom model and datasets; by default the config determines them.
+        replays_routing: send tokens to the experts of the run on one rank. Layouts are then not traced.
 
     Returns:
         True if every layout trains the same run, up to the order of floating-point sums.
@@ -163,21 +178,15 @@ def verify_layouts(
     """
     alone, *configs = _configs_of(config, layouts)
     tolerance = TOLERANCES[config.model.params_dtype]
-    log.info(
-        "%d iterations of %d samples in %s against one rank; differences are relative",
-        num_iterations,
-        alone.training.global_batch_size,
-        config.model.params_dtype,
-    )
-    row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
-    log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
-    reference = record_run(alone, num_iterations, 1, providers)
+    row = _logged_head(alone, layouts, num_iterations)
+    routing = RoutingRecord() if replays_routing else None
+    reference = record_run(alone, num_iterations, 1, providers, routing)
     same: list[ParallelConfig] = []
     different: list[tuple[Layout, Config]] = []
     num_refused = 0
     for layout, applied in zip(layouts, configs, strict=True):
         try:
-            run = record_run(applied, num_iterations, layout.world_size, providers)
+            run = record_run(applied, num_iterations, layout.world_size, providers, reference.routing)
         except UserError as error:  # for example, an option that a custom model does not support
             log.info(row(str(layout), layout.world_size, "", "", "", "", f"cannot run: {error}"))
             num_refused += 1
@@ -190,11 +199,23 @@ def verify_layouts(
             different.append((layout, applied))
         else:
             same.append(applied.parallel)
-        _log_rows(row, layout, comparison, "; ".join(excesses) or "the same run", num_worst)
+        verdict = "; ".join(excesses) or "the same run" + _rerouting(comparison, reference.routing)
+        _log_rows(row, layout, comparison, verdict, num_worst)
     if providers is not None and config.model.params_dtype in ("fp64", "fp32"):  # 16 bits prove little
         record_verified(providers.model, same)
-    _log_first_differences(different, alone, num_iterations, providers)
+    if not replays_routing:
+        _log_first_differences(different, alone, num_iterations, providers)
     return _log_verdict(num_other=len(different), num_refused=num_refused)
+
+
+def _rerouting(comparison: RunComparison, routing: RoutingRecord | None) -> str:
+    """Describe the tokens that went to the reference's experts instead of their own; empty if none did."""
+    if routing is None or not comparison.num_rerouted:
+        return ""
+    return (
+        f", with the experts of one rank for {comparison.num_rerouted} of {routing.num_tokens} tokens, whose "
+        f"scores are {comparison.rerouted_gap:.1e} apart"
+    )
 
 
 def bisect_layouts(
@@ -270,6 +291,19 @@ def with_constant_loss_scale(config: Config) -> Config:
     log.info("all runs use the loss scale %g, because a dynamic one begins with overflows", FP16_LOSS_SCALE)
     optimizer = dataclasses.replace(config.optimizer, loss_scale=FP16_LOSS_SCALE)
     return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _logged_head(alone: Config, layouts: Sequence[Layout], num_iterations: int) -> Callable[..., str]:
+    """Log the head of the table, and return the function that formats its rows."""
+    log.info(
+        "%d iterations of %d samples in %s against one rank; differences are relative",
+        num_iterations,
+        alone.training.global_batch_size,
+        alone.model.params_dtype,
+    )
+    row = partial(_ROW.format, width=max(14, *(len(str(layout)) for layout in layouts)))
+    log.info(row("layout", "ranks", "loss", "grad norm", "gradient", "of parameter", "verdict"))
+    return row
 
 
 def _log_rows(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.model.experts import Router
+from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.model_chunks import named_parameters, saved_buffers, unchanged_buffers
 from megalite.train.run_context import Providers, resolve_run
@@ -27,12 +29,16 @@ class RunRecord:
         gradients: gradients of the first iteration, as full tensors by parameter.
         weights: weights and buffers after the last iteration, as full tensors by name, and the averages of
             weights as ``ema.NAME``.
+        routing: experts of the tokens, if they were recorded.
+        rerouted: tokens that went to recorded experts instead of their own; see `ChoiceReplayer`.
     """
 
     terms: list[Mapping[str, float]]
     grad_norms: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    routing: RoutingRecord | None = None
+    rerouted: Mapping[RoutedToken, float] = field(default_factory=dict)
 
     @property
     def losses(self) -> list[float]:
@@ -41,18 +47,23 @@ class RunRecord:
 
 
 def record_run(
-    config: Config, num_iterations: int, world_size: int, providers: Providers | None = None
+    config: Config,
+    num_iterations: int,
+    world_size: int,
+    providers: Providers | None = None,
+    routing: RoutingRecord | None = None,
 ) -> RunRecord:
     """Train `num_iterations` iterations on `world_size` ranks of this machine.
 
     Args:
         providers: providers of a custom model and datasets, from a module that the ranks can import.
+        routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
         UserError: the config's data or tokenizer cannot be read.
     """
     stages = run_ranks(
-        record_rank, config.mesh, world_size, config, num_iterations, providers, timeout=3600.0
+        record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )
     return merge_stages(stages)
 
@@ -64,15 +75,22 @@ def merge_stages(stages: Sequence[RunRecord]) -> RunRecord:
     for stage in stages:
         gradients.update(stage.gradients)
         weights.update(stage.weights)
-    return RunRecord(stages[0].terms, stages[0].grad_norms, gradients, weights)
+    rerouted = {token: gap for stage in stages for token, gap in stage.rerouted.items()}
+    first = stages[0]
+    return RunRecord(first.terms, first.grad_norms, gradients, weights, first.routing, rerouted)
 
 
 def record_rank(
-    topology: Topology, config: Config, num_iterations: int, providers: Providers | None = None
+    topology: Topology,
+    config: Config,
+    num_iterations: int,
+    providers: Providers | None = None,
+    routing: RoutingRecord | None = None,
 ) -> RunRecord:
     """Train on this rank, and return the gradients and weights of its stage in host memory."""
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
+        rerouted = {} if routing is None else _observe_choices(trainer, routing)
         # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
         with unchanged_buffers(trainer.chunks):
             trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
@@ -85,7 +103,20 @@ def record_rank(
                 trainer.optimizer.finish_weights()
                 averages = _gather(trainer, trainer.optimizer.weight)
             weights |= {f"ema.{name}": average for name, average in averages.items()}
-    return RunRecord([r.losses for r in results], [r.grad_norm for r in results], gradients, weights)
+    losses, norms = [r.losses for r in results], [r.grad_norm for r in results]
+    return RunRecord(losses, norms, gradients, weights, routing, rerouted)
+
+
+def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[RoutedToken, float]:
+    """Let the routers record their choices, or replay recorded ones; return the tokens that it reroutes."""
+    is_empty, others = not routing.experts, dict[RoutedToken, float]()
+    for chunk in trainer.chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, Router):
+                module.choice_observer = (
+                    ChoiceRecorder(name, routing) if is_empty else ChoiceReplayer(name, routing, others)
+                )
+    return others
 
 
 def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
+DROPPING = "llama-tiny, dropped tokens"
 HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
 NEMOTRON = "nemotron-h-tiny, own"
@@ -92,6 +93,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
         **{"moe_shared_expert_gate": True},
+    },
+    DROPPING: {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
+        **{"moe_expert_capacity_factor": 0.9, "mtp_num_layers": 1},
     },
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
@@ -204,6 +209,10 @@ ROWS += [
         *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),
         *("pp2zbvdp2ep2+zero3", "cp2dp2ep4", "cp2ep2+a2a", "dp4ep2+zero2+offload", "dp2ep2mbs1"),
     )
+]
+ROWS += [
+    (DROPPING, "fp64", name)
+    for name in ("tp2dp2ep2+sp+full", "cp2dp2ep4", "pp2zbvdp2ep2+zero3", "tp4ep4etp1+sp", "dp2ep2mbs1")
 ]
 ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
 CORE = [

@@ -122,6 +122,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "sums over slices of an expert's width are means": (r"layers\.0\.mlp\.transform", WHOLE),
     "the norm counts the experts of one rank": ("the gradient norm", WHOLE),
     "the balance loss is that of a microbatch": ("load_balancing_loss, the sum", WHOLE),
+    "experts drop tokens as if all slices were the own one": (r"layers\.0\.mlp\.transform", WHOLE),
+    "an expert has a capacity for the microbatch": (r"layers\.0\.mlp\.transform", WHOLE),
+    "jitter is keyed by the position in the slice": (r"layers\.0\.mlp\.router\.jitter", WHOLE),
     "a router counts the rows of its slice": (
         "load_balancing_loss, the sum", f"all-reduce over tp|{MISSING_TP}"),
     "a router's losses are those of its slice": ("load_balancing_loss, the sum", MISSING_TP),

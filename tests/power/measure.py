@@ -34,7 +34,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
-    | {"experts": "llama-tiny", "gated": "llama-tiny"}
+    | {"experts": "llama-tiny", "gated": "llama-tiny", "dropping": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
 )
@@ -59,6 +59,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
         **{"moe_z_loss_coeff": 0.1},
+    },
+    "dropping": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_input_jitter_eps": 0.3},
+        "moe_expert_capacity_factor": 0.8,
     },
     "gated": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},

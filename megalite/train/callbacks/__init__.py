@@ -6,6 +6,7 @@ from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.callbacks.evaluation import Evaluation
+from megalite.train.callbacks.expert_loads import ExpertLogging
 from megalite.train.callbacks.garbage_collection import GarbageCollection
 from megalite.train.callbacks.hang_watchdog import HangWatchdog
 from megalite.train.callbacks.layer_norms import LayerNorms
@@ -32,6 +33,7 @@ def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
         ModuleProfile(),
         PipelineTracing(),
         Stragglers(),
+        ExpertLogging(writers),
         NanLocation(),
         MetricsLogging(writers),
         LayerNorms(writers),

@@ -16,6 +16,7 @@ from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log
+from megalite.train.telemetry.expert_loads import ExpertLoads
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
@@ -23,6 +24,8 @@ from megalite.train.telemetry.timers import TimesByRank
 _SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
 GRAD_NORMS = "grad-norm by layer"
 _BIN_EDGES = np.concatenate(([0.0], 1e-12 * 1.1 ** np.arange(774)))  # of norms in histograms, up to 1e20
+_LOADS = "tokens of experts by layer"
+_LOAD_EDGES = np.concatenate(([0.0], 2.0 ** np.arange(48)))  # of numbers of tokens in histograms
 _FLUSH_SECONDS = 120.0
 """Seconds that events are held at most, while metrics keep coming."""
 
@@ -77,6 +80,15 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
     return scalars
 
 
+def expert_scalars(loads: ExpertLoads) -> dict[str, float]:
+    """Return the figures of each layer with experts."""
+    return {
+        f"experts/{name} {figure.replace('_', ' ')}": value
+        for name, layer in loads.layers.items()
+        for figure, value in layer.figures.items()
+    }
+
+
 class TensorBoardWriter:
     """Writes scalars by iteration, and the main ones also by consumed samples.
 
@@ -126,6 +138,12 @@ class TensorBoardWriter:
         histogram = self._summary.histogram(GRAD_NORMS, np.array(list(norms.values())), _BIN_EDGES)
         self._add(summary=histogram, step=iteration)
         self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        for name, layer in loads.layers.items():
+            histogram = self._summary.histogram(f"{_LOADS}/{name}", np.array(layer.tokens), _LOAD_EDGES)
+            self._add(summary=histogram, step=loads.iteration)
+        self.scalars(loads.iteration, expert_scalars(loads))
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
@@ -207,6 +225,13 @@ class WandbWriter:
         histogram = self._wandb.Histogram(list(norms.values()))
         scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
         self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        histograms = {
+            f"{_LOADS}/{name}": self._wandb.Histogram(list(layer.tokens))
+            for name, layer in loads.layers.items()
+        }
+        self._send(lambda: self._run.log({**histograms, **expert_scalars(loads)}, step=loads.iteration))
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         self._send(lambda: self._run.log(dict(scalars), step=iteration))

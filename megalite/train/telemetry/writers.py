@@ -17,6 +17,7 @@ from megalite.distributed.observer import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
+from megalite.train.telemetry.expert_loads import ExpertLoads
 from megalite.train.telemetry.machine_load import MachineLoad
 from megalite.train.telemetry.metrics import IterationMetrics, TaskScores, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
@@ -31,6 +32,9 @@ class MetricsWriter(Protocol):
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        """Write how tokens were divided among experts."""
 
     def close(self, *, has_failed: bool = False) -> None:
         """Write pending metrics, and whether the run has failed."""
@@ -114,6 +118,15 @@ def task_line(metrics: TaskScores) -> str:
     return f"task scores at iteration {metrics.iteration} |{fields}"
 
 
+def expert_line(loads: ExpertLoads) -> str:
+    """Return the log line of the layer whose experts have the most uneven loads."""
+    name, worst = max(loads.layers.items(), key=lambda item: item[1].max_violation)
+    return (
+        f"experts at iteration {loads.iteration} | largest load above the mean: {worst.max_violation:.1%} "
+        f"in {name} |"
+    )
+
+
 class LogLineWriter:
     """Logs metrics, whichever rank this is."""
 
@@ -133,6 +146,9 @@ class LogLineWriter:
     def task_scores(self, metrics: TaskScores) -> None:
         log.info(task_line(metrics), extra=THIS_RANK)
 
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        log.info(expert_line(loads), extra=THIS_RANK)
+
     def close(self, *, has_failed: bool = False) -> None:
         """Do nothing: nothing is open."""
 
@@ -140,7 +156,8 @@ class LogLineWriter:
 class MetricsFile:
     """Appends one JSON object per line: the metrics of an interval, or of an evaluation.
 
-    An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks.
+    An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks. The tokens of
+    experts are ``{"experts": {...}}``.
 
     Floats keep their full precision. JSON cannot represent floats that are not finite: they are the strings
     "NaN", "Infinity" and "-Infinity". `wall_time` is the time at which the line was written, and `start_time`
@@ -184,6 +201,9 @@ class MetricsFile:
 
     def task_scores(self, metrics: TaskScores) -> None:
         self._write({"tasks": dataclasses.asdict(metrics)})
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        self._write({"experts": loads.record()})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._file.close()
@@ -300,6 +320,12 @@ class Writers:
         self._stop_if_lost()
         for dashboard in self._dashboards:
             dashboard.scalars(iteration, scalars)
+
+    def expert_loads(self, loads: ExpertLoads) -> None:
+        """Write how the tokens of an iteration were divided among experts."""
+        self._stop_if_lost()
+        for writer in (*self._logs, *self._dashboards):
+            writer.expert_loads(loads)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""

@@ -341,6 +341,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
         if declared.only_with is not None and not declared.only_with[1]
     ),
     (" ".join(MAMBA_OPTIONS), {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16}}),
+    ("moe_token_drop_policy", {"model": {**EXPERTS["model"], "moe_expert_capacity_factor": 1.0}}),
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
     ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),

@@ -18,6 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
+from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.time_terms import RankTime, sample_in, time_sample
 from megalite.train.telemetry.timers import Timers
@@ -302,3 +303,29 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
         MetricsFile(tmp_path / "file" / "m.jsonl")
     with pytest.raises(UserError, match="Is a directory"):
         MetricsFile(tmp_path)
+
+
+def test_the_loads_of_experts_are_in_all_outputs(
+    config: LoggingConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="megalite")
+    loads = ExpertLoads(
+        7, 56, {"layers.1": LayerLoads((6, 2, 1), 0.5, dropped=2), "mtp.0": LayerLoads((3, 3, 3), 1.0)}
+    )
+    with Topology.fake(PARALLEL.mesh, 2, rank=1) as topology, Writers(config, topology, "") as writers:
+        writers.expert_loads(loads)
+    assert caplog.messages == ["experts at iteration 7 | largest load above the mean: 100.0% in layers.1 |"]
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert line["experts"] == {
+        "iteration": 7,
+        "consumed_samples": 56,
+        "layers": {
+            "layers.1": {"tokens": [6, 2, 1], "max_violation": 1.0, "entropy": 0.5, "dropped": 2},
+            "mtp.0": {"tokens": [3, 3, 3], "max_violation": 0.0, "entropy": 1.0, "dropped": 0},
+        },
+    }
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Scalars("experts/layers.1 max violation")
+    assert (event.step, event.value) == (7, 1.0)
+    (histogram,) = events.Histograms("tokens of experts by layer/layers.1")
+    assert (histogram.histogram_value.num, histogram.histogram_value.sum) == (3, 9)

@@ -1,0 +1,36 @@
+"""Count where a router sends the tokens of an iteration.
+
+Shapes: e experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RoutingStatistics:
+    """Adds up what a router does with this rank's tokens, from microbatch to microbatch.
+
+    Attributes:
+        num_tokens: number of tokens that selected each expert, ``[e]``, int64.
+        num_dropped: number of these choices that experts without a place dropped.
+        entropy: sum over the tokens of the entropy of their probabilities, in nats, a fp64 scalar.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.num_tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, counts: Tensor, scores: Tensor) -> None:
+        """Add a microbatch.
+
+        Args:
+            counts: number of tokens of each expert, ``[e]``.
+            scores: of the tokens' experts, ``[..., e]``, not negative; divided by their sums they are the
+                probabilities.
+        """
+        self.num_tokens += counts
+        shares = scores / scores.sum(-1, keepdim=True)
+        self.entropy += torch.special.entr(shares).sum(dtype=torch.float64)

@@ -1,0 +1,96 @@
+"""Layouts can be compared after near ties of experts, and another router is still found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.model.experts import Router
+from megalite.model.routing_record import RoutingRecord
+from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
+from megalite.verify.layouts import Layout, layouts_named
+from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.ranks.model.test_expert_dispatch import CONFIG
+
+RANKING = Router._ranking
+FULL = RecomputeConfig(recompute_granularity="full")
+
+
+def _near_ties(self: Router, logits: Tensor, scores: Tensor) -> Tensor:
+    """Rank experts by rounded scores, with a rounding error that depends on the layout."""
+    coarse = (RANKING(self, logits, scores) * 2).round() / 2
+    error = 1e-13 if self.context.topology.world_size > 1 else 0.0
+    return coarse + error * torch.arange(self.num_experts)
+
+
+def _other_order(self: Router, logits: Tensor, scores: Tensor) -> Tensor:
+    """Prefer the worst experts in layouts of several ranks."""
+    ranking = RANKING(self, logits, scores)
+    return -ranking if self.context.topology.world_size > 1 else ranking
+
+
+RANKINGS: dict[str, Callable[..., Tensor]] = {"near ties": _near_ties, "other order": _other_order}
+
+
+def _config(recompute: RecomputeConfig | None = None) -> Config:
+    return Config(
+        model=CONFIG,
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0),
+        recompute=recompute or RecomputeConfig(),
+    )
+
+
+def _rank(topology: Topology, config: Config, routing: RoutingRecord | None, ranking: str) -> RunRecord:
+    with mock.patch.object(Router, "_ranking", RANKINGS[ranking]):
+        return record_rank(topology, config, 2, None, routing)
+
+
+def _record(config: Config, layout: Layout, routing: RoutingRecord | None, ranking: str) -> RunRecord:
+    applied = layout.apply(config, 4)
+    return merge_stages(run_ranks(_rank, applied.mesh, layout.world_size, applied, routing, ranking))
+
+
+def _compared(names: str, config: Config, ranking: str, *, replays: bool) -> list[RunComparison]:
+    reference = _record(config, Layout(), RoutingRecord() if replays else None, ranking)
+    layouts = layouts_named(names, config)
+    return [compare(_record(config, each, reference.routing, ranking), reference) for each in layouts]
+
+
+@pytest.mark.parametrize(
+    ("names", "recompute"), [("tp2+sp,tp2,dp2ep2", None), ("pp2,cp2", FULL)], ids=["kept", "recomputed"]
+)
+def test_near_ties_are_replayed_and_counted(names: str, recompute: RecomputeConfig | None) -> None:
+    found = _compared(names, _config(recompute), "near ties", replays=True)
+    assert not any(each.excesses(TOLERANCES["fp64"]) for each in found)
+    assert len({each.num_rerouted for each in found}) == 1 and found[0].num_rerouted > 5
+    assert all(0.0 < each.rerouted_gap < 1e-12 for each in found)
+
+
+def test_near_ties_make_other_runs_without_a_replay() -> None:
+    (found,) = _compared("dp2", _config(), "near ties", replays=False)
+    assert found.excesses(TOLERANCES["fp64"]) and not found.num_rerouted
+
+
+def test_another_router_is_no_near_tie() -> None:
+    (found,) = _compared("dp2", _config(), "other order", replays=True)
+    (excess,) = found.excesses(TOLERANCES["fp64"])
+    assert excess.startswith(f"a score at which {found.num_rerouted} tokens change experts differs by")
+    assert found.num_rerouted > 2 * 4 * 16  # most tokens of 2 iterations of 4 samples in 2 layers
+
+
+def test_a_verification_replays(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="megalite")
+    config = _config()
+    assert verify_layouts(config, layouts_named("dp2", config), 1, replays_routing=True)
+    (row,) = (message for message in caplog.messages if message.startswith("dp2"))
+    assert row.endswith("the same run")  # no token went elsewhere
