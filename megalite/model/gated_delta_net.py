@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from megalite.config import LayerKind, ModelConfig
 from megalite.kernels import rms_norm_on
 from megalite.model.attention_core import Core
-from megalite.model.block import BlockOutput
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.positions import PositionInfo
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import communication_point, wrap_point
+from megalite.wrapping import wrap_point
 
 _LARGEST_DECAY = 16.0
 """Largest initial exp(A_log)."""
@@ -28,14 +28,11 @@ _EPSILON = 1e-6
 """Number added to the squared lengths of queries and keys, so that none is 0."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Computes the gated delta rule of a sample's tokens (Yang et al. 2024, arXiv 2412.06464); no bias.
 
-    The rows of the fused input projection are grouped by key head, as `DeltaNetSizes.group_rows` lists them,
-    so that a rank's heads with all that belongs to them are one plain slice.
+    `DeltaNetSizes.group_rows` lists the rows of the input projection for a key head.
     """
-
-    core_method, input_method = "recur", "project_in"
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
@@ -65,20 +62,13 @@ class GatedDeltaNet(nn.Module):
             n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
         )
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y = self.recur(self.project_in(x), positions)  # [s, b, n/tp e]
-        return BlockOutput(self.projection(y), None)
-
-    @communication_point
-    def project_in(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, h]`` to the features of this rank's heads, ``[s, b, g/tp (2 d + 2 r e + 2 r)]``."""
-        projected: Tensor = self.in_projection(x)
-        return projected
-
     @wrap_point
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``."""
+        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``.
+
+        Args:
+            projected: ``[s, b, g/tp (2 d + 2 r e + 2 r)]``.
+        """
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
         grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
         qkv, gate, rate, step = grouped.split((sizes.num_mixed, *sizes.group_rows[3:]), dim=-1)
