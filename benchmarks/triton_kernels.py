@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, recurrence, softmax
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax
 from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.flash_attention import (
     SIZES,
@@ -24,6 +24,8 @@ from megalite.kernels.flash_attention import (
     launch_backward,
     padded,
 )
+from megalite.kernels.recurrence import launch as launch_recurrence
+from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
 from megalite.kernels.traced import key_tensor
 
 HEAD_DIMS = (64, 128, 256)
@@ -99,8 +101,8 @@ def compile_recurrence(
     starts = torch.zeros(2, seq_length, dtype=torch.int64)
     arguments = q, k, v, decay, rate, starts, None, is_delta
     with only_compiled(capability) as kernels:
-        out, _ = recurrence.launch(*arguments)
-        recurrence.launch_backward(out, None, *arguments)
+        out, _ = launch_recurrence(*arguments)
+        launch_recurrence_backward(out, None, *arguments)
     return dict(kernels)
 
 

@@ -39,17 +39,19 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor 
 """Arguments of the operator."""
 
 
-def has_recurrence_kernels(device: torch.device, dtype: torch.dtype, *head_dims: int) -> bool:
-    """Return whether the Triton kernels run on a device, for heads of these sizes."""
-    return (
-        device.type == "cuda"
-        and dtype in _DTYPES
-        and max(head_dims) <= MAX_HEAD_DIM
-        and has_triton()
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
-        and not compile_problem("cuda")
-    )
+def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
+    """Return why the Triton kernels do not run on a device, for heads of these sizes; empty if they do."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "no GPU"
+    if dtype not in _DTYPES:
+        return f"no kernels in {dtype}"
+    if max(head_dims) > MAX_HEAD_DIM:
+        return f"heads of {max(head_dims)} elements, more than {MAX_HEAD_DIM}"
+    if not has_triton():
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return "a GPU of a compute capability below 8.0"
+    return compile_problem("cuda")
 
 
 def recurrence(
@@ -153,7 +155,7 @@ SIZES: dict[tuple[int, int], RecurrenceSizes] = {
     (2, 64): RecurrenceSizes(64, 32, 64, 64, 4, 8, 2),
     (2, 128): RecurrenceSizes(64, 32, 64, 64, 4, 8, 2),
     (2, 256): RecurrenceSizes(64, 16, 32, 64, 8, 8, 1),
-    (4, 64): RecurrenceSizes(32, 32, 32, 32, 4, 4, 1),
+    (4, 64): RecurrenceSizes(32, 16, 32, 32, 8, 8, 1),
     (4, 128): RecurrenceSizes(32, 16, 32, 32, 8, 8, 1),
     (4, 256): RecurrenceSizes(16, 16, 16, 32, 8, 8, 1),
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import has_recurrence_kernels, recurrence, rms_norm_on
+from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
 from megalite.model.attention_core import Core
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.positions import PositionInfo
@@ -41,7 +41,7 @@ class GatedDeltaNet(RecurrentMixer):
         self.sizes = sizes = config.delta_net
         self.saved = core.recurrent_state(layer)
         heads = sizes.key_dim, sizes.value_dim
-        self.has_kernels = has_recurrence_kernels(context.device, context.dtype, *heads)
+        self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, std = config.hidden_size, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
@@ -85,11 +85,11 @@ class GatedDeltaNet(RecurrentMixer):
         decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
         q = q * sizes.key_dim**-0.5
         state = None if saved is None else saved.state
-        if self.has_kernels:
+        if self.kernel_problem:
+            y, state = gated_delta_rule(q, k, v.to(wide), decay, rate, starts, state)
+        else:
             q, k = (each.to(projected.dtype) for each in (q, k))
             y, state = recurrence(q, k, v, decay, rate, starts, state, is_delta=True)
-        else:
-            y, state = gated_delta_rule(q, k, v.to(wide), decay, rate, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
         y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n/tp, e]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL, MambaSizes
-from megalite.kernels import has_recurrence_kernels
+from megalite.kernels import recurrence_problem
 from megalite.model.attention_core import Core
 from megalite.model.positions import PositionInfo
 from megalite.model.recurrent_mixer import RecurrentMixer
@@ -47,7 +47,7 @@ class Mamba(RecurrentMixer):
         self.epsilon = config.norm_epsilon
         self.saved = core.recurrent_state(layer)
         heads = sizes.state_dim, sizes.head_dim
-        self.has_kernels = has_recurrence_kernels(context.device, context.dtype, *heads)
+        self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
@@ -94,7 +94,7 @@ class Mamba(RecurrentMixer):
         A_log, dt_bias, D = (each.to(wide).view(heads) for each in (self.A_log, self.dt_bias, self.D))
         dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g/tp, r]
         x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g/tp, r, p]
-        run = fused_scan if self.has_kernels else scan
+        run = scan if self.kernel_problem else fused_scan
         y, state = run(x, dt, -A_log.exp(), of_input, of_output, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs, state

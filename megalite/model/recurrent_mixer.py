@@ -20,9 +20,13 @@ class RecurrentMixer(nn.Module, ABC):
 
     The rows of the fused input projection are grouped by what a head shares, so that a rank's heads with all
     that belongs to them are one plain slice.
+
+    Attributes:
+        kernel_problem: why plain PyTorch computes the recurrence; empty if GPU kernels do.
     """
 
     core_method, input_method = "recur", "project_in"
+    kernel_problem: str
     in_projection: ColumnParallelLinear
     projection: RowParallelLinear
 

@@ -13,6 +13,7 @@ from megalite.config.presets import PRESETS
 from megalite.microbatch import Microbatch
 from megalite.model.kv_cache import CachedCore
 from megalite.model.positions import PositionInfo
+from megalite.model.recurrent_mixer import RecurrentMixer
 from tests.stages import build_stage
 
 GATED_DELTA_NET = replace(
@@ -40,24 +41,36 @@ def test_the_operator_and_the_chunks_agree(name: str, has_documents: bool, one_r
     x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
     starts = torch.stack((torch.arange(70) // 11 * 11, torch.arange(70) // 64 * 64))
     results = []
-    for mixer.has_kernels in (False, True):
+    for mixer.kernel_problem in ("no GPU", ""):
         results.append(results_of(mixer, x, starts if has_documents else None))
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+def test_the_log_names_what_computes_recurrences(one_rank) -> None:
+    config = CONFIGS["mamba"]
+    stage = build_stage(config, one_rank, range(config.num_layers), seed=3)
+    assert stage.description.endswith("; recurrences: plain PyTorch (no GPU)")
+    for module in stage.modules():
+        if isinstance(module, RecurrentMixer):
+            module.kernel_problem = ""
+    assert stage.description.endswith("; recurrences: Triton")
+    attention_alone = build_stage(replace(PRESETS["llama-tiny"], vocab_size=101), one_rank, range(2), seed=3)
+    assert "recurrences" not in attention_alone.description
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_goes_on_from_the_same_state(name: str, one_rank) -> None:
     config = CONFIGS[name]
-    outputs = [generated(config, name, one_rank, has_kernels) for has_kernels in (False, True)]
+    outputs = [generated(config, name, one_rank, problem) for problem in ("no GPU", "")]
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
 
 
-def generated(config: ModelConfig, name: str, one_rank, has_kernels: bool) -> list[Tensor]:
+def generated(config: ModelConfig, name: str, one_rank, problem: str) -> list[Tensor]:
     stage = build_stage(config, one_rank, range(config.num_layers), seed=3, attention=CachedCore).eval()
-    for layer in stage.layers.values():
-        if (mixer := getattr(layer, name, None)) is not None:
-            mixer.has_kernels = has_kernels
+    for module in stage.modules():
+        if isinstance(module, RecurrentMixer):
+            module.kernel_problem = problem
     stage.core.begin(20)
     outputs = []
     for num_tokens in (9, 1):
