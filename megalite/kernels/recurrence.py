@@ -94,39 +94,77 @@ def reference(
     is_delta: bool,
 ) -> tuple[Tensor, Tensor]:
     """Implement the operator in plain PyTorch, token by token."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, decay, rate = (x.to(wide) for x in (q, k, v, decay, rate))
-    current = v.new_zeros(*v.shape[:3], q.shape[-1], v.shape[-1]) if state is None else state.clone()
-    out = torch.empty_like(v)
-    for t in range(q.shape[2]):
-        kept = decay[..., t].exp()
-        if starts is not None:
-            kept = kept * (starts[:, t] < t).view(-1, 1, 1)
-        current = current * kept[..., None, None]
-        query, key = q[:, :, None, t, :, None], k[:, :, None, t, :, None]  # [b, g, 1, d, 1]
-        change = v[..., t, None, :]  # [b, g, r, 1, e]
-        if is_delta:
-            change = change - key.mT @ current
-        current = current + key @ (change * rate[..., t, None, None])
+    out, last = _empty_results(q, v)
+    q, k, v, rate = (x.to(out.dtype) for x in (q, k, v, rate))
+    current = torch.zeros_like(last) if state is None else state
+    for t, kept in enumerate(_kept(decay, starts)):
+        query, key, value, step = _token(t, q, k, v, rate)
+        current = current * kept
+        change = value - key.mT @ current if is_delta else value
+        current = current + key @ (change * step)
         out[..., t, :] = (query.mT @ current).squeeze(-2)
-    return out, current
+    return out, last.copy_(current)
 
 
-def reference_backward(grad: Tensor, of_last: Tensor | None, *arguments: Any) -> list[Tensor]:
-    """Compute the gradients of q, k, v, decay, rate and state by autograd of the reference."""
-    q, _, v, *_, starts, state, is_delta = arguments
-    if state is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        state = v.new_zeros(*v.shape[:3], q.shape[-1], v.shape[-1], dtype=wide)
-    leaves = [x.detach().requires_grad_() for x in (*arguments[:5], state)]
-    q, k, v, decay, rate, state = leaves
-    with torch.enable_grad():
-        results = reference(q, k, v, decay, rate, starts, state, is_delta)
-        pairs = zip(results, (grad, of_last), strict=True)
-        # Without tokens, the outputs depend on nothing.
-        used = [(x, of_x) for x, of_x in pairs if x.requires_grad and of_x is not None]
-        outputs, grads = ([each[i] for each in used] for i in range(2))
-        return [*torch.autograd.grad(outputs, leaves, grads, allow_unused=True, materialize_grads=True)]
+def reference_backward(
+    grad: Tensor,
+    of_last: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> list[Tensor]:
+    """Compute the gradients of q, k, v, decay, rate and state in plain PyTorch, from the last token on."""
+    results = _empty_gradients(q, k, v, decay, rate)
+    of_q, of_k, of_v, of_decay, of_rate, of_state = results
+    q, k, v, rate = (x.to(of_state.dtype) for x in (q, k, v, rate))
+    current = torch.zeros_like(of_state) if state is None else state
+    kept, states = _kept(decay, starts), []
+    for t, factor in enumerate(kept):
+        states.append(current)
+        _, key, value, step = _token(t, q, k, v, rate)
+        current = current * factor
+        current = current + key @ ((value - key.mT @ current if is_delta else value) * step)
+    of_current = torch.zeros_like(of_state) if of_last is None else of_last
+    for t in reversed(range(len(states))):
+        query, key, value, step = _token(t, q, k, v, rate)
+        of_output = grad[..., t, None, :]  # [b, g, r, 1, e]
+        before = states[t] * kept[t]
+        change = value - key.mT @ before if is_delta else value
+        after = before + key @ (change * step)
+        of_q[:, :, t] = (after @ of_output.mT).sum(2).squeeze(-1)
+        of_current = of_current + query @ of_output
+        of_written = key.mT @ of_current  # [b, g, r, 1, e], gradient of change * step
+        of_key = of_current @ (change * step).mT
+        if is_delta:
+            of_key = of_key - before @ (of_written * step).mT
+            of_current = of_current - key @ (of_written * step)
+        of_k[:, :, t] = of_key.sum(2).squeeze(-1)
+        of_v[..., t, :] = (of_written * step).squeeze(-2)
+        of_rate[..., t] = (of_written * change).sum((-2, -1))
+        of_decay[..., t] = (of_current * before).sum((-2, -1))
+        of_current = of_current * kept[t]
+    of_state.copy_(of_current)
+    return results
+
+
+def _kept(decay: Tensor, starts: Tensor | None) -> list[Tensor]:
+    """Return the factor of the state at each token, ``[b, g, r, 1, 1]``."""
+    kept = decay.exp()
+    if starts is not None:
+        positions = torch.arange(starts.shape[1], device=starts.device)
+        kept = kept * (starts < positions)[:, None, None]
+    return [*kept[..., None, None].unbind(3)]
+
+
+def _token(t: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a token's query and key ``[b, g, 1, d, 1]``, value ``[b, g, r, 1, e]`` and rate."""
+    query, key = (x[:, :, None, t, :, None] for x in (q, k))
+    return query, key, v[..., t, None, :], rate[..., t, None, None]
 
 
 class RecurrenceSizes(NamedTuple):

@@ -41,7 +41,7 @@ CASES = {
     "whole chunks": Case(32, d=32, e=64),
     "padded heads": Case(37, d=40, e=24, g=2),
     "shared keys": Case(21, g=2, r=3),
-    "documents": Case(70, documents=True),
+    "documents": Case(37, documents=True),
     "state": Case(21, has_state=True),
     "everything": Case(53, d=24, e=40, g=2, r=2, has_state=True, documents=True),
     "strong decay": Case(40, decay=300.0, documents=True),
@@ -131,3 +131,16 @@ def test_empty_samples_have_no_outputs() -> None:
     assert out.shape == (2, 1, 1, 0, 16)
     torch.testing.assert_close(last, state)
     torch.testing.assert_close(torch.autograd.grad(last.sum(), state)[0], torch.ones_like(state))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is no part of a graph")
+@pytest.mark.parametrize("name", ["state", "mamba, one token"])
+def test_opcheck(name: str) -> None:
+    case = CASES[name]
+    *tensors, starts, state = inputs(case, torch.float32)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    rest = starts, state, case.is_delta
+    torch.library.opcheck(torch.ops.megalite.recurrence.default, (*leaves, *rest))
+    out, last = recurrence(*tensors, starts, state, is_delta=case.is_delta)
+    backward = torch.ops.megalite.recurrence_backward.default
+    torch.library.opcheck(backward, (out, last, *tensors, *rest))
