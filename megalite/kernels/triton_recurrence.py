@@ -304,6 +304,54 @@ def state_gradients_kernel(
 
 
 @triton.jit
+def _values_and_gradients(
+    heads, strides, first, s, column, e, IS_DELTA: tl.constexpr, C: tl.constexpr, V: tl.constexpr
+):
+    """Load a block of E, dY and dV, ``[C, V]``; E again for dV without the delta rule."""
+    values = _load(heads[0], strides[0], first, s, column, e, C, V)
+    grads = _load(heads[1], strides[1], first, s, column, e, C, V).to(values.dtype)
+    of_values = values
+    if IS_DELTA:
+        of_values = _load(heads[2], strides[2], first, s, column, e, C, V)
+    return values, grads, of_values
+
+
+@triton.jit
+def _pair_gradients(
+    heads, strides, first, s, e: tl.constexpr, IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return dY E^T and dV E^T of a chunk, ``[C, C]``; zeros for the second one without the delta rule."""
+    of_scores, of_lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for column in range(0, e, V):
+        values, grads, of_values = _values_and_gradients(heads, strides, first, s, column, e, IS_DELTA, C, V)
+        of_scores += _dot(grads, tl.trans(values), PRECISION)
+        if IS_DELTA:
+            of_lower += _dot(of_values, tl.trans(values), PRECISION)
+    return of_scores, of_lower
+
+
+@triton.jit
+def _products_with_states(
+    states, of_states, heads, strides, row, first, s, d: tl.constexpr, e: tl.constexpr,
+    IS_DELTA: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return dY S^T, -dV S^T and E dS'^T for a block of keys, ``[C, K]``, and sums of S * dS', ``[V]``."""
+    of_queries, of_reads = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
+    of_written, of_factor = tl.zeros([C, K], tl.float32), tl.zeros([V], tl.float32)
+    for column in range(0, e, V):
+        state = _load(states, e, row, d, column, e, K, V)
+        of_state = _load(of_states, e, row, d, column, e, K, V)
+        values, grads, of_values = _values_and_gradients(heads, strides, first, s, column, e, IS_DELTA, C, V)
+        of_queries += _dot(grads, tl.trans(state), PRECISION)
+        of_written += _dot(values, tl.trans(of_state), PRECISION)
+        if IS_DELTA:
+            of_reads -= _dot(of_values, tl.trans(state), PRECISION)
+        of_factor += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 0)
+    return of_queries, of_reads, of_written, of_factor
+
+
+@triton.jit
 def input_gradients_kernel(
     q, k, errors, grad, grad_v, decay, rate, starts, states, of_states, grad_q, grad_k, grad_decay, grad_rate,
     q_strides, k_strides, errors_strides, grad_strides, grad_v_strides, grad_k_strides,
@@ -330,14 +378,9 @@ def input_gradients_kernel(
     since = _since_start(sums, document_starts, first)
     to_end, kept = _to_end(decays, sums, _last_start(starts, sample, first, s, C), first, C)
 
-    of_scores, of_lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for column in range(0, e, V):
-        values = _load(errors_head, errors_strides[3], first, s, column, e, C, V)
-        grads = _load(grad_head, grad_strides[3], first, s, column, e, C, V).to(values.dtype)
-        of_scores += _dot(grads, tl.trans(values), PRECISION)
-        if IS_DELTA:
-            of_values = _load(grad_v_head, grad_v_strides[3], first, s, column, e, C, V)
-            of_lower += _dot(of_values, tl.trans(values), PRECISION)
+    heads = errors_head, grad_head, grad_v_head
+    strides = errors_strides[3], grad_strides[3], grad_v_strides[3]
+    of_scores, of_lower = _pair_gradients(heads, strides, first, s, e, IS_DELTA, PRECISION, C, V)
     of_scores = (of_scores * _between(sums, document_starts, first, False, C)).to(q.dtype.element_ty)
     of_lower = (of_lower * _between(sums, document_starts, first, True, C)).to(q.dtype.element_ty)
 
@@ -347,19 +390,10 @@ def input_gradients_kernel(
         queries = _load(q_head, q_strides[2], first, s, row, d, C, K)
         keys = _load(k_head, k_strides[2], first, s, row, d, C, K)
         written = _written(keys, rates)
-        of_queries, of_reads = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
-        of_written = tl.zeros([C, K], tl.float32)
-        for column in range(0, e, V):
-            state = _load(states, e, row, d, column, e, K, V)
-            of_state = _load(of_states, e, row, d, column, e, K, V)
-            values = _load(errors_head, errors_strides[3], first, s, column, e, C, V)
-            grads = _load(grad_head, grad_strides[3], first, s, column, e, C, V).to(values.dtype)
-            of_queries += _dot(grads, tl.trans(state), PRECISION)
-            of_written += _dot(values, tl.trans(of_state), PRECISION)
-            if IS_DELTA:
-                of_values = _load(grad_v_head, grad_v_strides[3], first, s, column, e, C, V)
-                of_reads -= _dot(of_values, tl.trans(state), PRECISION)
-            of_kept += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 0)
+        of_queries, of_reads, of_written, of_factor = _products_with_states(
+            states, of_states, heads, strides, row, first, s, d, e, IS_DELTA, PRECISION, C, K, V
+        )
+        of_kept += of_factor
         of_queries = of_queries * since[:, None] + _dot(of_scores, written, PRECISION)
         of_written *= to_end[:, None]
         of_ends += tl.sum(written * of_written, 1)
