@@ -18,6 +18,8 @@ from megalite.distributed.axis import Axis
 from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
+from megalite.model.delta_rule import gated_delta_rule
+from megalite.model.state_space import scan
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
@@ -61,6 +63,9 @@ def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -
         yield "LayerNorm", _layer_norm(x, weight, bias)
         yield "sum + LayerNorm", _sum_and_layer_norm(x, residual, weight, bias, numbers)
     yield "rotary", _rotary(_random(s, b, h // d, d, **kind))
+    if device.type == "cuda":  # elsewhere plain PyTorch runs
+        yield "delta rule", _recurrence(h // 128, 2, 128, s, b, is_delta=True, **kind)
+        yield "state space", _recurrence(1, h // 64, 64, s, b, is_delta=False, **kind)
     yield "cross-entropy", _cross_entropy(_random(s * b, sizes.vocab_size, **kind))
 
 
@@ -196,6 +201,46 @@ def _rotary(x: Tensor) -> Case:
         ),
         (2, 2),
     )
+
+
+def _recurrence(
+    groups: int,
+    sharers: int,
+    e: int,
+    s: int,
+    b: int,
+    *,
+    is_delta: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Case:
+    """Build a recurrence with keys of 128 elements, against the chunks in plain PyTorch."""
+    q, k = (F.normalize(torch.randn(s, b, groups, 128, device=device), dim=-1) for _ in range(2))
+    v = torch.randn(s, b, groups, sharers, e, device=device)
+    step = torch.rand(s, b, groups, sharers, device=device)
+    leaves = *(x.to(dtype).requires_grad_() for x in (v, q, k)), step.requires_grad_()
+
+    def ours(v: Tensor, q: Tensor, k: Tensor, step: Tensor) -> Tensor:
+        q, k, v, rate = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), _heads_first(v), _heads_first(step)
+        return kernels.recurrence(q, k, v, -rate, rate, is_delta=is_delta)[0]
+
+    def chunks(v: Tensor, q: Tensor, k: Tensor, step: Tensor) -> Tensor:
+        if not is_delta:
+            return scan(v, step, -step.new_ones(groups, sharers), k, q)[0]
+        q, k = q.permute(1, 2, 0, 3).float(), k.permute(1, 2, 0, 3).float()
+        rate = _heads_first(step)
+        return gated_delta_rule(q, k, _heads_first(v).float(), -rate, rate)[0]
+
+    def backward(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            return torch.autograd.grad(chunks(*inputs), inputs, grad)
+
+    return Case(leaves, ours, chunks, (chunks, backward), (4, 7))
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Map ``[s, b, g, r, ...]`` to ``[b, g, r, s, ...]``."""
+    return x.permute(1, 2, 3, 0, *range(4, x.dim()))
 
 
 def _cross_entropy(logits: Tensor) -> Case:

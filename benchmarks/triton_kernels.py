@@ -24,6 +24,8 @@ from megalite.kernels.flash_attention import (
     launch_backward,
     padded,
 )
+from megalite.kernels.recurrence import launch as launch_recurrence
+from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
 from megalite.kernels.traced import key_tensor
 
 HEAD_DIMS = (64, 128, 256)
@@ -83,6 +85,28 @@ def compile_attention(
     names = ("key_gradients", "value_gradients")
     named = {name: kernel for name, (_, kernel) in zip(names, of_keys, strict=False)}
     return {"forward": forward, **named, "query_gradients": of_queries}
+
+
+def compile_recurrence(
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    capability: int,
+    *,
+    is_delta: bool,
+    seq_length: int = 256,
+) -> dict[str, Any]:
+    """Compile the kernels of a recurrence with documents, of two value heads for each key head, by name."""
+    seq_length = 256
+    q, k = (torch.empty(seq_length, 2, 2, key_dim, dtype=dtype).permute(1, 2, 0, 3) for _ in range(2))
+    v = torch.empty(seq_length, 2, 2, 2, value_dim, dtype=dtype).permute(1, 2, 3, 0, 4)
+    decay, rate = (torch.empty(2, 2, 2, seq_length) for _ in range(2))
+    starts = torch.zeros(2, seq_length, dtype=torch.int64)
+    arguments = q, k, v, decay, rate, starts, None, is_delta
+    with only_compiled(capability) as kernels:
+        out, _ = launch_recurrence(*arguments)
+        launch_recurrence_backward(out, None, *arguments)
+    return dict(kernels)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from benchmarks.gpu_check.stages import STAGES, fitting
 
 PACKAGES = ("numpy", "yaml", "safetensors", "pybind11", "setuptools")
 TEST_PACKAGES = ("pytest", "hypothesis")
-STAGES_OF_TESTS = (1, 6, 7, 9)
+STAGES_OF_TESTS = (1, 6, 7, 9, 10)
 DETAIL = 120
 """Characters of a row's detail in the table; the JSON has all."""
 

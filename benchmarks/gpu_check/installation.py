@@ -122,6 +122,11 @@ def triton_tests(context: CheckContext) -> Iterator[Result]:
     return _tests("Triton tests", *files, "-k", "bfloat16 or drops or same_run")
 
 
+def recurrence_tests(context: CheckContext) -> Iterator[Result]:
+    """Run the tests of Triton's recurrences at the sizes of models, and with all options."""
+    return _tests("recurrences", "tests/gpu/test_recurrence.py", "-k", "everything or (long and bfloat16)")
+
+
 def compiled_layer_tests(context: CheckContext) -> Iterator[Result]:
     """Run the tests of layers that torch.compile compiles."""
     return _tests("compiled layers", "tests/gpu/test_precision.py")

@@ -86,6 +86,12 @@ STAGES = (
         (BUILD,),
     ),
     Stage(
+        10,
+        "recurrences in Triton",
+        (Check("recurrences", "installation.recurrence_tests", 300.0),),
+        (BUILD,),
+    ),
+    Stage(
         7,
         "operators without nvcc",
         (Check("operator tests without nvcc", "installation.run_time_tests", 420.0),),

@@ -12,6 +12,7 @@ from megalite.kernels.linear_gelu import gelu_linear_backward, has_linear_gelu, 
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
 from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
+from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.swiglu import bias_swiglu
@@ -41,6 +42,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_on",
     "linear_gelu",
+    "recurrence",
+    "recurrence_problem",
     "rms_norm",
     "rms_norm_on",
     "rotate",

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import rms_norm_on
+from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
 from megalite.model.attention_core import Core
-from megalite.model.block import BlockOutput
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.positions import PositionInfo
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import communication_point, wrap_point
+from megalite.wrapping import wrap_point
 
 _LARGEST_DECAY = 16.0
 """Largest initial exp(A_log)."""
@@ -28,14 +28,11 @@ _EPSILON = 1e-6
 """Number added to the squared lengths of queries and keys, so that none is 0."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Computes the gated delta rule of a sample's tokens (Yang et al. 2024, arXiv 2412.06464); no bias.
 
-    The rows of the fused input projection are grouped by key head, as `DeltaNetSizes.group_rows` lists them,
-    so that a rank's heads with all that belongs to them are one plain slice.
+    `DeltaNetSizes.group_rows` lists the rows of the input projection for a key head.
     """
-
-    core_method, input_method = "recur", "project_in"
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
@@ -43,6 +40,8 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.sizes = sizes = config.delta_net
         self.saved = core.recurrent_state(layer)
+        heads = sizes.key_dim, sizes.value_dim
+        self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, std = config.hidden_size, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
@@ -65,20 +64,13 @@ class GatedDeltaNet(nn.Module):
             n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
         )
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y = self.recur(self.project_in(x), positions)  # [s, b, n/tp e]
-        return BlockOutput(self.projection(y), None)
-
-    @communication_point
-    def project_in(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, h]`` to the features of this rank's heads, ``[s, b, g/tp (2 d + 2 r e + 2 r)]``."""
-        projected: Tensor = self.in_projection(x)
-        return projected
-
     @wrap_point
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``."""
+        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``.
+
+        Args:
+            projected: ``[s, b, g/tp (2 d + 2 r e + 2 r)]``.
+        """
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
         grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
         qkv, gate, rate, step = grouped.split((sizes.num_mixed, *sizes.group_rows[3:]), dim=-1)
@@ -87,12 +79,17 @@ class GatedDeltaNet(nn.Module):
 
         wide = torch.promote_types(projected.dtype, torch.float32)
         q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g/tp, s, d]
-        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4).to(wide)  # [b, g/tp, r, s, e]
+        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g/tp, r, s, e]
         A_log, dt_bias = (each.to(wide).view(-1, sizes.sharers) for each in (self.A_log, self.dt_bias))
         decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g/tp, r]
         decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
         q = q * sizes.key_dim**-0.5
-        y, state = gated_delta_rule(q, k, v, decay, rate, starts, None if saved is None else saved.state)
+        state = None if saved is None else saved.state
+        if self.kernel_problem:
+            y, state = gated_delta_rule(q, k, v.to(wide), decay, rate, starts, state)
+        else:
+            q, k = (each.to(projected.dtype) for each in (q, k))
+            y, state = recurrence(q, k, v, decay, rate, starts, state, is_delta=True)
         if saved is not None:
             saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
         y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n/tp, e]

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL, MambaSizes
+from megalite.kernels import recurrence_problem
 from megalite.model.attention_core import Core
-from megalite.model.block import BlockOutput
-from megalite.model.gated_norm import gated_rms_norm
 from megalite.model.positions import PositionInfo
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
-from megalite.model.state_space import scan
+from megalite.model.state_space import fused_scan, scan
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import communication_point, wrap_point
+from megalite.wrapping import wrap_point
 
 _DECAY_RATES = (1.0, 16.0)
 """Range of the initial exp(A_log)."""
@@ -32,14 +32,12 @@ _TIME_STEPS = (1e-3, 1e-1)
 _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 
 
-class Mamba(nn.Module):
+class Mamba(RecurrentMixer):
     """Computes Mamba-2 of a sample's tokens (Dao and Gu 2024, arXiv 2405.21060, section 7).
 
-    The rows of the fused input projection are grouped as `MambaSizes.group_rows` lists them, so that a rank's
-    heads with all that belongs to them are one plain slice. The norm of the output is over each group.
+    `MambaSizes.group_rows` lists the rows of the input projection for a group of heads. The norm of the
+    output is over each group.
     """
-
-    input_method, core_method = "project_in", "recur"
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
@@ -48,6 +46,8 @@ class Mamba(nn.Module):
         self.sizes = sizes = config.mamba
         self.epsilon = config.norm_epsilon
         self.saved = core.recurrent_state(layer)
+        heads = sizes.state_dim, sizes.head_dim
+        self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
@@ -75,20 +75,13 @@ class Mamba(nn.Module):
             skip_bias_add=True,
         )
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y = self.recur(self.project_in(x), positions)  # [s, b, n/tp p]
-        return BlockOutput(self.projection(y), self.projection.bias)
-
-    @communication_point
-    def project_in(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, h]`` to the features of this rank's groups, ``[s, b, g/tp (2 r p + 2 d + r)]``."""
-        projected: Tensor = self.in_projection(x)
-        return projected
-
     @wrap_point
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n/tp p]``, of convolved x, B and C."""
+        """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n/tp p]``, of convolved x, B and C.
+
+        Args:
+            projected: ``[s, b, g/tp (2 r p + 2 d + r)]``.
+        """
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
         inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
         grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
@@ -101,12 +94,27 @@ class Mamba(nn.Module):
         A_log, dt_bias, D = (each.to(wide).view(heads) for each in (self.A_log, self.dt_bias, self.D))
         dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g/tp, r]
         x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g/tp, r, p]
-        y, state = scan(x, dt, -A_log.exp(), of_input, of_output, starts, state)
+        run = scan if self.kernel_problem else fused_scan
+        y, state = run(x, dt, -A_log.exp(), of_input, of_output, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs, state
         y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g/tp, r p]
         weight = self.norm.view(-1, sizes.group_rows[0])
         return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return ``norm(x silu(gate)) weight`` over the last dim, in the gate's dtype.
+
+    Args:
+        x: ``[..., n]``, of any precision; sums are in at least fp32.
+        gate: ``[..., n]``.
+        weight: ``[n]``, or ``[..., n]`` if it differs along other dims.
+    """
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gated = x.to(wide) * F.silu(gate.to(wide))
+    inverse = (gated.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (gated * inverse).to(gate.dtype) * weight
 
 
 def _of_heads(initial: Tensor, context: LayerContext) -> nn.Parameter:

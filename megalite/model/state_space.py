@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels import recurrence
+
 CHUNK_SIZE = 64
 """Tokens of a chunk. Within a chunk, backward keeps a weight for each pair of tokens and head."""
 
@@ -60,6 +62,24 @@ def scan(
     from_before = torch.einsum("bmlgn,bmgrpn->bmlgrp", of_output, states[:, :-1])
     y = y + from_before * _seen_factors(decay, starts, first).permute(0, 1, 4, 2, 3).unsqueeze(-1)
     return y.flatten(1, 2).transpose(0, 1)[:num_tokens], states[:, -1]
+
+
+def fused_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    of_input: Tensor,
+    of_output: Tensor,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `scan` computes by the operator `recurrence`, which multiplies in the precision of x."""
+    rate = dt.permute(1, 2, 3, 0)  # [b, g, r, s]
+    k, q = (each.permute(1, 2, 0, 3) for each in (of_input, of_output))  # [b, g, s, n]
+    before = None if state is None else state.mT
+    v, decay = x.permute(1, 2, 3, 0, 4), rate * a.unsqueeze(-1)
+    y, state = recurrence(q, k, v, decay, rate, starts, before, is_delta=False)
+    return y.permute(3, 0, 1, 2, 4), state.mT
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:

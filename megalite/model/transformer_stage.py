@@ -22,6 +22,7 @@ from megalite.model.head import OutputLayer
 from megalite.model.layer import TransformerLayer, layer_class
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names
 from megalite.model.norm import build_norm
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -121,8 +122,12 @@ class TransformerStage(Stage):
 
     @property
     def description(self) -> str:
-        """Return the attention kernel and the reason for its choice."""
-        return f"attention: {self.core.choice}"
+        """Return the kernels of attention and of recurrences, and the reason for their choice."""
+        problems = {each.kernel_problem for each in self.modules() if isinstance(each, RecurrentMixer)}
+        recurrences = (f"plain PyTorch ({each})" if each else "Triton" for each in sorted(problems))
+        return "; ".join(
+            [f"attention: {self.core.choice}", *(f"recurrences: {each}" for each in recurrences)]
+        )
 
     def shared_modules(self) -> dict[str, nn.Module]:
         """Return the word embedding."""

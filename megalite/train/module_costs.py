@@ -8,6 +8,7 @@ number gives a node's module.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import weakref
@@ -383,6 +384,20 @@ def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: A
     return _attention_flops(query, key, value) * 5 // 2
 
 
+def _recurrence_flops(query: Any, key: Any, value: Any, *rest: Any, **_: Any) -> int:
+    """Count a product of the state with a vector for each write and read, and one for the delta rule.
+
+    The kernels compute more: the pairs of tokens of a chunk.
+    """
+    is_delta = rest[4]
+    return 2 * (3 if is_delta else 2) * math.prod(value) * query[-1]
+
+
+def _recurrence_backward_flops(grad: Any, of_last: Any, *arguments: Any, **_: Any) -> int:
+    """Count two products for each of forward's."""
+    return 2 * _recurrence_flops(*arguments)
+
+
 def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) -> int:
     """Count the GEMM of ``grad^T x``."""
     (num_rows, num_out), num_in = grad, x[1]
@@ -394,6 +409,8 @@ FORMULAS = {
     cpu_attention_backward: _attention_backward_flops,
     torch.ops.megalite.flash_attention: _attention_flops,
     torch.ops.megalite.flash_attention_backward: _attention_backward_flops,
+    torch.ops.megalite.recurrence: _recurrence_flops,
+    torch.ops.megalite.recurrence_backward: _recurrence_backward_flops,
     torch.ops.megalite.add_weight_gradient_: _weight_gradient_flops,
 }
 """FLOPs of operators that torch's counter does not know, by the shapes of their arguments."""

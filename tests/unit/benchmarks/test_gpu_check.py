@@ -195,7 +195,10 @@ def test_a_stage_with_its_build_takes_at_most_ten_minutes(stage: Stage) -> None:
 
 @pytest.mark.parametrize(
     ("minutes", "expected"),
-    [(1, [1]), (10, [1]), (30, [1, 3, 6, 8]), (45, [1, 3, 6, 2, 4, 8]), (90, [1, 3, 6, 2, 4, 8, 7, 9, 5])],
+    [
+        *((1, [1]), (10, [1]), (30, [1, 3, 6, 8])),
+        *((45, [1, 3, 6, 2, 4, 8, 10]), (90, [1, 3, 6, 2, 4, 8, 10, 7, 9, 5])),
+    ],
 )
 def test_a_plan_has_the_stages_that_fit_in_their_order(minutes: float, expected: list[int]) -> None:
     chosen = fitting(STAGES, 60 * minutes)
@@ -300,10 +303,11 @@ def test_stages_without_time_are_named_with_the_next_command(
     monkeypatch.setattr(program, "num_gpus", lambda device: 1)
     monkeypatch.setattr(StageRunner, "seconds_left", property(lambda self: 2700.0 - 500.0 * len(ran)))
     assert program.main(["--out", str(tmp_path), "--rehearse", "--minutes", "45"]) == 1
-    assert ran == [1, 3, 6, 2, 4, 8]
+    assert ran == [1, 3, 6, 2, 4, 8, 10]
     shown = capsys.readouterr().out
     assert (
-        "45 minutes suffice for stages 1, 3, 6, 2, 4, 8; what runs only if time is left: stages 7, 9" in shown
+        "45 minutes suffice for stages 1, 3, 6, 2, 4, 8, 10; what runs only if time is left: stages 7, 9"
+        in shown
     )
     assert "stage 7: operators without nvcc" in shown and "left out: takes up to 7 minutes" in shown
     assert "stage 5: several GPUs" in shown and "needs 2 GPUs" in shown

@@ -30,11 +30,16 @@ def main(arguments: Sequence[str]) -> int:
         launch_backward,
         with_sinks,
     )
+    from megalite.kernels.recurrence import SIZES as RECURRENCE_SIZES
+    from megalite.kernels.recurrence import RecurrenceSizes
+    from megalite.kernels.recurrence import launch as launch_recurrence
+    from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
 
     small = KernelSizes(BlockSizes(16, 32, 4, 1), BlockSizes(32, 16, 4, 1), BlockSizes(32, 16, 4, 1))
     split = small._replace(value_gradients=BlockSizes(16, 32, 4, 1))
     sizes = {64: small, 128: small, 256: split}
     SIZES.update({(itemsize, head_dim): sizes[head_dim] for itemsize in (2, 4) for head_dim in sizes})
+    RECURRENCE_SIZES.update(dict.fromkeys(RECURRENCE_SIZES, RecurrenceSizes(16, 16, 32, 32, 4, 4, 1)))
     library = torch.library.Library("megalite", "IMPL")
     for name, function in {
         "bias_dropout_add": dropout_add.launch,
@@ -44,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         "dropout": launch_dropout,
         "flash_attention": with_sinks(launch),
         "flash_attention_backward": launch_backward,
+        "recurrence": launch_recurrence,
+        "recurrence_backward": launch_recurrence_backward,
     }.items():
         library.impl(name, function, "CPU")
     return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments])

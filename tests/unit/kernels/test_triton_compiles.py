@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.machine_code import read
+from benchmarks.machine_code import RESERVED_SHARED, TARGETS, read
 from benchmarks.triton_kernels import (
     ALL,
     compile_attention,
+    compile_recurrence,
     only_compiled,
     run_dropout,
     run_dropout_backward,
@@ -18,10 +19,14 @@ from benchmarks.triton_kernels import (
     sizes_for,
 )
 from megalite.kernels.flash_attention import LARGE_MEMORY, has_triton, launch, launch_backward
+from megalite.kernels.recurrence import launch as launch_recurrence
+from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 SMALL_MEMORY = 99 << 10
 """bytes of a program on GPUs of compute capability 8.6, 8.9 and 12.0"""
+RECURRENCES = [(128, 128, True), (256, 256, True), (128, 64, False)]
+"""key size, value size, and whether the delta rule writes"""
 BERT = "dropout, documents, both sides"
 
 
@@ -54,6 +59,19 @@ def test_gpus_have_enough_memory(sizes: int, capability: int, head_dim: int, dty
     assert max(getattr(each.metadata, "tmem_size", 0) or 0 for each in found.values()) <= 512
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim", "is_delta"), RECURRENCES)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_recurrences_fit_into_shared_memory(
+    capability: int, key_dim: int, value_dim: int, is_delta: bool, dtype: torch.dtype
+) -> None:
+    found = compile_recurrence(key_dim, value_dim, dtype, capability, is_delta=is_delta)
+    assert len(found) == (6 if is_delta else 5)
+    memory = TARGETS[capability].shared - RESERVED_SHARED
+    assert max(each.metadata.shared for each in found.values()) <= memory
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("run", [run_dropout, run_dropout_backward, run_softmax])
 def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dtype: torch.dtype) -> None:
@@ -79,7 +97,12 @@ def test_each_launch_says_whether_products_and_sums_are_fused() -> None:
         q, grad = (torch.empty(1, 2, 16, 16) for _ in range(2))
         rest = None, None, None, None, None, 0.25, 0.0, 0
         launch_backward(grad, q, q, q, *launch(q, q, q, *rest), *rest)
+        arguments = q, q, q.unsqueeze(2), torch.empty(1, 2, 1, 16), torch.empty(1, 2, 1, 16), None, None, True
+        launch_recurrence(*arguments)
+        launch_recurrence_backward(grad.unsqueeze(2), None, *arguments)
         run_dropout(torch.bfloat16)
         run_softmax(torch.bfloat16)
-    assert {"forward_kernel", "delta_kernel", "dropout_kernel", "backward_kernel"} < set(launches)
+    assert {"forward_kernel", "delta_kernel", "dropout_kernel", "backward_kernel", "states_kernel"} < set(
+        launches
+    )
     assert [name for name, options in launches.items() if "enable_fp_fusion" not in options] == []

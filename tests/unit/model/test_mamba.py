@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.microbatch import Microbatch
 from megalite.model.kv_cache import CachedCore
+from megalite.model.mamba import gated_rms_norm
 from tests.stages import build_stage
 
 TINY = replace(PRESETS["nemotron-h-tiny"], vocab_size=101, params_dtype="fp64")
@@ -75,3 +77,16 @@ def test_generation_keeps_a_state_of_fixed_size_in_fp32(one_rank) -> None:
             assert each.inputs.shape == (3, 3, 128 + 2 * 4 * 16)
             assert each.state.shape == (3, 4, 2, 16, 16)
             assert each.state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [24, 8])
+def test_the_gated_norm_is_that_of_transformers(group_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 2, 24), (5, 2, 24), (24,)
+    x, gate, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    theirs = NemotronHRMSNormGated(24, group_size, eps=1e-3)
+    theirs.weight.data = weight
+    grouped = (each.unflatten(-1, (-1, group_size)) for each in (x, gate, weight))
+    ours = gated_rms_norm(*grouped, 1e-3).flatten(-2)
+    torch.testing.assert_close(ours, theirs(x, gate))

@@ -24,7 +24,7 @@ from megalite.config import (
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.kernels import CausalSoftmax, flash_attention
+from megalite.kernels import CausalSoftmax, flash_attention, recurrence
 from megalite.kernels.weight_gradient import add_weight_gradient_
 from megalite.plan.saved_activations import stage_bytes
 from megalite.plan.units import whole_model
@@ -179,6 +179,15 @@ def test_operations_of_our_kernels_on_gpus_are_counted() -> None:
         assert counter.get_total_flops() == 2 * 2 * b * n * s * s * d
         out.sum().backward()
         assert counter.get_total_flops() == 7 * 2 * b * n * s * s * d
+    of_token = torch.zeros(b, g, 2, s)
+    for is_delta, num_products in ((True, 3), (False, 2)):
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+            out, _ = recurrence(
+                k, k, k.unsqueeze(2).expand(-1, -1, 2, -1, -1), of_token, of_token, is_delta=is_delta
+            )
+            assert counter.get_total_flops() == num_products * 2 * b * n * s * d * d
+            out.sum().backward()
+            assert counter.get_total_flops() == 3 * num_products * 2 * b * n * s * d * d
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         add_weight_gradient_(torch.zeros(2, 3, 5), torch.zeros(7, 6), torch.zeros(7, 5))
     assert counter.get_total_flops() == 2 * 7 * 6 * 5

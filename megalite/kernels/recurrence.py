@@ -1,0 +1,433 @@
+"""Compute a recurrence whose state decays, that of Gated DeltaNet and of Mamba-2.
+
+A head has a state S, a matrix that maps keys to values. Each token lets it decay, writes to it and reads it:
+
+    S = exp(decay) S                   zeros first, if the token starts a document
+    S = S + rate k (v - S^T k)^T       the delta rule (Yang et al. 2024, arXiv 2412.06464)
+    S = S + rate k v^T                 otherwise, as in Mamba-2 (Dao and Gu 2024, arXiv 2405.21060)
+    output = S^T q
+
+On CUDA, Triton kernels compute chunks of tokens at once (`triton_recurrence`). They multiply in the precision
+of q, k and v, and sum in fp32; decays and states are in fp32. Backward computes the states again.
+
+Shapes: b samples, g query and key heads, r value heads that share one, n = g r, s tokens, d size of a key
+head, e size of a value head, m chunks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.flash_attention import has_triton, padded
+from megalite.kernels.library import NAMESPACE, compile_problem
+
+_OP = f"{NAMESPACE}::recurrence"
+_BACKWARD = f"{NAMESPACE}::recurrence_backward"
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? starts, Tensor? state, bool is_delta"
+)
+
+torch.library.define(_OP, f"({_ARGUMENTS}) -> (Tensor, Tensor)")
+torch.library.define(_BACKWARD, f"(Tensor grad, Tensor? of_last, {_ARGUMENTS}) -> Tensor[]")
+
+MAX_HEAD_DIM = 256
+"""Largest size of a key or value head in the Triton kernels."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MIN_CAPABILITY = (8, 0)
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]
+"""Arguments of the operator."""
+
+
+def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
+    """Return why the Triton kernels do not run on a device, for heads of these sizes; empty if they do."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "no GPU"
+    if dtype not in _DTYPES:
+        return f"no kernels in {dtype}"
+    if max(head_dims) > MAX_HEAD_DIM:
+        return f"heads of {max(head_dims)} elements, more than {MAX_HEAD_DIM}"
+    if not has_triton():
+        return "Triton is not installed"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return "a GPU of a compute capability below 8.0"
+    return compile_problem("cuda")
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs, ``[b, g, r, s, e]``, and the last state, ``[b, g, r, d, e]``, in at least fp32.
+
+    Args:
+        q, k: ``[b, g, s, d]``.
+        v: ``[b, g, r, s, e]``, of the dtype of q and k.
+        decay: logarithm of the factor of the state, at most 0, ``[b, g, r, s]``, in at least fp32.
+        rate: ``[b, g, r, s]``, in at least fp32.
+        starts: first token of each token's document, ``[b, s]``; negative if it starts before these tokens.
+            None if each sample is one document.
+        state: state before the first token, in at least fp32; None for zeros.
+        is_delta: write by the delta rule.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.megalite.recurrence(
+        q, k, v, decay, rate, starts, state, is_delta
+    )
+    return results
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """Implement the operator in plain PyTorch, token by token."""
+    out, last = _empty_results(q, v)
+    q, k, v, rate = (x.to(out.dtype) for x in (q, k, v, rate))
+    current = torch.zeros_like(last) if state is None else state
+    for t, kept in enumerate(_kept(decay, starts)):
+        query, key, value, step = _token(t, q, k, v, rate)
+        current = current * kept
+        change = value - key.mT @ current if is_delta else value
+        current = current + key @ (change * step)
+        out[..., t, :] = (query.mT @ current).squeeze(-2)
+    return out, last.copy_(current)
+
+
+def reference_backward(
+    grad: Tensor,
+    of_last: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> list[Tensor]:
+    """Compute the gradients of q, k, v, decay, rate and state in plain PyTorch, from the last token on."""
+    results = _empty_gradients(q, k, v, decay, rate)
+    of_q, of_k, of_v, of_decay, of_rate, of_state = results
+    q, k, v, rate = (x.to(of_state.dtype) for x in (q, k, v, rate))
+    current = torch.zeros_like(of_state) if state is None else state
+    kept, states = _kept(decay, starts), []
+    for t, factor in enumerate(kept):
+        states.append(current)
+        _, key, value, step = _token(t, q, k, v, rate)
+        current = current * factor
+        current = current + key @ ((value - key.mT @ current if is_delta else value) * step)
+    of_current = torch.zeros_like(of_state) if of_last is None else of_last
+    for t in reversed(range(len(states))):
+        query, key, value, step = _token(t, q, k, v, rate)
+        of_output = grad[..., t, None, :]  # [b, g, r, 1, e]
+        before = states[t] * kept[t]
+        change = value - key.mT @ before if is_delta else value
+        after = before + key @ (change * step)
+        of_q[:, :, t] = (after @ of_output.mT).sum(2).squeeze(-1)
+        of_current = of_current + query @ of_output
+        of_written = key.mT @ of_current  # [b, g, r, 1, e], gradient of change * step
+        of_key = of_current @ (change * step).mT
+        if is_delta:
+            of_key = of_key - before @ (of_written * step).mT
+            of_current = of_current - key @ (of_written * step)
+        of_k[:, :, t] = of_key.sum(2).squeeze(-1)
+        of_v[..., t, :] = (of_written * step).squeeze(-2)
+        of_rate[..., t] = (of_written * change).sum((-2, -1))
+        of_decay[..., t] = (of_current * before).sum((-2, -1))
+        of_current = of_current * kept[t]
+    of_state.copy_(of_current)
+    return results
+
+
+def _kept(decay: Tensor, starts: Tensor | None) -> list[Tensor]:
+    """Return the factor of the state at each token, ``[b, g, r, 1, 1]``."""
+    kept = decay.exp()
+    if starts is not None:
+        positions = torch.arange(starts.shape[1], device=starts.device)
+        kept = kept * (starts < positions)[:, None, None]
+    return [*kept[..., None, None].unbind(3)]
+
+
+def _token(t: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a token's query and key ``[b, g, 1, d, 1]``, value ``[b, g, r, 1, e]`` and rate."""
+    query, key = (x[:, :, None, t, :, None] for x in (q, k))
+    return query, key, v[..., t, None, :], rate[..., t, None, None]
+
+
+class RecurrenceSizes(NamedTuple):
+    """Hold the block sizes of the kernels.
+
+    Attributes:
+        tokens: tokens of a chunk, C.
+        columns: value elements in a block of the kernels that loop over chunks.
+        values: value elements in a block of the other kernels, V.
+        keys: key elements in a block, K.
+        warps: number of warps of 32 threads.
+        input_warps: the same of the kernel for the gradients of inputs.
+        stages: pipeline stages: one more than the number of blocks that are loaded ahead.
+    """
+
+    tokens: int
+    columns: int
+    values: int
+    keys: int
+    warps: int
+    input_warps: int
+    stages: int
+
+
+SIZES: dict[tuple[int, int], RecurrenceSizes] = {
+    (2, 64): RecurrenceSizes(64, 32, 64, 64, 4, 8, 2),
+    (2, 128): RecurrenceSizes(64, 32, 64, 64, 4, 8, 2),
+    (2, 256): RecurrenceSizes(64, 16, 32, 64, 8, 8, 1),
+    (4, 64): RecurrenceSizes(32, 16, 32, 32, 8, 8, 1),
+    (4, 128): RecurrenceSizes(32, 16, 32, 32, 8, 8, 1),
+    (4, 256): RecurrenceSizes(16, 16, 16, 32, 8, 8, 1),
+}
+"""Sizes by bytes per element and key size, rounded up to a power of two.
+
+They were chosen from the machine code for A100 and Hopper (`compile_recurrence` in
+benchmarks/triton_kernels.py). They have not been measured on a GPU.
+"""
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run the kernels of the forward."""
+    from megalite.kernels import triton_recurrence as kernels  # imports Triton, which a CPU does not need
+
+    out, last = _empty_results(q, v)
+    if v.numel() == 0:
+        return out, last.zero_() if state is None else last.copy_(state)
+    q, k, v, decay, rate = _for_kernels(q, k, v, decay, rate)
+    starts, state = (None if x is None else x.contiguous() for x in (starts, state))
+    sizes, numbers = _sizes(q), _numbers(q, v)
+    with torch.cuda.device_of(q):
+        states, errors, _ = _states(last, q, k, v, decay, rate, starts, state, is_delta)
+        kernels.outputs_kernel[_by_chunk(q, v)](
+            *(q, k, errors, decay, rate, starts, states, out),
+            *(_strides(x) for x in (q, k, errors, out)),
+            *numbers,
+            **_constants(q, D=padded(q.shape[-1]), V=_block(sizes.values, v)),
+        )
+    return out, last
+
+
+def launch_backward(
+    grad: Tensor,
+    of_last: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> list[Tensor]:
+    """Run the kernels of the backward; those of the forward compute the states again."""
+    from megalite.kernels import triton_recurrence as kernels
+
+    results = _empty_gradients(q, k, v, decay, rate)
+    if v.numel() == 0:
+        return [x.zero_() for x in results[:5]] + [results[5].zero_() if of_last is None else of_last.clone()]
+    (b, g, r, s, e), d = v.shape, q.shape[-1]
+    q, k, v, decay, rate = _for_kernels(q, k, v, decay, rate)
+    starts, state, of_last = (None if x is None else x.contiguous() for x in (starts, state, of_last))
+    grad = _with_rows(grad)
+    of_keys, grad_v, grad_decay, grad_rate, of_state = results[1], *results[2:]
+    wide = of_state.dtype
+    of_queries, of_keys = (q.new_empty(b, g, r, s, d, dtype=wide) for _ in range(2))
+    sizes, numbers, grid = _sizes(q), _numbers(q, v), _by_chunk(q, v)
+    in_chunk = _constants(q, D=padded(d), V=_block(sizes.values, v))
+    with torch.cuda.device_of(q):
+        states, errors, inverses = _states(
+            torch.empty_like(of_state), q, k, v, decay, rate, starts, state, is_delta
+        )
+        of_changes, of_states = v.new_empty(b, g, r, s, e, dtype=wide), torch.empty_like(states)
+        kernels.chunk_gradients_kernel[grid](
+            *(q, k, grad, decay, starts, of_changes),
+            *(_strides(x) for x in (q, k, grad)),
+            *numbers,
+            **in_chunk,
+        )
+        columns = _block(sizes.columns, v)
+        kernels.state_gradients_kernel[-(-e // columns), g * r, b](
+            *(q, k, grad, decay, rate, starts, inverses, of_changes, of_last, grad_v, of_states, of_state),
+            *(_strides(x) for x in (q, k, grad, grad_v)),
+            *numbers,
+            **_constants(q, D=padded(d), V=columns),
+        )
+        by_blocks = {"K": min(sizes.keys, padded(d)), "V": in_chunk["V"], "num_warps": sizes.input_warps}
+        kernels.input_gradients_kernel[grid](
+            *(q, k, errors, grad, grad_v, decay, rate, starts, states, of_states),
+            *(of_queries, of_keys, grad_decay, grad_rate),
+            *(_strides(x) for x in (q, k, errors, grad, grad_v, of_keys)),
+            *numbers,
+            is_delta,
+            **_constants(q, **by_blocks),
+        )
+    for result, of_heads in zip(results, (of_queries, of_keys), strict=False):
+        torch.sum(of_heads, 2, out=result) if result.dtype == wide else result.copy_(of_heads.sum(2))
+    return results
+
+
+def _states(
+    last: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    is_delta: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the states before all chunks, ``[b, n, m, d, e]``, and the last one.
+
+    Returns:
+        The states; the values that are written, of the shape of v; and the inverses of the delta rule,
+        ``[b, n, m, C, C]``.
+    """
+    from megalite.kernels import triton_recurrence as kernels
+
+    (b, g, r, s, e), d, n = v.shape, q.shape[-1], v.shape[1] * v.shape[2]
+    sizes, numbers = _sizes(q), _numbers(q, v)
+    m, columns = -(-s // sizes.tokens), _block(sizes.columns, v)
+    inverses, errors = None, v
+    if is_delta:
+        inverses, errors = q.new_empty(b, n, m, sizes.tokens, sizes.tokens), v.new_empty(b, g, r, s, e)
+        kernels.inverses_kernel[m, n, b](
+            *(k, decay, rate, starts, inverses, _strides(k), *numbers[:-1]), **_constants(q, D=padded(d))
+        )
+    states = q.new_empty(b, n, m, d, e)
+    kernels.states_kernel[-(-e // columns), n, b](
+        *(k, v, decay, rate, starts, inverses, state, errors, states, last),
+        *(_strides(x) for x in (k, v, errors)),
+        *numbers,
+        **_constants(q, D=padded(d), V=columns),
+    )
+    return states, errors, inverses
+
+
+def _sizes(q: Tensor) -> RecurrenceSizes:
+    return SIZES[q.dtype.itemsize, max(64, padded(q.shape[-1]))]
+
+
+def _block(size: int, v: Tensor) -> int:
+    """Return the value elements in a block of at most this size."""
+    return min(size, padded(v.shape[-1]))
+
+
+def _by_chunk(q: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Return the grid of a kernel whose programs have a chunk of a head."""
+    b, g, r, s, _ = v.shape
+    return -(-s // _sizes(q).tokens), g * r, b
+
+
+def _numbers(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Return the arguments of all kernels from n to e."""
+    _, g, r, s, e = v.shape
+    return g * r, r, s, q.shape[-1], e
+
+
+def _constants(q: Tensor, **options: int) -> dict[str, Any]:
+    """Return the compile-time constants and the options of a kernel."""
+    sizes = _sizes(q)
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return {
+        "PRECISION": "tf32" if is_tf32 or q.dtype != torch.float32 else "ieee",
+        "C": sizes.tokens,
+        "num_warps": sizes.warps,
+        "num_stages": sizes.stages,
+        "enable_fp_fusion": True,  # Triton 3.9 warns without it: 3.10 plans another default
+        **options,
+    }
+
+
+def _for_kernels(q: Tensor, k: Tensor, v: Tensor, *numbers: Tensor) -> list[Tensor]:
+    """Return queries, keys and values with contiguous rows, and contiguous numbers of tokens."""
+    return [*map(_with_rows, (q, k, v)), *(x.contiguous() for x in numbers)]
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return x.stride()[:-1]
+
+
+def _like_sequence(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor of this shape in the memory order of the hidden states, with the tokens first."""
+    b, *heads, s, size = x.shape
+    order = (*range(1, x.dim() - 1), 0, x.dim() - 1)
+    return x.new_empty(s, b, *heads, size, dtype=dtype).permute(order)
+
+
+def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return _like_sequence(v, wide), v.new_empty(*v.shape[:3], q.shape[-1], v.shape[-1], dtype=wide)
+
+
+def _empty_gradients(*arguments: Tensor) -> list[Tensor]:
+    """Allocate the gradients of q, k, v, decay, rate and state."""
+    q, k, v, decay, rate = arguments
+    of_inputs = [_like_sequence(x, x.dtype) for x in (q, k, v)]
+    of_numbers = [x.new_empty(x.shape) for x in (decay, rate)]
+    return [*of_inputs, *of_numbers, _empty_results(q, v)[1]]
+
+
+torch.library.impl(_OP, "default", reference)  # on every device without Triton
+torch.library.impl(_BACKWARD, "default", reference_backward)
+if has_triton():
+    torch.library.impl(_OP, "CUDA", launch)
+    torch.library.impl(_BACKWARD, "CUDA", launch_backward)
+
+
+@torch.library.register_fake(_OP)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_results(q, v)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_gradients(grad: Tensor, of_last: Tensor | None, *arguments: Any) -> list[Tensor]:
+    return _empty_gradients(*arguments[:5])
+
+
+def _setup_context(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.is_delta = inputs
+    ctx.set_materialize_grads(False)  # otherwise the last state's gradient would be a tensor of zeros
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor | None, of_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(_empty_results(tensors[0], tensors[2])[0])
+    *grads, of_state = torch.ops.megalite.recurrence_backward(grad, of_last, *tensors, ctx.is_delta)
+    return *grads, None, of_state if ctx.needs_input_grad[6] else None, None
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

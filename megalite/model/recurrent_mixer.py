@@ -1,0 +1,46 @@
+"""What recurrent mixers share: a recurrence between two projections.
+
+Shapes: s sequence, b microbatch, h hidden size, c features of this rank, tp = tp.size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from megalite.model.block import BlockOutput
+from megalite.model.positions import PositionInfo
+from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.wrapping import communication_point
+
+
+class RecurrentMixer(nn.Module, ABC):
+    """Computes projection(recur(in_projection(x))); a subclass makes the projections and computes `recur`.
+
+    The rows of the fused input projection are grouped by what a head shares, so that a rank's heads with all
+    that belongs to them are one plain slice.
+
+    Attributes:
+        kernel_problem: why plain PyTorch computes the recurrence; empty if GPU kernels do.
+    """
+
+    core_method, input_method = "recur", "project_in"
+    kernel_problem: str
+    in_projection: ColumnParallelLinear
+    projection: RowParallelLinear
+
+    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        y = self.recur(self.project_in(x), positions)
+        return BlockOutput(self.projection(y), self.projection.bias)
+
+    @communication_point
+    def project_in(self, x: Tensor) -> Tensor:
+        """Map ``[s, b, h]`` to the features of this rank's heads, ``[s, b, c]``."""
+        projected: Tensor = self.in_projection(x)
+        return projected
+
+    @abstractmethod
+    def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
+        """Compute the output's features from ``[s, b, c]``; a wrap point."""
