@@ -4,8 +4,8 @@ Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
 al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger et al. 2025),
 DeepSeek-V2 and V3 (DeepSeek-AI 2024 and their configs), Nemotron-H (NVIDIA 2025, arXiv 2504.03624, and its
-config), Gemma 2 and 3 (Gemma Team 2024, 2025 and their
-configs), SmolLM 3 (Bakouch et al. 2025) and Pythia (Biderman et al. 2023).
+config), Gemma 2 and 3 (Gemma Team 2024, 2025 and their configs), GPT-OSS (OpenAI 2025, arXiv 2508.10925, and
+its configs), SmolLM 3 (Bakouch et al. 2025) and Pythia (Biderman et al. 2023).
 """
 
 from __future__ import annotations
@@ -188,6 +188,30 @@ _DEEPSEEK = replace(
     original_max_position_embeddings=4096,
     norm_epsilon=1e-6,
 )
+_GPT_OSS = ModelConfig(
+    kv_channels=64,
+    num_query_groups=8,
+    ffn_hidden_size=2880,
+    position_embedding_type="rope",
+    rotary_base=150000.0,
+    rope_scaling="yarn",
+    rope_scaling_factor=32.0,
+    original_max_position_embeddings=4096,
+    yarn_truncate=False,
+    window_size=(127, 0),
+    window_attn_skip_freq=(2,),
+    softmax_type="learnable",
+    normalization="RMSNorm",
+    activation="quick_geglu",
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=201088,
+    moe_router_topk=4,
+    moe_aux_loss_coeff=0.9,
+)
 
 
 def _tiny(family: ModelConfig) -> ModelConfig:
@@ -276,6 +300,8 @@ PRESETS: Mapping[str, ModelConfig] = {
         moe_router_enable_expert_bias=True,
         moe_aux_loss_coeff=0.0001,
     ),
+    "gpt-oss-20b": replace(_sized(_GPT_OSS, 24, 2880, 64, 131072), num_experts=32),
+    "gpt-oss-120b": replace(_sized(_GPT_OSS, 36, 2880, 64, 131072), num_experts=128),
     "olmo2-7b": replace(_sized(_OLMO2, 32, 4096, 32, 4096), ffn_hidden_size=11008),
     "olmo3-7b": replace(_sized(_OLMO3, 32, 4096, 32, 65536), ffn_hidden_size=11008),
     "gemma2-2b": replace(

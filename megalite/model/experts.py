@@ -23,7 +23,7 @@ from megalite.distributed.collectives import all_reduce, reduce_from_tensor_para
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import dispatch
-from megalite.model.grouped_linear import grouped_linear
+from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.mlp import MLP, activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
@@ -75,6 +75,8 @@ class Router(nn.Module):
         self.term_names = names_of_terms(config)
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
+        of_bias = ParameterSpec((self.num_experts,), decay=False)
+        self.bias = new_parameter(of_bias, context) if config.has_mlp_bias else None
         wide = torch.promote_types(context.dtype, torch.float32)
         has_bias = config.moe_router_enable_expert_bias
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
@@ -84,7 +86,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))  # [s, b, e]
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits = F.linear(x.to(wide), self.weight.to(wide), bias)  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         experts = highest(self._ranking(logits.detach(), scores.detach()), self.topk)
@@ -165,24 +168,49 @@ def highest(x: Tensor, count: int) -> Tensor:
 
 
 class ExpertWeights(nn.Module):
-    """Holds a matrix of each of the rank's experts, or the rank's slice of it.
+    """Holds a matrix of each of the rank's experts, or the rank's slice of it, and a bias if there is one.
 
     Args:
         shape: of the matrices of all experts.
-        width_dim: dim of the expert's width.
+        width_dim: dim of the expert's width. A bias without it is added by the first of the ranks that share
+            an expert, so its gradient is a partial sum over them.
     """
 
-    def __init__(self, shape: tuple[int, ...], width_dim: int, std: float, context: LayerContext) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], width_dim: int, std: float, context: LayerContext, *, bias: bool
+    ) -> None:
         super().__init__()
-        has_own_axes = context.expert_axes is not None
-        cut = (Cut("ep", 0), Cut("etp", width_dim)) if has_own_axes else Cut("tp", width_dim)
-        self.weight = new_parameter(ParameterSpec(shape, cut, std=std), context)
+        axes = context.expert_axes
+        of_experts, width = ((Cut("ep", 0),), "etp") if axes is not None else ((), "tp")
+        cuts = (*of_experts, Cut(width, width_dim))
+        self.weight = new_parameter(ParameterSpec(shape, cuts, std=std), context)
+        has_width = width_dim < len(shape) - 1
+        spec = ParameterSpec(shape[:-1], cuts if has_width else of_experts, decay=False)
+        if not has_width:
+            spec = replace(spec, partial_over=(width,))
+        self.bias = new_parameter(spec, context) if bias else None
+        sharers = context.tp if axes is None else axes.axes[width]
+        self.adds_bias = has_width or sharers.rank == 0
+
+    def multiply(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Map rows ``[n, in]`` to ``[n, out]`` by their experts' matrices, and add the biases.
+
+        Args:
+            ends: see `Dispatched`.
+            weights: factors of the rows' biases, ``[n]``; 1 by default.
+        """
+        y = grouped_linear(x, self.weight, ends)
+        if self.bias is None:
+            return y
+        weights = x.new_ones(x.shape[0]) if weights is None else weights
+        # Other ranks add 0 times the bias, so that it has a gradient on each rank.
+        return y + grouped_bias(weights * self.adds_bias, self.bias, ends)
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
+    """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
 
-    A shared expert, an MLP for all tokens, is added.
+    The weight is applied before the matrix of `down`, and to its bias. A shared expert, an MLP for all tokens, is added.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -193,16 +221,17 @@ class MixtureOfExperts(nn.Module):
         e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
+        bias = config.has_mlp_bias
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
-        self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)
-        self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e/ep, h, ffn/etp]
+        self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context, bias=bias)
+        self.down = ExpertWeights((e, h, ffn), 2, down_std, context, bias=bias)  # [e/ep, h, ffn/etp]
         shared = config.moe_shared_expert_intermediate_size
         self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         y, terms = self.transform(x)
-        return BlockOutput(y, None, terms)
+        return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
     @communication_point
     def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
@@ -210,11 +239,11 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = self.router(x)
         y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
-        y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
+        y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.
         y = _WeightedActivation.apply(y, weights, self.activate)  # [n, ffn/etp]
-        y = combine(grouped_linear(y, self.down.weight, ends))
+        y = combine(self.down.multiply(y, ends, weights))
         return y if shared is None else y + shared, terms
 
     def activate(self, x: Tensor) -> Tensor:

@@ -686,6 +686,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda x, tp: x), "experts"),
         ("gradients of the router are not summed", "tp2+sp", experts.Router, "__init__",
          complete_over("weight"), "experts"),
+        ("gradients of the router's bias are not summed", "tp2+sp", experts.Router, "__init__",
+         complete_over("bias"), "biased experts"),
+        ("each rank with a slice of an expert adds its bias", "tp2", experts.ExpertWeights, "__init__",
+         after(lambda _, self, *args: setattr(self, "adds_bias", True)), "biased experts"),
     ],
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",

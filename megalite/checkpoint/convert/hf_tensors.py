@@ -18,6 +18,7 @@ from megalite.checkpoint.convert.families.gemma3 import GEMMA3
 from megalite.checkpoint.convert.families.gemma4 import GEMMA4
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
+from megalite.checkpoint.convert.families.gpt_oss import GPT_OSS
 from megalite.checkpoint.convert.families.gptj import GPTJ
 from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
@@ -41,7 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
         *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
-        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
+        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, GPT_OSS),
     )
 }
 """All architectures by `model_type`."""

@@ -62,16 +62,6 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
             "it",
         )
-    if model.add_bias_linear:
-        yield Problem(
-            ("num_experts", "add_bias_linear"),
-            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
-            "keys and values need them",
-        )
-    if model.add_mlp_bias:
-        yield Problem(
-            ("num_experts", "add_mlp_bias"), f"--add-mlp-bias with {given}: experts have no biases; remove it"
-        )
     if config.training.compile:
         yield Problem(
             ("num_experts", "compile"),

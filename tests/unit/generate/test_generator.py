@@ -25,6 +25,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -172,6 +174,24 @@ THEIRS |= {
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12, num_nextn_predict_layers=0),
     ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            hidden_size=32,
+            intermediate_size=20,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            max_position_embeddings=256,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            **COMMON,
+        ),
+    ),
     "gpt_neox": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig(
@@ -185,7 +205,7 @@ THEIRS |= {
         ),
     ),
 }
-OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4")
+OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4", "gpt_oss")
 
 
 @pytest.mark.parametrize(

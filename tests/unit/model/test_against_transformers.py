@@ -31,6 +31,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -96,8 +98,9 @@ MODELS = {
     "qwen3_5": Qwen3_5ForCausalLM,
     "deepseek_v2": DeepseekV2ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -476,6 +479,21 @@ def deepseek_v3_config(choose):
     return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
 
 
+def gpt_oss_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    more = {
+        "num_hidden_layers": choose((1, 2, 3)),
+        "layer_types": None,
+        "sliding_window": choose((2, 9, 17)),
+        "rope_parameters": {"rope_theta": 500.0, **choose((*ROPE_SCALINGS[3:], {"rope_type": "default"}))},
+        "attention_bias": choose((True, False)),
+        "swiglu_limit": choose((0.3, 7.0)),
+    }
+    if choose((True, False)):
+        more |= {"num_hidden_layers": 2, "layer_types": [full, windows]}
+    return like_llama(GptOssConfig, choose, "hidden_act", **more, **experts(choose, "intermediate_size"))
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -500,6 +518,7 @@ CONFIGS = {
     "qwen3_5": qwen3_5_config,
     "deepseek_v2": deepseek_v2_config,
     "deepseek_v3": deepseek_v3_config,
+    "gpt_oss": gpt_oss_config,
 }
 
 

@@ -53,17 +53,28 @@ def token_by_token(block: MixtureOfExperts, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for place in torch.cartesian_prod(*map(torch.arange, x.shape[:2])):
         token = x[tuple(place)]
-        logits = block.router.weight @ token
+        logits = block.router.weight @ token + (0 if block.router.bias is None else block.router.bias)
         best = logits.topk(block.router.topk)
         for weight, number in zip(best.values.softmax(0), best.indices, strict=True):
             gate, up = (half @ token for half in block.up.weight[number])
-            out[tuple(place)] += weight * (block.down.weight[number] @ (F.silu(gate) * up))
+            if block.up.bias is not None:
+                gate, up = gate + block.up.bias[number, 0], up + block.up.bias[number, 1]
+            output = block.down.weight[number] @ (F.silu(gate) * up)
+            out[tuple(place)] += weight * (
+                output if block.down.bias is None else output + block.down.bias[number]
+            )
     return out
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("topk", [1, 3, 5])
-def test_a_token_gets_the_sum_of_its_experts(topk: int, one_rank) -> None:
-    block = experts_of(replace(CONFIG, moe_router_topk=topk), one_rank)
+def test_a_token_gets_the_sum_of_its_experts(topk: int, bias: bool, one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_topk=topk, add_mlp_bias=bias), one_rank)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for each in block.parameters():
+            if each.dim() < 3 and each is not block.router.weight:
+                each.normal_(generator=generator)
     ours, theirs = (hidden().requires_grad_() for _ in range(2))
     y = block(ours).x
     expected = token_by_token(block, theirs)
@@ -109,6 +120,12 @@ def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
     shared = block.shared
     block.shared = None
     torch.testing.assert_close(y - block(x).x, shared(x).x, rtol=1e-12, atol=1e-12)
+
+
+def test_the_layer_adds_the_bias_of_a_shared_expert(one_rank) -> None:
+    config = replace(CONFIG, moe_shared_expert_intermediate_size=11, add_bias_linear=True)
+    block = experts_of(config, one_rank)
+    assert block(hidden()).bias is block.shared.down.bias is not None
 
 
 def test_rows_of_groups_without_rows() -> None:

@@ -58,6 +58,9 @@ MODELS = {
     "experts": replace(
         PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
     ),
+    "experts with biases": replace(
+        PRESETS["gpt-oss-20b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, num_experts=8
+    ),
     "gates and sinks": replace(
         PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
     ),
@@ -120,6 +123,8 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("olmoe-1b-7b", 6_919_161_856),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v3", 671_026_404_352),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("olmo2-7b", 7_298_617_344),
         ("olmo3-7b", 7_298_011_136),
         ("gemma2-2b", 2_614_341_888),

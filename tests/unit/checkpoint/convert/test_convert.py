@@ -87,6 +87,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
     [
         *("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "gemma4"),
         *("gpt_neox", "gptj", "qwen3_next", "qwen3_5", "nemotron_h", "deepseek_v2", "deepseek_v3"),
+        "gpt_oss",
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):

@@ -179,6 +179,20 @@ HUB = {
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     },
+    "gpt-oss-20b": {  # without quantization_config, which the published file has
+        **{"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 64},
+        **{"experts_per_token": 4, "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880},
+        **{"initial_context_length": 4096, "max_position_embeddings": 131072, "num_attention_heads": 64},
+        **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8},
+        **{"num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-5},
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+        **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+        **{"tie_word_embeddings": False, "vocab_size": 201088},
+    },
     "gpt-j-6b": {
         **{"model_type": "gptj", "activation_function": "gelu_new", "n_embd": 4096, "n_head": 16},
         **{"n_inner": None, "n_layer": 28, "n_positions": 2048, "rotary": True, "rotary_dim": 64},
@@ -264,6 +278,11 @@ def test_a_converted_config_is_of_its_family(config):
         ({**GEMMA4, "altup_num_inputs": 4}, "gemma4_text with altup_num_inputs 4"),
         ({**GEMMA4, "per_layer_config": {"5": {"head_dim": 9}}}, "other sizes than one for all layers"),
         ({**GEMMA4, "rope_parameters": {"full_attention": PROPORTIONAL}}, "'proportional' with factor 2.0"),
+        (
+            {**HUB["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
+            "gpt_oss with quantization_config mxfp4 cannot be converted: only weights in bf16",
+        ),
+        ({**HUB["gpt-oss-20b"], "swiglu_alpha": 1.0}, "gpt_oss with swiglu_alpha 1.0 cannot be converted"),
         (GPTJConfig(rotary_dim=512).to_dict(), "gptj with rotary_dim 512"),
         (GPTJConfig(embd_pdrop=0.1).to_dict(), "embd_pdrop 0.1 and resid_pdrop 0.0"),
         ({"model_type": "opt"}, "'opt' cannot be converted: gpt2, bloom, llama, mistral, "),
