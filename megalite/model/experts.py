@@ -28,6 +28,7 @@ from megalite.model.mlp import MLP, activation_of
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
+from megalite.tensor_parallel.uncut_linear import UncutLinear
 from megalite.wrapping import communication_point
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
@@ -210,7 +211,9 @@ class ExpertWeights(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
 
-    The weight is applied before the matrix of `down`, and to its bias. A shared expert, an MLP for all tokens, is added.
+    The weight is applied before the matrix of `down`, and to its bias. The inputs and outputs of experts are
+    hidden states, or latents to and from which other matrices project them. A shared expert, an MLP for all
+    tokens, is added.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -218,13 +221,17 @@ class MixtureOfExperts(nn.Module):
         self.context = context
         self.router = Router(config, context)
         self.activation = activation_of(config)
-        e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
+        e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
         bias = config.has_mlp_bias
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context, bias=bias)
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context, bias=bias)  # [e/ep, h, ffn/etp]
+        self.to_latent = self.from_latent = None
+        if config.moe_latent_size is not None:
+            self.to_latent = UncutLinear(config.hidden_size, h, context, std=std)
+            self.from_latent = UncutLinear(h, config.hidden_size, context, std=down_std)
         shared = config.moe_shared_expert_intermediate_size
         self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
 
@@ -238,12 +245,14 @@ class MixtureOfExperts(nn.Module):
         """Compute `forward`."""
         shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = self.router(x)
+        x = x if self.to_latent is None else self.to_latent(x)
         y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
         y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.
         y = _WeightedActivation.apply(y, weights, self.activate)  # [n, ffn/etp]
         y = combine(self.down.multiply(y, ends, weights))
+        y = y if self.from_latent is None else self.from_latent(y)
         return y if shared is None else y + shared, terms
 
     def activate(self, x: Tensor) -> Tensor:

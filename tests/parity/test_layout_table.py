@@ -121,6 +121,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 5, "num_query_groups": None, "num_experts": 8, "moe_router_topk": 2},
         **{
             "moe_ffn_hidden_size": 12,
+            "moe_latent_size": 20,
             "moe_shared_expert_intermediate_size": 24,
             "moe_layer_freq": (0, 1, 1, 1),
         },
@@ -179,7 +180,7 @@ ROWS = (
 )
 ROWS += [
     (model, "fp64", name)
-    for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS)
+    for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK)
     for name in (
         *("dp2ep2", "dp4ep2", "dp4ep4+zero3", "tp4ep4etp1+sp", "tp2dp2ep2etp1+sp", "tp2dp2ep4etp1+sp+zero1"),
         *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),

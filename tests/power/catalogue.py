@@ -688,6 +688,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          complete_over("weight"), "experts"),
         ("gradients of the router's bias are not summed", "tp2+sp", experts.Router, "__init__",
          complete_over("bias"), "biased experts"),
+        ("gradients of the projections of experts' latents are not summed", "tp2+sp",
+         uncut_linear.UncutLinear, "__init__", complete_over("weight"), "deepseek"),
         ("each rank with a slice of an expert adds its bias", "tp2", experts.ExpertWeights, "__init__",
          after(lambda _, self, *args: setattr(self, "adds_bias", True)), "biased experts"),
     ],

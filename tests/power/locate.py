@@ -120,6 +120,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "a router's losses are those of its slice": ("load_balancing_loss, the sum", MISSING_TP),
     "gradients of the router are not summed": (r"^gradient of .*router\.weight", MISSING_TP),
     "gradients of the router's bias are not summed": (r"^gradient of .*router\.bias", MISSING_TP),
+    "gradients of the projections of experts' latents are not summed": (
+        r"^gradient of .*mlp\.(to|from)_latent\.weight", MISSING_TP),
     "each rank with a slice of an expert adds its bias": (r"^gradient of layers\.3\.mlp\.down\.bias", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),

@@ -70,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek": {
         **{"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         **{"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
-        **{"moe_router_bias_update_rate": 0.05},
+        **{"moe_router_bias_update_rate": 0.05, "moe_latent_size": 12},
     },
     "gemma4": {
         **{"window_size": (10, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_kv_shared_layers": 1},

@@ -62,6 +62,12 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
             "it",
         )
+    if model.moe_latent_size is not None and model.has_mlp_bias:
+        yield Problem(
+            ("moe_latent_size", "num_experts", "add_bias_linear", "add_mlp_bias"),
+            f"--moe-latent-size {model.moe_latent_size} with {given}: its projections have no biases; pass "
+            "--disable-bias-linear without --add-mlp-bias",
+        )
     if config.training.compile:
         yield Problem(
             ("num_experts", "compile"),

@@ -20,6 +20,11 @@ RECURRENT = {
 LONGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "attention": ("llama-tiny", {"window_size": (9, 0)}, {}),
     "latent attention": ("llama-tiny", {"multi_latent_attention": True, "num_query_groups": None}, {}),
+    "latent experts": (
+        "llama-tiny",
+        {"num_experts": 4, "moe_latent_size": 24, "moe_shared_expert_intermediate_size": 20},
+        {},
+    ),
     "Gated DeltaNet": ("llama-tiny", RECURRENT, {}),
     **{
         letter: (

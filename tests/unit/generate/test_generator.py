@@ -56,7 +56,7 @@ from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
-from tests.unit.model.test_against_transformers import InDoublePrecision
+from tests.unit.model.test_against_transformers import InDoublePrecision, as_saved
 
 VOCAB, EOD, NUM_NEW = 301, 0, 12
 COMMON = {"vocab_size": VOCAB, "bos_token_id": EOD, "eos_token_id": EOD, "pad_token_id": EOD}
@@ -165,8 +165,10 @@ THEIRS |= {
     "nemotron_h": (
         NemotronHForCausalLM,
         NemotronHConfig(
-            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
             **{**SIZES, **COMMON, **MAMBA},
+            **{"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 12, "moe_latent_size": 10},
+            experts_implementation="eager",
         ),
     ),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
@@ -234,7 +236,7 @@ def test_greedy_text(kind, num_new, one_rank):
 
     config = dataclasses.replace(config_of(hf_config.to_dict()), params_dtype="fp64")
     ours = build_stage(config, one_rank, range(config.num_layers), seed=0, attention=CachedCore)
-    ours.load_state_dict(from_hf(theirs.state_dict(), config, hf_config.model_type))
+    ours.load_state_dict(from_hf(as_saved(theirs, theirs.state_dict()), config, hf_config.model_type))
     generator = Generator(ours, Sampler(Sampling(temperature=0.0), VOCAB, one_rank.tp), EOD)
     made = [[] for _ in prompts]
     for step in generator([Prompt(i, ids, num_new) for i, ids in enumerate(prompts)]):

@@ -100,7 +100,7 @@ MODELS = {
     "deepseek_v3": DeepseekV3ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "nemotron_h")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -417,11 +417,14 @@ def qwen3_5_config(choose):
 
 
 def nemotron_h_config(choose):
-    mamba, attention, mlp = "linear_attention", "full_attention", "mlp"
+    mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
     kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
     return NemotronHConfig(
         layers_block_type=choose(
-            ([mamba, mlp, attention], [mamba, attention, mamba, mlp], [mamba] * 2, [attention, mlp, mamba])
+            (
+                *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
+                *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
+            )
         ),
         hidden_size=choose((36, 72)),
         intermediate_size=choose((30, 37)),
@@ -435,6 +438,14 @@ def nemotron_h_config(choose):
         ssm_state_size=choose((3, 8)),
         chunk_size=choose((4, 128)),
         time_step_min=choose((0.7, 0.5, 0.001)),
+        n_routed_experts=choose((4, 6)),
+        num_experts_per_tok=2,
+        moe_intermediate_size=choose((5, 18)),
+        moe_shared_expert_intermediate_size=choose((7, 10)),
+        moe_latent_size=choose((12, 9, None, 9)),
+        n_group=choose((1, 2)),
+        topk_group=1,
+        routed_scaling_factor=choose((1.0, 2.5)),
         vocab_size=choose((97, 301, 384)),
         max_position_embeddings=NUM_POSITIONS,
         layer_norm_epsilon=choose((1e-6, 1e-3)),

@@ -77,6 +77,12 @@ MODELS = {
         PRESETS["llama-tiny"],
         **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
     ),
+    "latent experts": replace(
+        PRESETS["nemotron-3-super-120b"],
+        **{"num_layers": 4, "hybrid_override_pattern": "ME*E", "hidden_size": 64, "num_experts": 8},
+        **{"mamba_num_heads": 16, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_latent_size": 24, "num_query_groups": 4, "mamba_num_groups": 4},
+    ),
     "later tokens": replace(PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=2),
     "later tokens of Mamba-2": replace(
         PRESETS["nemotron-h-tiny"], vocab_size=301, hybrid_override_pattern="-*MM", mtp_num_layers=1
@@ -123,6 +129,8 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("olmoe-1b-7b", 6_919_161_856),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v3", 671_026_404_352),
+        ("nemotron-3-nano-30b", 31_577_937_344),
+        ("nemotron-3-super-120b", 120_668_687_360),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
         ("olmo2-7b", 7_298_617_344),
