@@ -31,7 +31,8 @@ def layer_weights(model: ModelConfig, kind: LayerKind, *, active: bool = False) 
         rows = (model.moe_shared_expert_intermediate_size or 0) * num_halves + model.num_experts
         of_experts = count * model.expert_ffn_size * num_halves * model.expert_hidden_size
         of_latents = 0 if model.moe_latent_size is None else 2 * model.moe_latent_size
-        return mixer + of_experts + hidden * (rows + of_latents)
+        of_mlp = model.ffn_size * num_halves if model.moe_beside_mlp else 0
+        return mixer + of_experts + hidden * (rows + of_latents + of_mlp)
     return mixer + hidden * rows
 
 

@@ -407,6 +407,9 @@ class ModelConfig:
     moe_latent_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
     """Width of the experts' inputs and outputs, to and from which each token is projected before and after it
     is sent to its experts (Nemotron 3). By default the hidden size."""
+    moe_beside_mlp: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Let layers with experts have an MLP too: both outputs are normalized and added, and the router
+    normalizes its input (Gemma 4)."""
     moe_layer_freq: tuple[int, ...] | None = field(
         default=None, metadata=option(allowed=NOT_NEGATIVE, **_EXPERTS)
     )

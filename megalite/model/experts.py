@@ -216,10 +216,10 @@ class MixtureOfExperts(nn.Module):
     tokens, is added.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, router: Router | None = None) -> None:
         super().__init__()
         self.context = context
-        self.router = Router(config, context)
+        self.router = Router(config, context) if router is None else router
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
@@ -243,8 +243,12 @@ class MixtureOfExperts(nn.Module):
     @communication_point
     def transform(self, x: Tensor) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
+        return self.of_experts(x, self.router(x))
+
+    def of_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
+        """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
         shared = None if self.shared is None else self.shared.transform(x)
-        weights, experts, terms = self.router(x)
+        weights, experts, terms = routing
         x = x if self.to_latent is None else self.to_latent(x)
         y, weights, ends, combine = dispatch(x, weights, experts, self.router.num_experts, self.context)
         y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]

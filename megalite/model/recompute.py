@@ -41,7 +41,7 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
-from megalite.model.layer import TransformerLayer
+from megalite.model.layer import ExpertsBesideMLPLayer, TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.stage import Stage
@@ -91,6 +91,8 @@ def _recompute_mixer(layer: TransformerLayer, config: RecomputeConfig) -> None:
 def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
     mlp = layer.mlp
     if "mlp" in config.modules:
+        if isinstance(layer, ExpertsBesideMLPLayer):
+            wrap(layer.experts, "transform", lambda transform: partial(recompute, transform))
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
     if "layernorm" in config.modules:

@@ -37,6 +37,7 @@ HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet."""
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
+BESIDE = "llama-tiny, experts beside MLPs"
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 GPT_OSS = "llama-tiny, gpt-oss"
 """Experts, router and attention have biases."""
@@ -94,6 +95,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     WIDE_EXPERTS: {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True},
+    },
+    BESIDE: {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_beside_mlp": True},
+        **{"activation": "geglu", "norm_position": "sandwich", "layer_output_scale": True},
+        **{"moe_layer_freq": (1, 0, 1, 1)},
     },
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
@@ -180,7 +186,7 @@ ROWS = (
 )
 ROWS += [
     (model, "fp64", name)
-    for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK)
+    for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK, BESIDE)
     for name in (
         *("dp2ep2", "dp4ep2", "dp4ep4+zero3", "tp4ep4etp1+sp", "tp2dp2ep2etp1+sp", "tp2dp2ep4etp1+sp+zero1"),
         *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),

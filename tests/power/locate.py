@@ -122,6 +122,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of the router's bias are not summed": (r"^gradient of .*router\.bias", MISSING_TP),
     "gradients of the projections of experts' latents are not summed": (
         r"^gradient of .*mlp\.(to|from)_latent\.weight", MISSING_TP),
+    "gradients of a router's scales are not summed": (
+        r"^gradient of .*experts\.router\.(expert_)?scale", MISSING_TP),
     "each rank with a slice of an expert adds its bias": (r"^gradient of layers\.3\.mlp\.down\.bias", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),

@@ -35,6 +35,7 @@ MODELS = (
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
     | {"experts": "llama-tiny", "biased experts": "llama-tiny"}
+    | {"experts beside MLPs": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
 )
@@ -62,6 +63,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "biased experts": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "add_bias_linear": True},
+    },
+    "experts beside MLPs": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_beside_mlp": True},
+        "norm_position": "sandwich",
     },
     "latent": {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},

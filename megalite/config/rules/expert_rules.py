@@ -62,6 +62,19 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
             "it",
         )
+    if model.moe_beside_mlp and model.norm_position != "sandwich":
+        yield Problem(
+            ("moe_beside_mlp", "norm_position"),
+            f"--moe-beside-mlp normalizes outputs of blocks, and --norm-position {model.norm_position} does "
+            "not: pass --norm-position sandwich, or remove it",
+        )
+    if model.moe_beside_mlp and model.moe_shared_expert_intermediate_size is not None:
+        yield Problem(
+            ("moe_beside_mlp", "moe_shared_expert_intermediate_size"),
+            "--moe-shared-expert-intermediate-size "
+            f"{model.moe_shared_expert_intermediate_size} with --moe-beside-mlp, whose MLP computes all "
+            "tokens: remove one",
+        )
     if model.moe_latent_size is not None and model.has_mlp_bias:
         yield Problem(
             ("moe_latent_size", "num_experts", "add_bias_linear", "add_mlp_bias"),

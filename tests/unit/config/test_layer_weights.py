@@ -25,6 +25,11 @@ LONGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_experts": 4, "moe_latent_size": 24, "moe_shared_expert_intermediate_size": 20},
         {},
     ),
+    "experts beside an MLP": (
+        "llama-tiny",
+        {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_beside_mlp": True, "norm_position": "sandwich"},
+        {},
+    ),
     "Gated DeltaNet": ("llama-tiny", RECURRENT, {}),
     **{
         letter: (

@@ -100,7 +100,16 @@ MODELS = {
     "deepseek_v3": DeepseekV3ForCausalLM,
     "gpt_oss": GptOssForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "nemotron_h")
+WITH_EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "nemotron_h",
+    "gemma4",
+)
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -310,6 +319,10 @@ def gemma4_config(choose):
         intermediate_size=choose((30, 37)),
         vocab_size=choose((97, 301, 384)),
         hidden_size_per_layer_input=0,
+        enable_moe_block=choose((False, True)),
+        num_experts=choose((3, 5)),
+        top_k_experts=choose((2, 3)),
+        moe_intermediate_size=choose((5, 18)),
         max_position_embeddings=NUM_POSITIONS,
         rms_norm_eps=choose((1e-6, 1e-3)),
         sliding_window=choose((2, 9, 17)),

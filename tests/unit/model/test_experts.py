@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -170,16 +171,32 @@ def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:
     ],
     ids=["full", "mlp", "layernorm"],
 )
-def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_rank) -> None:
+@pytest.mark.parametrize("changes", [{}, {"moe_beside_mlp": True, "norm_position": "sandwich"}])
+def test_recomputation_routes_as_forward_did(
+    recompute: RecomputeConfig, changes: dict[str, Any], one_rank
+) -> None:
     tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(5))
     found = []
     for each in (None, recompute):
-        stage = build_stage(CONFIG, one_rank, range(CONFIG.num_layers), seed=3, recompute=each)
+        config = replace(CONFIG, **changes)
+        stage = build_stage(config, one_rank, range(config.num_layers), seed=3, recompute=each)
         output = stage(Microbatch(tokens, tokens, torch.arange(2)), None)
         assert isinstance(output, WithTerms) and set(output.terms) == set(stage.loss_names)
         sum(term.value(18) for term in output.terms.values()).backward()
         found.append([parameter.grad for parameter in stage.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_experts_beside_an_mlp_are_recomputed_with_it(one_rank) -> None:
+    config = replace(CONFIG, moe_beside_mlp=True, norm_position="sandwich", num_layers=1)
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+    stage = build_stage(config, one_rank, range(1), seed=3, recompute=recompute)
+    calls = []
+    stage.layers["0"].experts.router.register_forward_hook(lambda *_: calls.append(1))
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    output = stage(Microbatch(tokens, tokens, torch.arange(1)), None)
+    sum(term.value(9) for term in output.terms.values()).backward()
+    assert len(calls) == 2
 
 
 def test_layers_without_experts_have_an_mlp(one_rank) -> None:

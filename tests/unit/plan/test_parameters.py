@@ -77,6 +77,9 @@ MODELS = {
         PRESETS["llama-tiny"],
         **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
     ),
+    "experts beside MLPs": replace(
+        PRESETS["gemma4-26b-a4b"], **{**GEMMA4, "ffn_hidden_size": 40, "moe_ffn_hidden_size": 20}
+    ),
     "latent experts": replace(
         PRESETS["nemotron-3-super-120b"],
         **{"num_layers": 4, "hybrid_override_pattern": "ME*E", "hidden_size": 64, "num_experts": 8},
@@ -111,6 +114,7 @@ def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) 
         ("llama3-8b", 8.03),
         ("llama3-70b", 70.6),
         ("gemma4-31b", 30.7),
+        ("gemma4-26b-a4b", 25.2),
     ],
 )
 def test_published_sizes(preset: str, billions: float) -> None:

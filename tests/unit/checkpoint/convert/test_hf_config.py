@@ -179,6 +179,22 @@ HUB = {
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     },
+    "gemma4-26b-a4b": {
+        **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "head_dim": 256},
+        **{"enable_moe_block": True, "final_logit_softcapping": 30.0, "global_head_dim": 512},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2816, "hidden_size_per_layer_input": 0},
+        **{"intermediate_size": 2112, "max_position_embeddings": 262144, "num_attention_heads": 16},
+        **{"num_global_key_value_heads": 2, "num_hidden_layers": 30, "num_key_value_heads": 8},
+        **{"num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024, "vocab_size": 262144},
+        **{"moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8},
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+        "rope_parameters": {
+            "full_attention": {
+                **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+    },
     "gpt-oss-20b": {  # without quantization_config, which the published file has
         **{"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 64},
         **{"experts_per_token": 4, "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880},
@@ -288,7 +304,6 @@ def test_a_converted_config_is_of_its_family(config):
             )
         ),
         ({**GEMMA4, "hidden_size_per_layer_input": 256}, "gemma4_text with hidden_size_per_layer_input"),
-        ({**GEMMA4, "enable_moe_block": True}, "gemma4_text with enable_moe_block True"),
         ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention all"),
         ({**GEMMA4, "altup_num_inputs": 4}, "gemma4_text with altup_num_inputs 4"),
         ({**GEMMA4, "per_layer_config": {"5": {"head_dim": 9}}}, "other sizes than one for all layers"),
