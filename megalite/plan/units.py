@@ -168,7 +168,7 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
 def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
-    edge = replace(whole, recomputed_modules=(), recomputes_head=False)
+    edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1)
     head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
@@ -205,7 +205,8 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         if program.keeps_scores and "core_attn" not in modules:
             scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
             saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
-    if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
+    recomputes_gate = key.any_unit.mlp_chunks > 1 or {"mlp", "mlp_act"} & set(modules)
+    if program.keeps_gate and model.is_gated and not recomputes_gate:
         saved["mlp_act"] += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
     if program.copies_heads and call is not None:
         moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size

@@ -25,6 +25,7 @@ class UnitKey:
         recomputed_modules: parts of a layer that backward recomputes.
         recomputes_head: backward recomputes whole modules of multi-token prediction, which the head runs.
         cross_entropy_chunks: number of parts in which the head computes the loss.
+        mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
@@ -39,4 +40,5 @@ class UnitKey:
     recomputed_modules: tuple[Module, ...] = ()
     recomputes_head: bool = False
     cross_entropy_chunks: int = 1
+    mlp_chunks: int = 1
     provider: Callable[..., Any] | None = None
