@@ -10,7 +10,6 @@ experts compute n rows, each of which is a token for one expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
-from megalite.model.mlp import MLP, activation_of
+from megalite.model.mlp import activation_of
+from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -186,9 +186,8 @@ class ExpertWeights(nn.Module):
         cuts = (*of_experts, Cut(width, width_dim))
         self.weight = new_parameter(ParameterSpec(shape, cuts, std=std), context)
         has_width = width_dim < len(shape) - 1
-        spec = ParameterSpec(shape[:-1], cuts if has_width else of_experts, decay=False)
-        if not has_width:
-            spec = replace(spec, partial_over=(width,))
+        partial = None if has_width else (width,)
+        spec = ParameterSpec(shape[:-1], cuts if has_width else of_experts, decay=False, partial_over=partial)
         self.bias = new_parameter(spec, context) if bias else None
         sharers = context.tp if axes is None else axes.axes[width]
         self.adds_bias = has_width or sharers.rank == 0
@@ -212,8 +211,8 @@ class MixtureOfExperts(nn.Module):
     """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
 
     The weight is applied before the matrix of `down`, and to its bias. The inputs and outputs of experts are
-    hidden states, or latents to and from which other matrices project them. A shared expert, an MLP for all
-    tokens, is added.
+    hidden states, or latents to and from which other matrices project them. The output of a shared expert is
+    added; see `SharedExpert`.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, router: Router | None = None) -> None:
@@ -232,8 +231,8 @@ class MixtureOfExperts(nn.Module):
         if config.moe_latent_size is not None:
             self.to_latent = UncutLinear(config.hidden_size, h, context, std=std)
             self.from_latent = UncutLinear(h, config.hidden_size, context, std=down_std)
-        shared = config.moe_shared_expert_intermediate_size
-        self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared = SharedExpert(config, context) if has_shared else None
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""

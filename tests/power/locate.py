@@ -125,6 +125,10 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of a router's scales are not summed": (
         r"^gradient of .*experts\.router\.(expert_)?scale", MISSING_TP),
     "each rank with a slice of an expert adds its bias": (r"^gradient of layers\.3\.mlp\.down\.bias", WHOLE),
+    "gradients of a shared expert's gate are not summed": (
+        r"^gradient of layers\.\d\.mlp\.shared\.gate\.weight", MISSING_TP),
+    "ranks after the first have a shared expert without its gate": (
+        r"output( \d)? of layers\.0\.mlp\.(shared|transform)", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),

@@ -34,7 +34,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
-    | {"experts": "llama-tiny", "biased experts": "llama-tiny"}
+    | {"experts": "llama-tiny", "biased experts": "llama-tiny", "gated": "llama-tiny"}
     | {"experts beside MLPs": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
@@ -67,6 +67,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts beside MLPs": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_beside_mlp": True},
         "norm_position": "sandwich",
+    },
+    "gated": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
+        **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "latent": {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},

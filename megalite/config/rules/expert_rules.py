@@ -32,6 +32,12 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
             f"use a multiple of it, such as {-(-shared // tp) * tp}",
         )
+    if model.moe_shared_expert_gate and shared is None:
+        yield Problem(
+            ("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+            "--moe-shared-expert-gate without a shared expert: pass --moe-shared-expert-intermediate-size "
+            "too, or remove it",
+        )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield Problem(
             ("moe_router_enable_expert_bias", "moe_router_score_function"),
@@ -102,6 +108,12 @@ def _projections_and_mlps(config: Config) -> Iterator[Problem]:
             "--moe-shared-expert-intermediate-size "
             f"{model.moe_shared_expert_intermediate_size} with --moe-beside-mlp, whose MLP computes all "
             "tokens: remove one",
+        )
+    if model.moe_shared_expert_gate and model.has_mlp_bias:
+        yield Problem(
+            ("moe_shared_expert_gate", "num_experts", "add_bias_linear", "add_mlp_bias"),
+            "--moe-shared-expert-gate with biases, which the gate would have to multiply: pass "
+            "--disable-bias-linear without --add-mlp-bias",
         )
     if model.moe_latent_size is not None and model.has_mlp_bias:
         yield Problem(

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -29,6 +31,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     NemotronHConfig,
@@ -39,7 +43,11 @@ from transformers import (
     Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -209,7 +217,39 @@ THEIRS |= {
         ),
     ),
 }
-OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4", "gpt_oss")
+EXPERTS = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 11}
+THEIRS |= {
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(**SIZES, **COMMON, **EXPERTS, num_experts=5, mlp_only_layers=[2]),
+    ),
+    "qwen3_next_experts": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(**SIZES, **COMMON, **RECURRENT, **EXPERTS, num_experts=5, decoder_sparse_step=2),
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig(**SIZES, **COMMON, **RECURRENT, **EXPERTS, num_experts=5),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **{**SIZES, **COMMON, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
+            **{"moe_intermediate_size": 9, "num_experts_per_tok": 2, "n_routed_experts": 6, "n_group": 2},
+            num_mtp_layers=0,
+        ),
+    ),
+    "minimax_m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config(
+            **SIZES, **COMMON, head_dim=10, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2
+        ),
+    ),
+}
+OF_200 = (
+    *("qwen3_next", "qwen3_5", "nemotron_h", "gemma4", "gpt_oss"),
+    *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
+)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +263,7 @@ OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4", "gpt_oss")
 def test_greedy_text(kind, num_new, one_rank):
     build, hf_config = THEIRS[kind]
     torch.manual_seed(1)
+    hf_config._experts_implementation = "eager"  # their fused GEMMs are not in fp64
     theirs = build(hf_config).double().eval()
     if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
         theirs.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]

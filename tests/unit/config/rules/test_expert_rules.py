@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig
-from megalite.config.rules.expert_rules import expert_parallel, options_without_experts
+from megalite.config.rules.expert_rules import expert_parallel, experts, options_without_experts
 from megalite.config.rules.parallel_rules import world
 
 
@@ -52,6 +52,13 @@ def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
             "--moe-shared-expert-intermediate-size 8 with --moe-beside-mlp, .* remove one",
         ),
         ({"moe_latent_size": 8}, ""),
+        (
+            {
+                **{"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+                "add_bias_linear": True,
+            },
+            "--moe-shared-expert-gate with biases, .* pass --disable-bias-linear",
+        ),
         ({"moe_latent_size": 8, "add_mlp_bias": True}, "--moe-latent-size 8 with --num-experts 8: its"),
     ],
 )
@@ -71,3 +78,9 @@ def test_a_folding_whose_ranks_do_not_multiply_is_refused() -> None:
 def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
     (problem,) = expert_parallel(Config(parallel=ParallelConfig(expert_model_parallel_size=2)), None)
     assert problem.text.startswith("--expert-model-parallel-size 2 without experts: pass --num-experts")
+
+
+def test_a_gate_needs_a_shared_expert() -> None:
+    model = ModelConfig(num_experts=8, moe_shared_expert_gate=True)
+    (problem,) = experts(Config(model=model), None)
+    assert problem.text.startswith("--moe-shared-expert-gate without a shared expert: pass --moe-shared")
