@@ -6,7 +6,7 @@ d modules of multi-token prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -74,30 +74,30 @@ class Microbatch:
             later_mask=later_mask,
         )
 
-    def cut(self, index: int, num_slices: int) -> Microbatch:
-        """Return the microbatch with one of `num_slices` slices of each sample's tokens."""
-        if num_slices == 1:
+    def cut(self, runs: Sequence[range]) -> Microbatch:
+        """Return the microbatch with the tokens at these positions of each sample."""
+        if sum(map(len, runs)) == self.tokens.shape[1]:
             return self
-        length, rest = divmod(self.tokens.shape[1], num_slices)
-        assert rest == 0, (self.tokens.shape, num_slices)
-        own = slice(index * length, (index + 1) * length)
         names = ["tokens", "position_ids", "token_types", "later_tokens", "later_labels", "later_mask"]
         if self.label_positions is None:
             names += ["labels", "loss_mask"]
         full = {name: x for name in names if (x := getattr(self, name)) is not None}
-        result = replace(self, **{name: x[..., own].contiguous() for name, x in full.items()})
-        return result if self.label_positions is None else result._predicting_in(own)
+        result = replace(self, **{name: _at(x, runs) for name, x in full.items()})
+        return result if self.label_positions is None else result._predicting_in(runs)
 
-    def _predicting_in(self, own: slice) -> Microbatch:
-        """Return the microbatch with the selected positions of a slice of the tokens, counted from its start.
+    def _predicting_in(self, runs: Sequence[range]) -> Microbatch:
+        """Return the microbatch with the selected ones of these positions, counted among them.
 
-        Samples differ in their number. All keep as many columns as a slice can have, without a loss in the
-        columns of other slices.
+        Samples differ in their number. All keep as many columns as there are positions, without a loss in
+        the columns of other positions.
         """
         assert self.label_positions is not None and self.loss_mask is not None
-        length = own.stop - own.start
-        positions = self.label_positions - own.start
-        is_own = self.loss_mask & (positions >= 0) & (positions < length)
+        positions, length = torch.full_like(self.label_positions, -1), 0
+        for run in runs:
+            is_in_run = (self.label_positions >= run.start) & (self.label_positions < run.stop)
+            positions = torch.where(is_in_run, self.label_positions - run.start + length, positions)
+            length += len(run)
+        is_own = self.loss_mask & (positions >= 0)
         columns = is_own.logical_not().char().argsort(dim=1, stable=True)[:, :length]  # its own come first
         return replace(
             self,
@@ -117,6 +117,11 @@ class Microbatch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: function(x) for name, x in tensors.items() if x is not None})
+
+
+def _at(x: Tensor, runs: Sequence[range]) -> Tensor:
+    """Return what ``[..., s]`` has at these positions, contiguous."""
+    return torch.cat([x[..., run.start : run.stop] for run in runs], dim=-1)
 
 
 def _later(x: Tensor, depth: int) -> Tensor:

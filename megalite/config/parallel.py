@@ -15,7 +15,7 @@ GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
-CpCommType = Literal["all_gather", "a2a"]
+CpCommType = Literal["all_gather", "a2a", "p2p"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
@@ -41,8 +41,8 @@ class ParallelConfig:
     context_parallel_size: int = field(default=1, metadata=flags("--cp"))
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
     cp_comm_type: CpCommType = "all_gather"
-    """How queries reach the keys of other context-parallel ranks: all_gather keys and values, or exchange
-    heads for tokens (a2a)."""
+    """How queries reach the keys of other context-parallel ranks: all_gather keys and values, exchange heads
+    for tokens (a2a), or pass keys and values around a ring (p2p)."""
     expert_model_parallel_size: int = field(default=1, metadata=flags("--ep", "--moe-expert-parallel-size"))
     """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
     expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))
@@ -174,6 +174,11 @@ class ParallelConfig:
         return self.cp > 1 and self.cp_comm_type == "all_gather"
 
     @property
+    def has_ring(self) -> bool:
+        """Return whether a rank's attention receives keys and values from one rank after another."""
+        return self.cp > 1 and self.cp_comm_type == "p2p"
+
+    @property
     def num_hidden_slices(self) -> int:
         """Return the number of slices into which hidden states are cut along the sequence."""
         return self.mesh.num_position_slices * (self.tp if self.sequence_parallel else 1)
@@ -199,6 +204,7 @@ class ParallelConfig:
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
+            is_zigzag=self.has_ring,
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:

@@ -57,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
     attention_rules.exchanged_heads,
+    attention_rules.ring,
     parallel_rules.sequence,
     parallel_rules.chunks,
     parallel_rules.split,

@@ -131,7 +131,8 @@ class BatchLoader:
             error.on_one_rank = True
             raise
         whole = self.samples.marked(microbatch).with_later_tokens(self.num_later)
-        return whole.cut(self.positions.index, self.positions.count)
+        num_tokens = whole.tokens.shape[1] // self.positions.count
+        return whole.cut(self.positions.runs(num_tokens))
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread that reads ahead, and free what it has read. A second call does nothing.

@@ -248,6 +248,7 @@ class MeshOptions:
         keep_freed_memory: reuse freed memory on a CPU rank.
         requests_symmetric_memory: tensor-parallel collectives may use symmetric memory, which determines
             settings of CUDA.
+        is_zigzag: ranks hold positions in zigzag order; see `HeldPositions`.
     """
 
     sizes: Mapping[str, int | None] = field(default_factory=dict)
@@ -260,6 +261,7 @@ class MeshOptions:
     num_threads: int | None = None
     keep_freed_memory: bool = True
     requests_symmetric_memory: bool = False
+    is_zigzag: bool = False
 
     @property
     def model(self) -> Factoring:
@@ -277,7 +279,7 @@ class MeshOptions:
 
     @property
     def num_position_slices(self) -> int:
-        """Return the number of slices into which the tokens of each sample are cut."""
+        """Return the number of ranks that the tokens of each sample are cut over."""
         return math.prod(self.sizes.get(name) or 1 for name in self.model.with_role("positions"))
 
     def sizes_in(self, world_size: int) -> dict[str, int]:

@@ -157,6 +157,17 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
     return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 
+class Messages(NamedTuple):
+    """Messages in flight, which end together."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+
 class Pending(NamedTuple):
     """A collective in flight.
 
@@ -168,7 +179,7 @@ class Pending(NamedTuple):
     """
 
     tensor: Tensor
-    work: dist.Work | None
+    work: dist.Work | Messages | None
     axis: Axis | None = None
     what: str = ""
     of: str = ""
@@ -202,6 +213,25 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     work = reduce_scatter_single(mine.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending(mine, work, axis, "reduce-scatter")
+
+
+def start_shift(x: Tensor, num_received: int, distance: int, axis: Axis, *, of: str = "") -> Pending:
+    """Start to send a flat `x` to the rank `distance` places after this one, counted in a ring.
+
+    Args:
+        num_received: number of elements from the rank `distance` places before this one. Without elements
+            there is no message.
+        of: name of the tensor for the report of a hang.
+    """
+    received = x.new_empty(num_received)
+    to, source = ((axis.rank + step) % axis.size for step in (distance, -distance))
+    messages = []
+    if received.numel():
+        messages.append(dist.P2POp(dist.irecv, received, group=axis.group, group_peer=source))
+    if x.numel():
+        messages.append(dist.P2POp(dist.isend, x, group=axis.group, group_peer=to))
+    works = dist.batch_isend_irecv(messages) if messages else ()
+    return Pending(received, Messages(works), axis, "shift", of)
 
 
 def flat_all_gather(whole: Tensor, mine: Tensor, axis: Axis, *, of: str = "") -> Pending:

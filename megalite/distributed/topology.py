@@ -23,8 +23,9 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.distributed.agreement import RankRecord, check_agreement
-from megalite.distributed.axes import MODEL, MeshOptions, Slice
+from megalite.distributed.axes import MODEL, MeshOptions
 from megalite.distributed.axis import WORLD, Axis, AxisSet
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
 from megalite.distributed.network import choose_interface
 from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer, Wait
@@ -50,6 +51,7 @@ class Topology:
         mesh: the mesh of the model's axes.
         world: all ranks as one axis.
         factorings: axes of each factoring of the ranks by name, the model's first.
+        is_zigzag: ranks hold positions in zigzag order; see `HeldPositions`.
         events: this rank's open events, posted here and observed by the watchdog.
     """
 
@@ -59,6 +61,7 @@ class Topology:
     mesh: DeviceMesh
     world: Axis
     factorings: Mapping[str, AxisSet] = field(hash=False)
+    is_zigzag: bool = False
     events: EventStack = field(default_factory=EventStack, init=False, compare=False, repr=False)
 
     @staticmethod
@@ -207,9 +210,10 @@ class Topology:
         return self.model.with_role("samples")
 
     @property
-    def positions(self) -> Slice:
-        """Return the slice of each sample's tokens that this rank holds."""
-        return self.model.slice_along(*self.model.factoring.with_role("positions"))
+    def positions(self) -> HeldPositions:
+        """Return the positions of each sample's tokens that this rank holds."""
+        own = self.model.slice_along(*self.model.factoring.with_role("positions"))
+        return HeldPositions(own.index, own.count, self.is_zigzag)
 
     @property
     def position_ranks(self) -> Axis:
@@ -364,7 +368,7 @@ def _from_mesh(
     size = mesh.size()
     assert dist.group.WORLD is not None
     world = Axis(WORLD, size, rank, tuple(range(size)), dist.group.WORLD, spans=options.model.names)
-    topology = kind(rank, size, device, mesh, world, factorings)
+    topology = kind(rank, size, device, mesh, world, factorings, options.is_zigzag)
     if timeout is not None:  # new groups have torch's default
         for axis in topology.groups():
             for group in (axis.group, axis.backward_group):

@@ -150,7 +150,8 @@ class Attention(nn.Module):
             q = q * positions.query_factors
         q, k, v = self.reach_keys(q, k, v)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
-        first_weight = self.head_slice.index * q.shape[1] * k.shape[2] ** 2
+        s = k.shape[2] * (1 if self.key_access.core_gets_all_keys else self.cp.size)
+        first_weight = self.head_slice.index * q.shape[1] * s**2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
         y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
         y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]

@@ -20,8 +20,11 @@ from megalite.config import ModelConfig
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
+from megalite.model.attention_block import FlashBlocks, PlainBlocks
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
+from megalite.model.blockwise_attention import Blocking
 from megalite.model.flex_attention import FlexCore
+from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.torch_private import selected_attention
 
@@ -83,6 +86,8 @@ def _sdpa(*kernels: SDPBackend) -> Backend:
     """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
 
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
+        if context.has_ring:
+            return RingCore(config, context, FlashBlocks())
         return SdpaCore(config, context, *by_speed(kernels, context.device))
 
     return Backend(build, partial(_sdpa_refusal, kernels), kernels)
@@ -100,13 +105,15 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    if case.context.has_ring and (reason := _blocks_refusal(kernels, case)):
+        return reason
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
         return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
-    if case.config.softmax_type != "vanilla":
+    if case.config.softmax_type != "vanilla" and not case.context.has_ring:  # a ring adds sinks itself
         return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         if case.config.value_dim != case.config.head_dim:
@@ -124,6 +131,18 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     )
 
 
+def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
+    """Return why PyTorch's kernels do not compute the blocks of ring attention; empty if they do."""
+    if kernels != (_FLASH,):
+        return _RING
+    if case.has_bias:
+        return "in blocks, as --cp-comm-type p2p needs, it has no ALiBi, windows or documents"
+    sizes = {case.config.for_kind(kind).head_dim for kind in case.config.head_kinds}
+    if case.device != "cpu" and (any(size % 8 for size in sizes) or sizes != {case.config.value_dim}):
+        return "in blocks, as --cp-comm-type p2p needs, its heads have a multiple of 8 elements, all the same"
+    return ""
+
+
 def _head_sizes(config: ModelConfig) -> str:
     """Return the sizes of heads as text."""
     if config.value_dim == config.head_dim:
@@ -137,6 +156,7 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
+_RING = "it does not compute attention in blocks, as --cp-comm-type p2p needs"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
@@ -185,6 +205,8 @@ def cudnn_version(number: int) -> str:
 
 
 def _flex_refusal(case: Case) -> str:
+    if case.context.has_ring:
+        return _RING
     if case.has_slice_of_queries:
         return "FlexAttention needs the queries of all positions, which --cp-comm-type a2a gives it"
     if case.config.attention_dropout > 0.0:
@@ -204,6 +226,8 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
+    if case.context.has_ring:
+        return _RING
     if case.config.qk_clip:
         return _MAXIMA
     if case.device == "cpu":
@@ -227,6 +251,12 @@ def _lacks(case: Case) -> str:
     return ""
 
 
+def _build_unfused(config: ModelConfig, context: LayerContext) -> AttentionCore:
+    if context.has_ring:
+        return RingCore(config, context, PlainBlocks(Blocking.for_device(context.device, context.dtype)))
+    return UnfusedCore(config, context)
+
+
 BACKENDS: Mapping[str, Backend] = {
     "flash": _sdpa(_FLASH),
     "cudnn": _sdpa(_CUDNN),
@@ -234,7 +264,7 @@ BACKENDS: Mapping[str, Backend] = {
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
     "flex": Backend(FlexCore, _flex_refusal),
     "triton": Backend(TritonCore, _triton_refusal),
-    "unfused": Backend(UnfusedCore, lambda case: ""),
+    "unfused": Backend(_build_unfused, lambda case: ""),
 }
 """All backends by name."""
 _ALIASES = {"local": "unfused"}
@@ -249,6 +279,8 @@ def preference(case: Case) -> tuple[str, ...]:
     these kernels need a bias in memory; our Triton kernel does not. FlexAttention is not included until it
     is measured. Device meta is treated as a GPU.
     """
+    if case.context.has_ring:
+        return "flash", "unfused"
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
         is_faster = case.context.dtype == torch.bfloat16 or (case.has_bias and is_long)

@@ -120,7 +120,7 @@ class AttentionCore(ABC):
         if positions is not None:
             angles = {kind: rotation.look_up(positions, s) for kind, rotation in self.rotations.items()}
         elif own.count > 1:
-            angles = {kind: rotation.of_slice(own, s) for kind, rotation in self.rotations.items()}
+            angles = {kind: rotation.held_by(own, s) for kind, rotation in self.rotations.items()}
         factors = self.query_factors(s, positions)
         starts = document_starts(ids) if ids is not None and self.config.has_recurrent_layers else None
         return PositionInfo(self.visible_keys((b, s), ids, self.windows), angles, factors, starts)
@@ -135,8 +135,7 @@ class AttentionCore(ABC):
         if self.query_scale is None:
             return None
         if position_ids is None:
-            own = self.own_positions
-            return self.query_scale.table(seq_length).chunk(own.count)[own.index]
+            return self.own_positions.take(self.query_scale.table(seq_length), dim=0)
         return self.query_scale.compute(position_ids)
 
     def queries(self, s: int) -> range:

@@ -2,7 +2,7 @@
 
 A context-parallel rank computes queries, keys and values of its own tokens. Before the attention core, the
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
-(DeepSpeed-Ulysses, Jacobs et al. 2023).
+(DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`).
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size.
@@ -28,10 +28,12 @@ class KeyAccess(NamedTuple):
         enter: maps queries ``[s/cp, b, n, d]``, and keys and values ``[s/cp, b, g, d]``, to the arguments of
             the attention core.
         leave: maps the core's output to ``[s/cp, b, n, d]``.
+        core_gets_all_keys: whether the core's arguments are the keys of the whole sample.
     """
 
     enter: Callable[[Tensor, Tensor, Tensor, Axis], Heads]
     leave: Callable[[Tensor, Axis], Tensor]
+    core_gets_all_keys: bool = True
 
 
 def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
@@ -71,6 +73,7 @@ def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
 KEY_ACCESS: Mapping[str, KeyAccess] = {
     "all_gather": KeyAccess(gather_keys, lambda y, cp: y),
     "a2a": KeyAccess(exchange_tokens_for_heads, exchange_heads_for_tokens),
+    "p2p": KeyAccess(lambda q, k, v, cp: (q, k, v), lambda y, cp: y, core_gets_all_keys=False),
 }
 """Ways to reach the keys of other ranks, by --cp-comm-type."""
 

@@ -5,6 +5,7 @@ Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,8 +35,9 @@ class PositionTable(nn.Module):
             position_ids: ``[b, s]``; None for positions within the sample.
         """
         if position_ids is None:
-            first = self.context.first_position(x.shape[0])
-            return x + self.weight[first : first + x.shape[0], None]
+            runs = self.context.runs_of_positions(x.shape[0])
+            own = [self.weight[run.start : run.stop, None] for run in runs]
+            return x + (own[0] if len(own) == 1 else torch.cat(own))
         return x + F.embedding(position_ids.t()[self.context.own_tokens(x.shape[0])], self.weight)
 
 

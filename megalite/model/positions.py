@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.distributed.axes import Slice
+from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels import VisibleKeys, rotate
 from megalite.model.rope_scaling import SCALINGS
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -85,9 +85,9 @@ class Rotary:
         rows = position_ids.t()
         return Angles(cosine[rows, 0], sine[rows, 0])
 
-    def of_slice(self, own: Slice, seq_length: int) -> Angles:
-        """Return the angles of a slice of the positions in a sample, ``[s/count, 1, 1, r]``."""
-        cosine, sine = (x.chunk(own.count)[own.index] for x in self.table(seq_length))
+    def held_by(self, own: HeldPositions, seq_length: int) -> Angles:
+        """Return the angles of a rank's positions in a sample, ``[s/count, 1, 1, r]``."""
+        cosine, sine = (own.take(x, dim=0) for x in self.table(seq_length))
         return Angles(cosine, sine)
 
     def compute(self, position_ids: Tensor) -> Angles:
@@ -116,7 +116,7 @@ class NoRotation:
     def look_up(self, position_ids: Tensor, seq_length: int) -> None:
         return None
 
-    def of_slice(self, own: Slice, seq_length: int) -> None:
+    def held_by(self, own: HeldPositions, seq_length: int) -> None:
         return None
 
     def compute(self, position_ids: Tensor) -> None:

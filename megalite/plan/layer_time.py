@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.ring_time import exposed_ring_seconds
 from megalite.plan.saved_activations import group_bytes
 from megalite.recording.unit_record import (
     AttentionCall,
@@ -333,12 +334,14 @@ def cp_seconds(run: PlannedRun, call: AttentionCall) -> float:
 
     megalite gathers keys and values before a forward, and reduce-scatters their gradients after a backward.
     Or it exchanges queries, keys and values for the part of the heads that the call has, and the output back.
-    Nothing overlaps with it. Other programs are assumed to hide it, as ring attention does.
+    Nothing overlaps with it, except for a ring. Other programs are assumed to hide it, as a ring does.
     """
     if run.cp == 1 or not run.program.is_own:
         return 0.0
     group, element = Group(run.cluster, run.cp, run.tp), run.element_bytes
     of_keys = call.kv_heads * (call.size + call.value_size)  # elements of a token's keys and values
+    if run.config.parallel.has_ring:
+        return exposed_ring_seconds(group, call, of_keys * element, attention_seconds(run, call))
     if run.config.parallel.cp_comm_type == "all_gather":
         return group.gather_seconds(of_keys * call.keys * element)
     entering = group.gather_seconds((call.heads * call.size + of_keys) * call.queries * element)

@@ -76,7 +76,8 @@ def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = Fa
     """Return megalite as a program, with the attention that this GPU runs.
 
     Args:
-        has_slice_of_queries: a rank's attention has some of the queries and all keys of a sample.
+        has_slice_of_queries: a rank's attention has some of the queries, with all keys of a sample or those
+            of one rank after another.
     """
     has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
     fits_triton = model.params_dtype != "fp64" and not is_large
@@ -135,7 +136,9 @@ PROGRAMS: Mapping[str, Program] = {
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     if name == OWN:
-        return own_program(config.model, gpu, has_slice_of_queries=config.parallel.has_slice_of_queries)
+        parallel = config.parallel
+        has_slice = parallel.has_slice_of_queries or parallel.has_ring
+        return own_program(config.model, gpu, has_slice_of_queries=has_slice)
     return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 

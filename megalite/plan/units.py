@@ -259,7 +259,8 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         for phase in (layer.forward, layer.backward)
     )
     extended_layer = replace(layer, forward=forward, backward=backward)
-    if not is_own or "core_attn" in key.any_unit.recomputed_modules:
+    keeps_own_keys = not is_own or key.cp_comm_type == "p2p"
+    if keeps_own_keys or "core_attn" in key.any_unit.recomputed_modules:
         return extended_layer
     # Backward needs the keys and values that attention read, instead of the rank's own.
     element = layer.forward.gemms[0].element_bytes

@@ -73,7 +73,7 @@ class Dropout(nn.Module):
     def __init__(self, p: float, context: LayerContext, site: str) -> None:
         super().__init__()
         self.p = p
-        self.slice_index = context.sequence_slice.index
+        self.context = context
         self.key = site_key(context.seed, site)
         self.key_tensor = key_tensor(self.key)
 
@@ -86,11 +86,15 @@ class Dropout(nn.Module):
         """
         if not self.training or self.p == 0.0:
             return x
-        return dropout(x, self.p, self.key, sample_numbers, base=self._first_element(x))
+        parts = [
+            dropout(part, self.p, self.key, sample_numbers, base=base)
+            for part, base in zip(self._consecutive(x), self._first_elements(x), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor) -> Tensor:
         """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``, computed by one kernel."""
-        p, base = self.p if self.training else 0.0, self._first_element(x)
+        x, bias, p, base = self._remaining(x, bias, sample_numbers)
         if torch.compiler.is_compiling():
             return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
         return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)
@@ -104,7 +108,7 @@ class Dropout(nn.Module):
         """
         if torch.compiler.is_compiling():
             return self.add_to(residual, x, bias, sample_numbers)
-        p, base = self.p if self.training else 0.0, self._first_element(x)
+        x, bias, p, base = self._remaining(x, bias, sample_numbers)
         return ResidualSum(x, bias, residual, p, self.key, sample_numbers, base)
 
     def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
@@ -118,6 +122,23 @@ class Dropout(nn.Module):
             return Drop(p, 0, sample_numbers, first_element, self.key_tensor)
         return Drop(p, self.key, sample_numbers, first_element)
 
-    def _first_element(self, x: Tensor) -> int:
-        """Return the index of this rank's first element of ``[s, b, h]`` among all elements of a sample."""
-        return self.slice_index * x.shape[0] * x.shape[-1]
+    def _remaining(
+        self, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
+    ) -> tuple[Tensor, Tensor | None, float, int]:
+        """Return x, bias, probability and index of the first element for a kernel of the sum.
+
+        The kernel cannot drop elements whose positions are not consecutive: that is done here, before it.
+        """
+        p, (base, *others) = self.p if self.training else 0.0, self._first_elements(x)
+        if not others or p == 0.0:
+            return x, bias, p, base
+        return self(x if bias is None else x + bias, sample_numbers), None, 0.0, base
+
+    def _consecutive(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of this rank's ``[s, b, h]`` whose positions are consecutive."""
+        runs = self.context.runs_of_positions(x.shape[0])
+        return (x,) if len(runs) == 1 else x.split([len(run) for run in runs])
+
+    def _first_elements(self, x: Tensor) -> list[int]:
+        """Return the index of the first element of each of these parts among all elements of a sample."""
+        return [run.start * x.shape[-1] for run in self.context.runs_of_positions(x.shape[0])]

@@ -208,9 +208,18 @@ class LayerContext:
         return Slice(tp.rank, tp.size)
 
     @property
+    def has_ring(self) -> bool:
+        """Return whether attention receives keys and values from one context-parallel rank after another."""
+        return self.cp.size > 1 and self.cp_comm_type == "p2p"
+
+    @property
     def attention_queries(self) -> Slice:
-        """Return the slice of a sample's queries whose attention this rank computes."""
-        return Slice(0, 1) if self.cp_comm_type == "a2a" else self.topology.positions
+        """Return the slice of a sample's queries that this rank's attention core computes with all keys.
+
+        Ring attention describes the queries of the whole sample, and computes blocks of them.
+        """
+        own = self.topology.positions
+        return Slice(own.index, own.count) if self.cp_comm_type == "all_gather" else Slice(0, 1)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
@@ -227,9 +236,10 @@ class LayerContext:
         """Return the slice of a sample's hidden states that this rank holds."""
         return self.topology.model.slice_along(*self.sequence_axes)
 
-    def first_position(self, num_positions: int) -> int:
-        """Return the sample position of the first of this rank's `num_positions` hidden states."""
-        return self.sequence_slice.index * num_positions
+    def runs_of_positions(self, num_positions: int) -> tuple[range, ...]:
+        """Return the sample positions of this rank's `num_positions` hidden states, as ranges in order."""
+        within = self.topology.model.slice_along(*self._axes_within_tokens)
+        return self.topology.positions.runs(num_positions * within.count, self.own_tokens(num_positions))
 
     def own_tokens(self, num_positions: int) -> slice:
         """Return which of a microbatch's tokens this rank's `num_positions` hidden states belong to."""

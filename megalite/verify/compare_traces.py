@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.distributed.held_positions import HeldPositions
 from megalite.tensor_parallel.placement import Box
 from megalite.verify.collective_list import Collective
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
@@ -243,6 +244,7 @@ def _compare(
         full = whole[0]
     else:
         full = torch.cat(whole, batch_dim)
+    full = _in_order_of_ranks(full, value, batch_dim, trace)
     first = trace.first_samples[entry.microbatch]
     box = _place(tuple(value.shape), tuple(full.shape), batch_dim, first, trace)
     if box is None:
@@ -298,6 +300,23 @@ def _with_features(
     return value.unflatten(-1, (*features[:-1], -1)), [each.unflatten(-1, features) for each in whole]
 
 
+def is_cut_by_positions(size: int, whole: int, trace: RankTrace) -> bool:
+    """Return whether a dim has the rank's part of the positions, if need be with padding."""
+    return size != whole and 0 <= size * trace.positions.count - whole < trace.positions.count
+
+
+def _in_order_of_ranks(full: Tensor, value: Tensor, batch_dim: int | None, trace: RankTrace) -> Tensor:
+    """Return a full tensor with its positions in the order of the ranks that hold them."""
+    own = trace.held
+    if not own.is_zigzag:
+        return full
+    for dim, (size, whole) in enumerate(zip(value.shape, full.shape, strict=False)):
+        if dim != batch_dim and is_cut_by_positions(size, whole, trace) and whole % (2 * own.count) == 0:
+            ranks = (HeldPositions(rank, own.count, is_zigzag=True) for rank in range(own.count))
+            return torch.cat([rank.take(full, dim) for rank in ranks], dim)
+    return full
+
+
 def _place(
     shape: tuple[int, ...], full: tuple[int, ...], batch_dim: int | None, first: int, trace: RankTrace
 ) -> Box | None:
@@ -310,7 +329,7 @@ def _place(
             start = first
         elif size == whole:
             start = 0
-        elif 0 <= size * trace.positions.count - whole < trace.positions.count:
+        elif is_cut_by_positions(size, whole, trace):
             start = trace.positions.index * size
         elif size * trace.sizes["tp"] == whole:
             start = trace.coordinates["tp"] * size

@@ -41,6 +41,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "uneven": ("uneven", True),
     "offload": ("offload", True),
     "a2a": ("cp_comm", "a2a"),
+    "p2p": ("cp_comm", "p2p"),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
 
@@ -171,7 +172,7 @@ class Layout:
         uneven: give the first pipeline rank a single layer.
         offload: keep the activations of at least the first layer of each stage in host memory, and the
             state of AdamW, unless the config keeps it in a file.
-        cp_comm: how queries reach the keys of other context-parallel ranks, a2a.
+        cp_comm: how queries reach the keys of other context-parallel ranks, a2a or p2p.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)

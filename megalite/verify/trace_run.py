@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.distributed.axes import Slice
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
@@ -97,13 +98,14 @@ class RankTrace:
     Attributes:
         coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.
         factorings: the rank's coordinates along the axes of each factoring of the ranks.
-        positions: the slice of the sequence whose hidden states the rank holds.
+        positions: the slice of the sequence whose hidden states the rank holds, in the order of the ranks.
         replicas: names of the axes over which gradients are reduced.
         loss_collectives: which collectives of the rank sum the loss.
         first_sample: number of the first sample of the global batch in the run.
         first_samples: index in the global batch of the first sample of each microbatch.
         recomputed: tensors of modules that backward has run again, without gradients.
         head: name of the module between the last layer and the losses.
+        held: positions of each sample's tokens that the rank holds.
     """
 
     rank: int
@@ -122,6 +124,7 @@ class RankTrace:
     collectives: list[Collective]
     recomputed: list[Activation] = field(default_factory=list)
     head: str = "head"
+    held: HeldPositions = field(default_factory=lambda: HeldPositions(0, 1))
 
     def coordinates_outside(self, axes: Collection[str]) -> dict[str, int]:
         """Return the rank's coordinates along the other axes of the factoring that has these axes."""
@@ -437,6 +440,7 @@ def trace_rank(
             collectives.found,
             activations.recomputed,
             trainer.chunks[0].head_name,
+            topology.positions,
         )
 
 

@@ -151,6 +151,8 @@ CASES = {
     "context parallel": _small("cp2"),
     "context parallel llama": _small("tp2cp2+sp+zero1", preset="llama-tiny"),
     "exchanged heads": _small("cp2+a2a", **PACKED),
+    "ring": _small("cp2+p2p"),
+    "ring, packed documents": _small("tp2cp2+sp+p2p", preset="llama-tiny", **PACKED),
     "full recomputation": _small("tp2+sp+full"),
     "full recomputation of blocks": _small("tp1+full", recompute_method="block", recompute_num_layers=1),
     "distributed saved activations": _small("tp2+full", distribute_saved_activations=True),

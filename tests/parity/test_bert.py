@@ -36,6 +36,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], RecomputeConfig]] = {
     "fully sharded": ("dp4mbs1", {"zero_stage": 3}, RecomputeConfig()),
     "slices of samples": ("tp2cp2", {"sequence_parallel": True}, SELECTIVE),
     "heads for tokens": ("pp2cp2", {"cp_comm_type": "a2a", "zero_stage": 1}, RecomputeConfig()),
+    "a ring": ("tp2cp2", {"cp_comm_type": "p2p", "sequence_parallel": True}, RecomputeConfig()),
     "losses in chunks": ("tp2dp2", {"sequence_parallel": True}, RecomputeConfig(cross_entropy_chunks=3)),
 }
 

@@ -188,6 +188,25 @@ ROWS = (
     ]
 )
 ROWS += [
+    *(
+        (model, "fp64", "cp2+p2p")
+        for model in (*MODELS, *SWITCHES)
+        if model not in (HYBRID, NEMOTRON, "llama-tiny, qk-clip")  # a ring has no largest scores
+    ),
+    *(
+        ("gpt-tiny", "fp64", name)
+        for name in (
+            *("cp4+p2p", "cp8+p2p", "tp2cp2+p2p", "tp2cp2+sp+p2p", "pp2cp2+full+p2p", "dp2cp2+zero3+p2p"),
+            *("pp2v2cp2+zero2+p2p", "pp2zbvcp2+zero1+p2p", "dp2cp2shard2+zero2+offload+p2p"),
+        )
+    ),
+    *(
+        (model, "fp64", name)
+        for model in ("bloom-tiny", WINDOWED, "llama-tiny, gpt-oss", LATENT)
+        for name in ("cp4+p2p", "tp2cp2+sp+selective+p2p")
+    ),
+]
+ROWS += [
     (model, "fp64", name)
     for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK, BESIDE)
     for name in (

@@ -91,6 +91,9 @@ def _reference(model: str, *options: str) -> RunRecord:
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
         pytest.param("gpt-tiny", "pp2cp2+a2a", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("gpt-tiny", "tp2cp2+sp+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("bloom-tiny", "cp4+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LATER, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
@@ -116,7 +119,7 @@ def _evaluated(topology: Topology, config: Config) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm)] + [evaluated]
 
 
-@pytest.mark.parametrize("name", ["cp4", "cp2+a2a"])
+@pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p"])
 def test_slices_without_a_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training and evaluation; two of four ranks have no token with a loss."""
     monkeypatch.setattr(MockDataset, "__getitem__", _short_sample)

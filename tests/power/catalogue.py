@@ -15,12 +15,14 @@ from megalite.data import batch_loader
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,
+    attention_block,
     attention_core,
     bert_stage,
     context_parallel,
@@ -38,6 +40,7 @@ from megalite.model import (
     normed_experts,
     positions,
     recompute,
+    ring_attention,
     shared_expert,
     short_convolution,
     stage,
@@ -140,6 +143,13 @@ def _dropped_on_last(original: Callable[..., Any], _: Topology) -> Callable[...,
 
 def _mean_over_samples(terms: Any, _: Any, losses: Tensor, microbatch: Microbatch) -> Any:
     return {name: term._replace(total=term.total / len(microbatch.tokens)) for name, term in terms.items()}
+
+
+def _of_block_alone(blocks: Any, q: Tensor, k: Tensor, v: Tensor, whole: Any, *rest: Any) -> tuple[Any, ...]:
+    """Return arguments with the output of the block, where that of attention with all keys belongs."""
+    out, _ = blocks.forward(q, k, v, *rest)
+    deltas = (out * whole.grad).sum(-1)
+    return blocks, q, k, v, whole._replace(out=out, deltas=deltas), *rest
 
 
 def _ends_with_slice(cut: Microbatch, *_: Any) -> Microbatch:
@@ -622,8 +632,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda x, axis: (x / axis.size, axis))),
         ("slices of the sequence are gathered in another order", "tp2+sp", gemm_collectives,
          "start_all_gather", after(lambda pending, *_: _rolled(pending, halves=True))),
-        ("positions of a slice count from 0", "tp2+sp", parameter_spec.LayerContext, "first_position",
-         instead(lambda self, num_positions: 0)),
+        ("positions of a slice count from 0", "tp2+sp", parameter_spec.LayerContext, "runs_of_positions",
+         instead(lambda self, num_positions: (range(num_positions),))),
         ("a slice looks up the position ids of the first slice", "tp2+sp", parameter_spec.LayerContext,
          "own_tokens", instead(lambda self, num_positions: slice(0, num_positions)), "packed"),
         ("every rank adds BERT's order loss", "tp2+sp", bert_stage, "reduce_from_tensor_parallel",
@@ -641,8 +651,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda self, shape, ids, windows: (
              self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
          "packed"),
-        ("rotary positions of a slice count from 0", "cp2", positions.Rotary, "of_slice",
-         before(lambda self, own, s: (self, Slice(0, own.count), s)), "llama"),
+        ("rotary positions of a slice count from 0", "cp2", positions.Rotary, "held_by",
+         before(lambda self, own, s: (self, HeldPositions(0, own.count), s)), "llama"),
         ("gradients of gathered keys are cut instead of reduce-scattered", "cp2", collectives,
          "start_reduce_scatter", instead(_cut)),
         ("gradients of gathered keys are means", "cp2", collectives, "start_reduce_scatter",
@@ -661,6 +671,28 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
          lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
          "packed"),
+        ("a block of a ring sees later keys", "cp2+p2p", attention_block, "_hide_",
+         before(lambda scores, queries, keys, softmax: (
+             scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
+        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "_sees",
+         after(lambda sees, queries, keys, *_: sees and keys.stop != queries.start)),
+        ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
+         before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
+        ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
+         parameter_spec.LayerContext, "runs_of_positions",
+         lambda original, topology: lambda self, count: (
+             (range((first := topology.positions.index * count), first + count),)
+             if topology.positions.count > 1 else original(self, count))),
+        ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
+         before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
+        ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
+         instead(lambda returning, own: returning and returning[1].wait())),
+        ("slices of keys arrive in another order", "cp4+p2p", ring_attention, "_unpacked",
+         lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
+        ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
+         before(_of_block_alone)),
+        ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
+         lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
@@ -706,8 +738,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
-        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_element",
-         instead(lambda self, x: 0)),
+        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_elements",
+         instead(lambda self, x: [0])),
         ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
          _numbered(lambda self, numbers: torch.arange(len(numbers)))),
         ("dropout is keyed by the samples of the rank", "dp2", batch_loader.BatchLoader, "__call__",

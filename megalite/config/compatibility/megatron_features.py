@@ -78,7 +78,7 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "parallel",
         "this kind of context parallelism",
-        "remove it; --context-parallel-size with --cp-comm-type all_gather or a2a splits samples over ranks",
+        "remove it; --context-parallel-size with --cp-comm-type splits samples over ranks",
         """
         hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel

@@ -139,6 +139,19 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
             )
 
 
+def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Refuse features that ring attention does not have."""
+    if not config.parallel.has_ring:
+        return
+    for name, is_on in (("qk_clip", config.model.qk_clip), ("compile", config.training.compile)):
+        if is_on:
+            yield Problem(
+                (name, "cp_comm_type", CP),
+                f"{flag_of(name)} with --cp-comm-type p2p is not supported: pass --cp-comm-type "
+                f"all_gather or a2a, or remove {flag_of(name)}",
+            )
+
+
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
     for kind in config.model.head_kinds:

@@ -82,6 +82,8 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes that cut hidden states along the sequence divide its length."""
     parallel, seq_length = config.parallel, config.model.seq_length
     num_slices, is_cut_by_tp = parallel.num_hidden_slices, parallel.sequence_parallel
+    if parallel.has_ring:
+        num_slices = math.lcm(num_slices, 2 * parallel.mesh.num_position_slices)
     if seq_length % num_slices == 0:
         return
     mesh, given = parallel.mesh, f"--seq-length {seq_length}"
@@ -90,6 +92,8 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     large = [axis for axis in mesh.model.axes if (mesh.sizes[axis.name] or 1) > 1]
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
+    if parallel.has_ring:
+        sizes += ", in 2 slices for each of the --cp ranks (--cp-comm-type p2p)"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
         f"{given} is not divisible by {sizes}: use a multiple of it, such as "

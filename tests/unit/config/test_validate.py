@@ -23,7 +23,7 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.attention_rules import exchanged_heads
+from megalite.config.rules.attention_rules import exchanged_heads, ring
 from megalite.config.rules.parallel_rules import (
     batch,
     replicas,
@@ -727,3 +727,18 @@ def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, 
     problems = [problem.text for problem in exchanged_heads(Config(model=model, parallel=parallel), None)]
     assert len(problems) == bool(expected)
     assert all(re.search(f"{expected}--cp-comm-type all_gather", problem) for problem in problems)
+
+
+def test_a_ring_refuses_what_it_cannot_do() -> None:
+    parallel = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p")
+    model = ModelConfig(num_attention_heads=4, hidden_size=32, seq_length=30, qk_clip=True)
+    config = Config(model=model, parallel=parallel, training=TrainingConfig(compile=True))
+    texts = [problem.text for problem in ring(config, None)]
+    assert [text.partition(" with ")[0] for text in texts] == ["--qk-clip", "--compile"]
+    (problem,) = sequence(config, None)
+    assert problem.text == (
+        "--seq-length 30 is not divisible by --cp 2, in 2 slices for each of the --cp ranks (--cp-comm-type "
+        "p2p): use a multiple of it, such as 32, or another --cp"
+    )
+    alone = replace(config, parallel=ParallelConfig(cp_comm_type="p2p"))
+    assert not [*ring(alone, None), *sequence(alone, None)]

@@ -238,16 +238,23 @@ def test_blocks_and_slices() -> None:
 def test_a_slice_of_a_microbatch() -> None:
     tokens, numbers = torch.arange(12).view(2, 6), torch.tensor([4, 5])
     whole = Microbatch(tokens, tokens + 1, numbers, document_ids=tokens // 4, loss_mask=tokens > 3)
-    part = whole.cut(1, 3)
+    part = whole.cut([range(2, 4)])
     assert part.tokens.tolist() == [[2, 3], [8, 9]]
     assert part.labels.tolist() == [[3, 4], [9, 10]]
     assert part.loss_mask is not None and part.loss_mask.tolist() == [[False, False], [True, True]]
     assert part.document_ids is whole.document_ids and part.sample_numbers is numbers
     assert part.position_ids is None
-    assert whole.cut(0, 1) is whole
+    assert whole.cut([range(6)]) is whole
 
 
-def test_a_slice_has_the_selected_positions_of_its_tokens() -> None:
+_RUNS = {
+    False: ([range(4)], [range(4, 8)]),
+    True: ([range(2), range(6, 8)], [range(2, 4), range(4, 6)]),
+}
+
+
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_a_slice_has_the_selected_positions_of_its_tokens(is_zigzag: bool) -> None:
     """They come first, and the others have no loss."""
     tokens = torch.arange(16).view(2, 8)
     positions, has_loss = torch.tensor([[0, 5, 6], [4, 1, 3]]), torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
@@ -260,8 +267,8 @@ def test_a_slice_has_the_selected_positions_of_its_tokens() -> None:
         order_labels=torch.tensor([1, 0]),
     )
     found = set()
-    for index in range(2):
-        part = whole.cut(index, 2)
+    for runs in _RUNS[is_zigzag]:
+        part = whole.cut(runs)
         assert part.label_positions is not None and part.loss_mask is not None
         assert part.order_labels is whole.order_labels
         predicted = part.tokens.gather(1, part.label_positions)

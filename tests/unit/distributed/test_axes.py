@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megalite.config import ParallelConfig
 from megalite.distributed.axes import AXES, MODEL, AxisEntry, Factoring, MeshOptions, Slice
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.recording.traffic import CollectiveCall, Traffic
@@ -77,7 +78,7 @@ def test_ranks_hold_slices_of_a_sample_in_the_order_of_their_coordinates() -> No
     assert (mesh.num_position_slices, options(tp=2).num_position_slices) == (3, 1)
     for rank in range(12):
         with Topology.fake(mesh, 12, rank) as topology:
-            assert topology.positions == Slice(rank // 2 % 3, 3)
+            assert topology.positions == HeldPositions(rank // 2 % 3, 3)
             assert topology.model.slice_along("tp", "cp") == Slice(rank % 6, 6)
             assert topology.model.slice_along() == Slice(0, 1)
 

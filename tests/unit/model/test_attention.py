@@ -469,6 +469,29 @@ def test_auto_needs_no_mask_for_a_slice_of_the_queries(one_rank: Topology) -> No
     assert choose(Case(config, context_of(topology, torch.bfloat16, "meta")))[0] == "triton"
 
 
+@pytest.mark.parametrize("backend", ["triton", "flex", "cudnn", "efficient", "fused"])
+def test_kernels_without_blocks_are_refused_in_a_ring(backend: str, one_rank: Topology) -> None:
+    config, context = config_of(attention_backend=backend), ring_of(one_rank, torch.bfloat16, "meta")
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type p2p needs"):
+        choose(Case(config, context))
+
+
+def test_auto_computes_the_blocks_of_a_ring(one_rank: Topology) -> None:
+    on_cpu, on_gpu = (ring_of(one_rank, torch.bfloat16, device) for device in ("cpu", "meta"))
+    for context in (on_cpu, on_gpu):
+        assert choose(Case(config_of(), context))[0] == "flash"
+        assert choose(Case(config_of(softmax_type="learnable"), context))[0] == "flash"
+        for changes in ({"attention_dropout": 0.1}, {"window_size": (8, 0)}, CASES["capped"]):
+            assert choose(Case(config_of(**changes), context))[0] == "unfused"
+    twelve = {"kv_channels": 12}
+    assert [choose(Case(config_of(**twelve), each))[0] for each in (on_cpu, on_gpu)] == ["flash", "unfused"]
+
+
+def ring_of(topology: Topology, dtype: torch.dtype, device: str) -> LayerContext:
+    context = context_of(with_cp(topology, 2, 1), dtype, device)
+    return dataclasses.replace(context, cp_comm_type="p2p")
+
+
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:
     case = partial(case_of, one_rank)
     assert choose(case(torch.float32))[0] == "flash"

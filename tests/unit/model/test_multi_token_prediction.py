@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.loss_terms import Terms, WithTerms, later_token
 from megalite.microbatch import Microbatch
@@ -274,7 +275,7 @@ def test_a_module_has_a_layer_like_the_last_one(kind: str, one_rank: Topology) -
 def test_a_slice_has_the_later_tokens_of_the_whole_sample() -> None:
     text, has_loss, documents = _inputs()
     whole = _microbatch(text, has_loss, documents)
-    slices = [whole.cut(index, 4) for index in range(4)]
+    slices = [whole.cut(HeldPositions(index, 4).runs(text.shape[1] // 4)) for index in range(4)]
     for name in ("later_tokens", "later_labels", "later_mask"):
         assert torch.cat([getattr(each, name) for each in slices], dim=-1).equal(getattr(whole, name))
     assert whole.later_tokens is not None and whole.later_labels is not None and whole.later_mask is not None

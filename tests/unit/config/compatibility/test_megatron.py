@@ -242,7 +242,7 @@ def test_workers_are_accepted_and_told() -> None:
         ("--use-mup --mup-base-hidden-size 256", "pass --mup-base-head-dim 1 for Megatron-LM's scores"),
         ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power only accepts 1 in this version"),
         (
-            "--context-parallel-size 2 --cp-comm-type p2p",
+            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
             "--cp-comm-type",
         ),
         ("--deepspeed_config", "--deepspeed-config takes one value"),

@@ -1,0 +1,73 @@
+"""The positions of each sample that a rank holds.
+
+This is the one place that says it: the data, embeddings, dropout and attention read their positions here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.distributed.axes import Slice
+
+
+@dataclass(frozen=True)
+class HeldPositions:
+    """Describes which positions of each sample one of `count` ranks holds, in the order of its tokens.
+
+    They are consecutive. In zigzag order, they are two of 2 `count` slices, number `index` and the same
+    number from the end. In causal attention, all ranks then compute as many scores. Megatron-LM has this
+    order.
+
+    Attributes:
+        index: coordinate of the rank among the ranks that hold different positions.
+        count: number of these ranks.
+        is_zigzag: whether a rank holds two slices.
+    """
+
+    index: int
+    count: int
+    is_zigzag: bool = False
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Return the slices of the sample that the rank holds."""
+        return self.slices_of(self.index)
+
+    def slices_of(self, index: int) -> tuple[Slice, ...]:
+        """Return the slices of the sample that the rank with this coordinate holds."""
+        if not self.is_zigzag or self.count == 1:
+            return (Slice(index, self.count),)
+        num_slices = 2 * self.count
+        return Slice(index, num_slices), Slice(num_slices - 1 - index, num_slices)
+
+    def runs(self, num_tokens: int, part: slice | None = None) -> tuple[range, ...]:
+        """Return the positions of the rank's tokens as ranges, in the order of the tokens.
+
+        Args:
+            num_tokens: number of tokens of a sample that the rank holds.
+            part: which of these tokens are wanted; None for all.
+        """
+        slices, part = self.slices, part or slice(0, num_tokens)
+        length = num_tokens // len(slices)
+        found = []
+        for number, each in enumerate(slices):
+            first, last = (
+                min(max(bound - number * length, 0), length) + each.index * length
+                for bound in (part.start, part.stop)
+            )
+            if first < last:
+                found.append(range(first, last))
+        return tuple(found)
+
+    def take(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Return the rank's positions of a tensor of whole samples; a view if they are consecutive.
+
+        Args:
+            dim: the dim of the positions.
+        """
+        runs = self.runs(x.shape[dim] // self.count)
+        parts = [x.narrow(dim, run.start, len(run)) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,248 @@
+"""Attention of some queries with some keys, whose results are merged to attention with all keys.
+
+The softmax of a block is over its own keys. Each query's logarithm of the sum of exponentials says what share
+the block has in the whole, so the results of several blocks are merged exactly (Milakov and Gimelshein 2018).
+
+Shapes: b microbatch, n query heads, g key/value heads, r = n/g, m queries and e keys of a block, d head size,
+d' size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.kernels import CausalSoftmax
+from megalite.kernels.dropout import dropout
+from megalite.model.blockwise_attention import Blocking
+from megalite.torch_private import (
+    cpu_attention,
+    cpu_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+
+
+class Block(NamedTuple):
+    """The sample positions of consecutive queries and keys."""
+
+    queries: range
+    keys: range
+
+    def seen(self, softmax: CausalSoftmax) -> range:
+        """Return the keys that some query may see, as far as the host knows: documents do not narrow it."""
+        visible, keys = softmax.visible, self.keys
+        first = keys.start if visible.window is None else self.queries.start - visible.window
+        last = keys.stop if visible.ends is not None else self.queries.stop
+        return range(max(keys.start, first), max(keys.start, first, min(keys.stop, last)))
+
+    def rows_in(self, block: Block) -> slice:
+        """Return the slice of another block's queries that are this block's."""
+        first = block.queries.start
+        return slice(self.queries.start - first, self.queries.stop - first)
+
+    def columns_in(self, block: Block, softmax: CausalSoftmax) -> tuple[range, slice]:
+        """Return the keys that some query may see, and their slice of another block's keys."""
+        seen, first = self.seen(softmax), block.keys.start
+        return seen, slice(seen.start - first, seen.stop - first)
+
+    def parts(self, num_samples_and_heads: int, itemsize: int, blocking: Blocking) -> Iterator[Block]:
+        """Yield parts of the queries whose scores stay within the size of `Blocking`, with all keys."""
+        most = blocking.num_bytes // max(1, num_samples_and_heads * len(self.keys) * itemsize)
+        step = max(32, min(most, -(-len(self.queries) // 2)))
+        for first in range(self.queries.start, self.queries.stop, step):
+            yield Block(range(first, min(first + step, self.queries.stop)), self.keys)
+
+
+class Blocks(Protocol):
+    """Interface of the functions that compute a block."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[b, n, m, d']`` and the logarithms of the sums ``[b, n, m]`` in at least fp32.
+
+        A query that sees no key of the block has an output of 0, and a logarithm of -inf.
+
+        Args:
+            q, k, v: ``[b, n, m, d]``, ``[b, g, e, d]`` and ``[b, g, e, d']``.
+            softmax: bias, visible keys and dropout, by positions in the whole sample.
+        """
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values; the other arguments are those of `forward`.
+
+        Args:
+            whole: attention of these queries with all keys.
+        """
+
+
+class Whole(NamedTuple):
+    """What backward of a block needs from attention of its queries with all keys, and with a sink.
+
+    Attributes:
+        grad: gradient of the output, ``[b, n, m, d']``.
+        out: the output, ``[b, n, m, d']``.
+        log_sums: logarithms of the sums, ``[b, n, m]``.
+        deltas: sums of the output times its gradient, ``[b, n, m]``.
+    """
+
+    grad: Tensor
+    out: Tensor
+    log_sums: Tensor
+    deltas: Tensor
+
+
+class PlainBlocks:
+    """Computes blocks in plain PyTorch: all masks, biases, dropout, dtypes and devices."""
+
+    def __init__(self, blocking: Blocking) -> None:
+        self.blocking = blocking
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a block; see `Blocks`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty(*q.shape[:3], v.shape[3], dtype=wide)
+        log_sums = q.new_empty(q.shape[:3], dtype=wide)
+        for part in block.parts(q.shape[0] * q.shape[1], wide.itemsize, self.blocking):
+            rows, (seen, columns) = part.rows_in(block), part.columns_in(block, softmax)
+            scores = _scores(q[:, :, rows], k[:, :, columns], softmax)
+            _hide_(scores, part.queries, seen, softmax)
+            sums = scores.logsumexp(-1)
+            weights = scores.sub_(sums.clamp(min=_LEAST)[..., None]).exp_()
+            _drop_(weights, part.queries, seen, softmax)
+            out[:, :, rows] = _times_keys(weights.to(q.dtype), v[:, :, columns])
+            log_sums[:, :, rows] = sums
+        return out, log_sums
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a block, in at least fp32; see `Blocks`."""
+        wide = whole.log_sums.dtype
+        grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        for part in block.parts(q.shape[0] * q.shape[1], 2 * wide.itemsize, self.blocking):
+            rows, (seen, columns) = part.rows_in(block), part.columns_in(block, softmax)
+            queries, keys, row_grads = q[:, :, rows], k[:, :, columns], whole.grad[:, :, rows]
+            scores = _scores(queries, keys, softmax)
+            slope = softmax.cap_slope(scores)
+            _hide_(scores, part.queries, seen, softmax)
+            weights = scores.sub_(whole.log_sums[:, :, rows, None]).exp_()
+            weight_grads = _products(row_grads, v[:, :, columns]).to(wide)
+            dropped = _drop_(weights.clone(), part.queries, seen, softmax) if _drops(softmax) else weights
+            # Of a weight w with dropout's factor f, and the gradient g of f w: w (f g - delta).
+            score_grads = weight_grads.mul_(dropped).sub_(weights * whole.deltas[:, :, rows, None])
+            score_grads.mul_(softmax.scale if slope is None else slope)
+            score_grads, dropped = score_grads.to(q.dtype), dropped.to(q.dtype)
+            grad_q[:, :, rows] = _times_keys(score_grads, keys)
+            grad_k[:, :, columns] += _summed_over_queries(score_grads, queries, keys.shape[1])
+            grad_v[:, :, columns] += _summed_over_queries(dropped, row_grads, keys.shape[1])
+        return grad_q, grad_k, grad_v
+
+
+class FlashBlocks:
+    """Computes blocks in PyTorch's kernel of FlashAttention.
+
+    A block has as many queries as keys, which are the queries' own or earlier ones. There are no documents,
+    windows, ALiBi, caps or dropout.
+    """
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a block; see `Blocks`."""
+        is_causal, wide = block.queries == block.keys, torch.promote_types(q.dtype, torch.float32)
+        attention = cpu_attention if q.device.type == "cpu" else flash_attention
+        out, log_sums, *_ = attention(q, k, v, 0.0, is_causal, scale=softmax.scale)
+        return out.to(wide), log_sums.to(wide)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
+        grad, out, log_sums, _ = whole
+        is_causal, scale = block.queries == block.keys, softmax.scale
+        given = grad, q, k, v, out, log_sums.contiguous()
+        if q.device.type == "cpu":
+            grads = cpu_attention_backward(*given, 0.0, is_causal, scale=scale)
+        else:  # the empty tensors are of samples without padding, and the state of a dropout that is off
+            none, state = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
+            lengths = none, none, len(block.queries), len(block.keys)
+            grads = flash_attention_backward(
+                *given, *lengths, 0.0, is_causal, state, q.new_zeros(()), scale=scale
+            )
+        return grads
+
+
+def merge_(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
+    """Merge the results of another block into `out` and `log_sums`."""
+    total = torch.logaddexp(log_sums, more_sums)
+    finite = total.clamp(min=_LEAST)  # of queries that see no key in both blocks
+    out.mul_((log_sums - finite).exp_()[..., None]).add_(more * (more_sums - finite).exp_()[..., None])
+    log_sums.copy_(total)
+
+
+_LEAST = -1e30  # instead of the -inf of a query without keys, since -inf - -inf is no number
+
+
+def _products(x: Tensor, k: Tensor) -> Tensor:
+    """Return the products of ``[b, n, m, d]`` with ``[b, g, e, d]``, ``[b, n, m, e]``."""
+    b, n, m, _ = x.shape
+    grouped = x.reshape(b, k.shape[1], -1, x.shape[3])  # [b, g, r m, d]
+    return (grouped @ k.mT).view(b, n, m, -1)
+
+
+def _times_keys(weights: Tensor, v: Tensor) -> Tensor:
+    """Return the sums of ``[b, g, e, d]`` with weights ``[b, n, m, e]``, ``[b, n, m, d]``."""
+    b, n, m, e = weights.shape
+    return (weights.reshape(b, v.shape[1], -1, e) @ v).view(b, n, m, -1)
+
+
+def _summed_over_queries(weights: Tensor, x: Tensor, num_groups: int) -> Tensor:
+    """Return the sums of ``[b, n, m, d]`` over queries and heads of a group, ``[b, g, e, d]``."""
+    b, _, _, e = weights.shape
+    return weights.reshape(b, num_groups, -1, e).mT @ x.reshape(b, num_groups, -1, x.shape[3])
+
+
+def _scores(q: Tensor, k: Tensor, softmax: CausalSoftmax) -> Tensor:
+    """Return the scaled scores with a cap if there is one, in at least fp32, ``[b, n, m, e]``."""
+    scores = _products(q, k).to(torch.promote_types(q.dtype, torch.float32))
+    if softmax.cap is None:
+        return scores.mul_(softmax.scale)
+    softmax.cap_(scores)
+    return scores
+
+
+def _hide_(scores: Tensor, queries: range, keys: range, softmax: CausalSoftmax) -> None:
+    """Add ALiBi's bias, and set the scores of hidden keys to -inf."""
+    if softmax.slopes is not None:
+        rows, columns = (torch.arange(x.start, x.stop, device=scores.device) for x in (queries, keys))
+        scores += softmax.slopes.to(scores.dtype)[:, None, None] * (columns - rows[:, None])
+    visible = softmax.visible
+    if visible.starts is None and visible.ends is None and keys.stop <= queries.start + 1:
+        return
+    scores.masked_fill_(visible.hidden(queries, keys, scores.device)[:, None], -torch.inf)
+
+
+def _drops(softmax: CausalSoftmax) -> bool:
+    return softmax.drop is not None and softmax.drop.p > 0.0
+
+
+def _drop_(weights: Tensor, queries: range, keys: range, softmax: CausalSoftmax) -> Tensor:
+    """Apply dropout to ``[b, n, m, e]`` in place, one head at a time: its index counts heads outermost."""
+    if not _drops(softmax):
+        return weights
+    p, key, samples, base, _ = softmax.drop  # type: ignore[misc]
+    s = softmax.seq_length
+    for head in range(weights.shape[1]):
+        first = base + (head * s + queries.start) * s + keys.start
+        rows = weights[:, head].transpose(0, 1)  # [m, b, e]
+        rows.copy_(dropout(rows.contiguous(), p, key, samples, base=first, stride=s))
+    return weights

@@ -1,0 +1,207 @@
+"""Ring attention over 2 to 4 ranks computes what one rank computes with the whole sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.distributed.axes import MeshOptions
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.kernels import Drop
+from megalite.model.attention_backends import build_core
+from megalite.recording.traffic import Traffic, ring_bytes
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+S, B, HEADS, SIZE = 24, 2, 4, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of attention.
+
+    Attributes:
+        options: fields of the model's config.
+        window: largest number of keys before its own that a query sees.
+        has_documents: samples are packed documents.
+        value_size: size of a head of values.
+    """
+
+    options: dict[str, Any]
+    window: int | None = None
+    has_documents: bool = False
+    value_size: int = SIZE
+    p: float = 0.0
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.options.get("num_query_groups", HEADS))
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.options.get("softmax_type") == "learnable"
+
+
+_ALIBI = {"position_embedding_type": "alibi"}
+_CAPPED = {"attn_logit_softcapping": 0.7, "num_query_groups": 2}
+_SINKS = {"softmax_type": "learnable", "num_query_groups": 2}
+_BERT = {"architecture": "bert"}
+CASES = {
+    "causal": Case({}),
+    "grouped queries": Case({"num_query_groups": 1}),
+    "values of another size": Case({"attention_backend": "unfused"}, value_size=8),
+    "window": Case({}, window=5),
+    "long window": Case({"num_query_groups": 2}, window=13),
+    "documents": Case({}, has_documents=True),
+    "window in documents": Case(_ALIBI, window=7, has_documents=True),
+    "ALiBi": Case(_ALIBI),
+    "capped": Case(_CAPPED),
+    "sinks": Case(_SINKS),
+    "sinks, window, documents, dropout": Case(_SINKS, window=5, has_documents=True, p=0.3),
+    "dropout": Case({"num_query_groups": 2}, p=0.3),
+    "dropout, cap, ALiBi": Case({**_CAPPED, **_ALIBI}, p=0.3),
+    "bidirectional": Case(_BERT, has_documents=True),
+    "bidirectional, dropout, ALiBi": Case({**_BERT, **_ALIBI}, has_documents=True, p=0.3),
+}
+
+
+def _inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """Return queries, keys, values, sinks and the output's gradient."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    of_keys = (random(B, case.num_groups, S, size) for size in (SIZE, case.value_size))
+    return [random(B, HEADS, S, SIZE), *of_keys, random(HEADS), random(B, HEADS, S, case.value_size)]
+
+
+def _documents(case: Case) -> Tensor | None:
+    """Return ids of documents that end at cuts, before and after them, and are long and short."""
+    lengths = [[1, 5, 6, 4, 8], [23, 1]]
+    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return torch.stack(ids) if case.has_documents else None
+
+
+def _attend(topology: Topology, name: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens."""
+    case = CASES[name]
+    config = ModelConfig(
+        num_attention_heads=HEADS,
+        hidden_size=HEADS * SIZE,
+        attention_dropout=case.p,
+        seq_length=S,
+        window_size=None if case.window is None else (case.window, 0),
+        **case.options,
+    )
+    context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type="p2p")
+    core, own = build_core(config, context), topology.positions
+    *leaves, sinks, grad = _inputs(case, dtype)
+    q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
+    of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
+    visible = core.visible_keys((B, S), _documents(case), [case.window])[case.window]
+    drop = Drop(case.p, 5, torch.arange(B) + 3, 0)
+    out = core(q, k, v, visible, drop, *of_sinks)
+    grads = torch.autograd.grad(out, [q, k, v, *of_sinks], own.take(grad, dim=2))
+    return [out.detach(), *grads]
+
+
+def _ranks(num_ranks: int, *arguments: Any) -> list[list[Tensor]]:
+    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
+    return run_ranks(_attend_all, mesh, num_ranks, *arguments)
+
+
+def _attend_all(topology: Topology, names: list[str], dtype: torch.dtype) -> list[list[Tensor]]:
+    return [_attend(topology, name, dtype) for name in names]
+
+
+def _joined(ranks: list[list[Tensor]]) -> list[Tensor]:
+    """Return the tensors of the whole sequence from those of the ranks."""
+    slices = [[x.chunk(2, dim=2) for x in rank[:4]] for rank in ranks]
+    whole = [
+        torch.cat([*(rank[i][0] for rank in slices), *(rank[i][1] for rank in reversed(slices))], dim=2)
+        for i in range(4)
+    ]
+    return [*whole, *(sum(each) for each in zip(*(rank[4:] for rank in ranks), strict=True))]  # type: ignore[list-item]
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_kind_of_attention_is_that_of_one_rank(num_ranks: int, one_rank: Topology) -> None:
+    names = list(CASES)
+    expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
+    ranks = _ranks(num_ranks, names, torch.float64)
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
+            assert _error(found, whole) < 1e-13, name
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)], ids=str)
+def test_it_is_the_attention_of_torch(dtype: torch.dtype, bound: float) -> None:
+    names = ["causal", "grouped queries"]
+    ranks = _ranks(2, names, dtype)
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        *leaves, _, grad = (x.double() for x in _inputs(CASES[name], dtype))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        for found, whole in zip(_joined(list(of_ranks)), expected, strict=True):
+            assert _error(found, whole) < bound, name
+
+
+def _bytes_sent(topology: Topology, window: int | None) -> dict[str, float]:
+    """Return the bytes that forward, and forward with backward, send from this rank."""
+    config = ModelConfig(
+        num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=2, seq_length=S
+    )
+    if window is not None:
+        config = dataclasses.replace(config, window_size=(window, 0))
+    context = LayerContext(topology, torch.float32, cp_comm_type="p2p")
+    core, device, size = build_core(config, context), topology.device, context.cp.size
+    q, k, v = (torch.randn(B, n, S // size, SIZE, device=device, requires_grad=True) for n in (HEADS, 2, 2))
+    visible = core.visible_keys((B, S), None, [window])[window]
+    found = {}
+    with Traffic(topology) as traffic:
+        out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
+        found["forward"] = ring_bytes(traffic.calls, "cp", size)
+        out.sum().backward()
+        found["both"] = ring_bytes(traffic.calls, "cp", size)
+    return found
+
+
+def _expected_bytes(rank: int, num_ranks: int, window: int | None) -> dict[str, float]:
+    """Return the formulas of docs/context_parallel.md.
+
+    A rank sends its first slice to all ranks, and its last one to those before it in the ring's order. In
+    backward it sends them again, and gradients of the slices that it received. A short window reaches into
+    the slice before only: the last rank holds that of its second slice itself.
+    """
+    if window is None:
+        sent, received = num_ranks - 1 + rank, 2 * (num_ranks - 1) - rank
+    else:
+        sent = received = 1 if rank in (0, num_ranks - 1) else 2
+    of_slice = B * 2 * (SIZE + SIZE) * (S // num_ranks // 2) * 4
+    return {"forward": sent * of_slice, "both": (2 * sent + received) * of_slice}
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_ring_sends_the_slices_that_are_needed(num_ranks: int, window: int | None) -> None:
+    """On ranks, and on meta tensors as in a dry run."""
+    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
+    expected = [_expected_bytes(rank, num_ranks, window) for rank in range(num_ranks)]
+    assert run_ranks(_bytes_sent, mesh, num_ranks, window) == expected
+    for rank in range(num_ranks):
+        with Topology.fake(mesh, num_ranks, rank) as topology:
+            assert _bytes_sent(topology, window) == expected[rank]

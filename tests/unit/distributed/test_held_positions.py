@@ -1,0 +1,32 @@
+"""Ranks hold every position of a sample once, in slices or in zigzag order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megalite.distributed.axes import Slice
+from megalite.distributed.held_positions import HeldPositions
+
+
+@pytest.mark.parametrize("is_zigzag", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_ranks_hold_every_position_once(count: int, is_zigzag: bool) -> None:
+    whole = torch.arange(24)
+    ranks = [HeldPositions(index, count, is_zigzag) for index in range(count)]
+    assert torch.cat([rank.take(whole) for rank in ranks]).sort().values.equal(whole)
+    for rank in ranks:
+        runs = rank.runs(24 // count)
+        assert list(itertools.chain(*runs)) == rank.take(whole).tolist()
+        cut = [rank.runs(24 // count, slice(first, first + 3)) for first in range(0, 24 // count, 3)]
+        assert list(itertools.chain(*itertools.chain(*cut))) == rank.take(whole).tolist()
+
+
+def test_zigzag_slices_are_as_far_from_both_ends() -> None:
+    assert HeldPositions(1, 3, is_zigzag=True).slices == (Slice(1, 6), Slice(4, 6))
+    assert HeldPositions(1, 3, is_zigzag=True).runs(8) == (range(4, 8), range(16, 20))
+    assert HeldPositions(1, 3, is_zigzag=True).runs(8, slice(2, 6)) == (range(6, 8), range(16, 18))
+    assert HeldPositions(1, 3).slices == (Slice(1, 3),)
+    assert HeldPositions(0, 1, is_zigzag=True).runs(8) == (range(8),)
