@@ -28,8 +28,11 @@ def layer_weights(model: ModelConfig, kind: LayerKind, *, active: bool = False) 
     if kind.has_experts:
         assert model.num_experts is not None
         count = model.moe_router_topk if active else model.num_experts
-        width = count * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
-        rows = width * num_halves + model.num_experts + model.moe_shared_expert_gate
+        shared = (model.moe_shared_expert_intermediate_size or 0) * num_halves + model.moe_shared_expert_gate
+        of_experts = count * model.expert_ffn_size * num_halves * model.expert_hidden_size
+        of_latents = 0 if model.moe_latent_size is None else 2 * model.moe_latent_size
+        of_mlp = model.ffn_size * num_halves if model.moe_beside_mlp else 0
+        return mixer + of_experts + hidden * (shared + model.num_experts + of_latents + of_mlp)
     return mixer + hidden * rows
 
 

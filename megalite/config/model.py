@@ -405,6 +405,12 @@ class ModelConfig:
     """Number of experts for each token."""
     moe_ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
     """Width of one expert. By default that of the MLP."""
+    moe_latent_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
+    """Width of the experts' inputs and outputs, to and from which each token is projected before and after it
+    is sent to its experts (Nemotron 3). By default the hidden size."""
+    moe_beside_mlp: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Let layers with experts have an MLP too: both outputs are normalized and added, and the router
+    normalizes its input (Gemma 4)."""
     moe_layer_freq: tuple[int, ...] | None = field(
         default=None, metadata=option(allowed=NOT_NEGATIVE, **_EXPERTS)
     )
@@ -640,6 +646,11 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Return the width of one expert, resolved."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Return the size of an expert's inputs and outputs, resolved."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
     @property
     def head_dim(self) -> int:

@@ -88,7 +88,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
         "no_rope_freq": unrotated if any(unrotated) else None,
         "linear_attention_freq": recurrent if not all(recurrent) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,
-        **({"ffn_hidden_size": None} if all(with_experts) else {}),
+        **({"ffn_hidden_size": None} if all(with_experts) and not model.moe_beside_mlp else {}),
         **of_kinds,
         **(rotary if any(windows) else dict.fromkeys(rotary)),
     }

@@ -4,9 +4,10 @@ Sources: BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), GPT-3 (Brown et
 (Le Scao et al. 2022 and the configs of bigscience/bloom*), Llama 2 and 3 (Touvron et al. 2023; Grattafiori et
 al. 2024), Qwen 2.5 and 3 (Yang et al. 2024, 2025), OLMo 2 and 3 (Walsh et al. 2025; Ettinger et al. 2025),
 DeepSeek-V2 and V3 (DeepSeek-AI 2024 and their configs), Kimi K2 (Kimi Team 2025, arXiv 2507.20534), GLM-4.5
-(GLM-4.5 Team 2025, arXiv 2508.06471), Qwen1.5-MoE, Qwen3-Next and MiniMax-M2 (their configs), Nemotron-H
-(NVIDIA 2025, arXiv 2504.03624, and its config), Gemma 2 and 3 (Gemma Team 2024, 2025 and their configs),
-SmolLM 3 (Bakouch et al. 2025) and Pythia (Biderman et al. 2023).
+(GLM-4.5 Team 2025, arXiv 2508.06471), Qwen1.5-MoE, Qwen3-Next, MiniMax-M2 and Nemotron 3 (their configs),
+Nemotron-H (NVIDIA 2025, arXiv 2504.03624, and its config), Gemma 2 and 3 (Gemma Team 2024, 2025 and their
+configs), Gemma 4 (its configs), GPT-OSS (OpenAI 2025, arXiv 2508.10925, and its configs), SmolLM 3 (Bakouch
+et al. 2025) and Pythia (Biderman et al. 2023).
 """
 
 from __future__ import annotations
@@ -168,6 +169,15 @@ _NEMOTRON_H = ModelConfig(
     attention_dropout=0.0,
     vocab_size=131072,
 )
+_NEMOTRON_3 = replace(
+    _NEMOTRON_H,
+    num_query_groups=2,
+    kv_channels=128,
+    mamba_min_time_step=0.001,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type="none",
+)
 _SMOLLM3 = replace(
     _LLAMA,
     no_rope_freq=(4,),
@@ -188,6 +198,30 @@ _DEEPSEEK = replace(
     rope_scaling_factor=40.0,
     original_max_position_embeddings=4096,
     norm_epsilon=1e-6,
+)
+_GPT_OSS = ModelConfig(
+    kv_channels=64,
+    num_query_groups=8,
+    ffn_hidden_size=2880,
+    position_embedding_type="rope",
+    rotary_base=150000.0,
+    rope_scaling="yarn",
+    rope_scaling_factor=32.0,
+    original_max_position_embeddings=4096,
+    yarn_truncate=False,
+    window_size=(127, 0),
+    window_attn_skip_freq=(2,),
+    softmax_type="learnable",
+    normalization="RMSNorm",
+    activation="quick_geglu",
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=201088,
+    moe_router_topk=4,
+    moe_aux_loss_coeff=0.9,
 )
 
 
@@ -277,6 +311,8 @@ PRESETS: Mapping[str, ModelConfig] = {
         moe_router_enable_expert_bias=True,
         moe_aux_loss_coeff=0.0001,
     ),
+    "gpt-oss-20b": replace(_sized(_GPT_OSS, 24, 2880, 64, 131072), num_experts=32),
+    "gpt-oss-120b": replace(_sized(_GPT_OSS, 36, 2880, 64, 131072), num_experts=128),
     "kimi-k2": replace(
         _sized(_DEEPSEEK, 61, 7168, 64, 131072),
         q_lora_rank=1536,
@@ -390,6 +426,20 @@ PRESETS: Mapping[str, ModelConfig] = {
         window_size=(1023, 0),
         embedding_multiplier=5376**0.5,
     ),
+    "gemma4-26b-a4b": replace(
+        _sized(_GEMMA4, 30, 2816, 16, 262144),
+        ffn_hidden_size=2112,
+        num_query_groups=8,
+        full_attention_query_groups=2,
+        keys_as_values="full_attention",
+        window_size=(1023, 0),
+        embedding_multiplier=2816**0.5,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=704,
+        moe_beside_mlp=True,
+        moe_router_load_balancing_type="none",
+    ),
     "ministral3-8b": replace(_sized(_MINISTRAL3, 34, 4096, 32, 262144), ffn_hidden_size=14336),
     "smollm3-3b": replace(_sized(_SMOLLM3, 36, 2048, 16, 65536), ffn_hidden_size=11008),
     "gpt-j-6b": _sized(_GPTJ, 28, 4096, 16, 2048),
@@ -399,6 +449,29 @@ PRESETS: Mapping[str, ModelConfig] = {
         ffn_hidden_size=21504,
         num_query_groups=8,
         mamba_min_time_step=0.001,
+    ),
+    "nemotron-3-nano-30b": replace(
+        _sized(_NEMOTRON_3, 52, 2688, 32, 262144),
+        hybrid_override_pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
+        mamba_num_heads=64,
+        ffn_hidden_size=1856,
+        num_experts=128,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        moe_router_topk_scaling_factor=2.5,
+    ),
+    "nemotron-3-super-120b": replace(
+        _sized(_NEMOTRON_3, 88, 4096, 32, 262144),
+        hybrid_override_pattern="MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
+        mamba_num_heads=128,
+        ffn_hidden_size=2688,
+        num_experts=512,
+        moe_router_topk=22,
+        moe_ffn_hidden_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
+        moe_router_topk_scaling_factor=5.0,
     ),
     "pythia-6.9b": _sized(_PYTHIA, 32, 4096, 32, 2048),
     "bert-base": _sized(_BERT, 12, 768, 12, 512),

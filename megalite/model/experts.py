@@ -24,7 +24,7 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_capacity import capacity_of, within_capacity
 from megalite.model.expert_dispatch import dispatch
-from megalite.model.grouped_linear import grouped_linear
+from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
 from megalite.model.routing_record import ChoiceObserver
@@ -34,6 +34,7 @@ from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
+from megalite.tensor_parallel.uncut_linear import UncutLinear
 from megalite.wrapping import communication_point
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
@@ -87,6 +88,8 @@ class Router(nn.Module):
         self.jitter = None if eps is None else Jitter(eps, context, f"layers.{layer}.mlp.router.input")
         spec = ParameterSpec((self.num_experts, config.hidden_size), std=config.init_method_std)
         self.weight = new_parameter(spec, context)  # [e, h]
+        of_bias = ParameterSpec((self.num_experts,), decay=False)
+        self.bias = new_parameter(of_bias, context) if config.has_mlp_bias else None
         wide = torch.promote_types(context.dtype, torch.float32)
         has_bias = config.moe_router_enable_expert_bias
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
@@ -103,7 +106,8 @@ class Router(nn.Module):
                 `choice_observer` need.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide))  # [s, b, e]
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide), bias)  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         ranking = partial(self._ranking, logits.detach(), scores.detach())
@@ -236,41 +240,69 @@ def highest(x: Tensor, count: int) -> Tensor:
 
 
 class ExpertWeights(nn.Module):
-    """Holds a matrix of each of the rank's experts, or the rank's slice of it.
+    """Holds a matrix of each of the rank's experts, or the rank's slice of it, and a bias if there is one.
 
     Args:
         shape: of the matrices of all experts.
-        width_dim: dim of the expert's width.
+        width_dim: dim of the expert's width. A bias without it is added by the first of the ranks that share
+            an expert, so its gradient is a partial sum over them.
     """
 
-    def __init__(self, shape: tuple[int, ...], width_dim: int, std: float, context: LayerContext) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], width_dim: int, std: float, context: LayerContext, *, bias: bool
+    ) -> None:
         super().__init__()
-        has_own_axes = context.expert_axes is not None
-        cut = (Cut("ep", 0), Cut("etp", width_dim)) if has_own_axes else Cut("tp", width_dim)
-        self.weight = new_parameter(ParameterSpec(shape, cut, std=std), context)
+        axes = context.expert_axes
+        of_experts, width = ((Cut("ep", 0),), "etp") if axes is not None else ((), "tp")
+        cuts = (*of_experts, Cut(width, width_dim))
+        self.weight = new_parameter(ParameterSpec(shape, cuts, std=std), context)
+        has_width = width_dim < len(shape) - 1
+        partial = None if has_width else (width,)
+        spec = ParameterSpec(shape[:-1], cuts if has_width else of_experts, decay=False, partial_over=partial)
+        self.bias = new_parameter(spec, context) if bias else None
+        sharers = context.tp if axes is None else axes.axes[width]
+        self.adds_bias = has_width or sharers.rank == 0
+
+    def multiply(self, x: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Map rows ``[n, in]`` to ``[n, out]`` by their experts' matrices, and add the biases.
+
+        Args:
+            ends: see `Dispatched`.
+            weights: factors of the rows' biases, ``[n]``; 1 by default.
+        """
+        y = grouped_linear(x, self.weight, ends)
+        if self.bias is None:
+            return y
+        weights = x.new_ones(x.shape[0]) if weights is None else weights
+        # Other ranks add 0 times the bias, so that it has a gradient on each rank.
+        return y + grouped_bias(weights * self.adds_bias, self.bias, ends)
 
 
 class MixtureOfExperts(nn.Module):
-    """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
+    """Computes the sum of weight_i * down_i(activation(up_i(x))) over each token's experts i.
 
-    The output of a shared expert is added; see `SharedExpert`.
-
-    Args:
-        layer: see `Router`.
+    The weight is applied before the matrix of `down`, and to its bias. The inputs and outputs of experts are
+    hidden states, or latents to and from which other matrices project them. The output of a shared expert is
+    added; see `SharedExpert`.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, router: Router) -> None:
         super().__init__()
         self.context = context
         self.drops = config.moe_expert_capacity_factor is not None
-        self.router = Router(config, context, layer)
+        self.router = router
         self.activation = activation_of(config)
-        e, h, ffn = self.router.num_experts, config.hidden_size, config.expert_ffn_size
+        e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
+        bias = config.has_mlp_bias
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
-        self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)
-        self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e/ep, h, ffn/etp]
+        self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context, bias=bias)
+        self.down = ExpertWeights((e, h, ffn), 2, down_std, context, bias=bias)  # [e/ep, h, ffn/etp]
+        self.to_latent = self.from_latent = None
+        if config.moe_latent_size is not None:
+            self.to_latent = UncutLinear(config.hidden_size, h, context, std=std)
+            self.from_latent = UncutLinear(h, config.hidden_size, context, std=down_std)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared = SharedExpert(config, context) if has_shared else None
 
@@ -281,21 +313,27 @@ class MixtureOfExperts(nn.Module):
             sample_numbers: ``[b]``; see `Router.forward`.
         """
         y, terms = self.transform(x, sample_numbers)
-        return BlockOutput(y, None, terms)
+        return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
     @communication_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
+        return self.of_experts(x, self.router(x, sample_numbers))
+
+    def of_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
+        """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
         shared = None if self.shared is None else self.shared.transform(x)
-        weights, experts, terms = self.router(x, sample_numbers)
+        weights, experts, terms = routing
+        x = x if self.to_latent is None else self.to_latent(x)
         y, weights, ends, combine = dispatch(
             x, weights, experts, self.router.num_experts, self.context, drops=self.drops and self.training
         )
-        y = grouped_linear(y, self.up.weight, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
+        y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.
         y = _WeightedActivation.apply(y, weights, self.activate)  # [n, ffn/etp]
-        y = combine(grouped_linear(y, self.down.weight, ends))
+        y = combine(self.down.multiply(y, ends, weights))
+        y = y if self.from_latent is None else self.from_latent(y)
         return y if shared is None else y + shared, terms
 
     def activate(self, x: Tensor) -> Tensor:

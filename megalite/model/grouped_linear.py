@@ -26,13 +26,32 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
+def grouped_bias(weights: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """Return the bias of each row's group times the row's weight, ``[n, out]``.
+
+    It is a linear layer with one input feature, so that backward sums rows in the same order each time.
+
+    Args:
+        weights: ``[n]``.
+        bias: ``[groups, ..., out]``; see `grouped_linear`.
+    """
+    x, weight = weights.unsqueeze(1), bias.unsqueeze(-1)
+    if bias.is_cuda and bias.dtype == torch.bfloat16:  # the kernel needs more features, which are 0
+        x, weight = (F.pad(each, (0, ALIGNED - 1)) for each in (x, weight))
+    return grouped_linear(x, weight, ends)
+
+
+ALIGNED = 8
+"""Elements of bfloat16 in 16 bytes, which GPUs load at once."""
+
+
 class GroupedGemm(torch.autograd.Function):
     """Runs one kernel for all groups, which reads their sizes on the GPU."""
 
     @staticmethod
     def serves(weight: Tensor) -> bool:
         """Return whether the kernel takes a weight ``[groups, out, in]``: it loads 16 bytes at once."""
-        is_aligned = all(size % 8 == 0 for size in weight.shape[1:])
+        is_aligned = all(size % ALIGNED == 0 for size in weight.shape[1:])
         return weight.is_cuda and weight.dtype == torch.bfloat16 and is_aligned
 
     @staticmethod

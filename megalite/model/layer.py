@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from megalite.config import LayerKind, ModelConfig
 from megalite.loss_terms import WithTerms
 from megalite.model.attention_core import Core
-from megalite.model.experts import MixtureOfExperts
+from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
+from megalite.model.normed_experts import NormedExperts
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -49,7 +50,9 @@ class TransformerLayer(nn.Module):
         if self.kind.has_mlp:
             self.mlp_norm = build_norm(config, context, with_residual=is_pre_norm)
             self.mlp = (
-                MixtureOfExperts(config, context, layer) if self.kind.has_experts else MLP(config, context)
+                MixtureOfExperts(config, context, Router(config, context, layer))
+                if self.kind.has_experts and not config.moe_beside_mlp
+                else MLP(config, context)
             )
             self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.output_scale = OutputScale(context) if config.layer_output_scale else nn.Identity()
@@ -142,6 +145,36 @@ class SandwichNormLayer(TransformerLayer):
         normed, x = self.mlp_norm(total)
         y, bias, terms, _ = self.mlp(normed, sample_numbers)
         y = self.mlp_output_norm(y if bias is None else y + bias)
+        return WithTerms.if_any(
+            self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
+        )
+
+
+class ExpertsBesideMLPLayer(SandwichNormLayer):
+    """Computes one layer with experts beside its MLP, whose outputs are normalized and added (Gemma 4)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+        super().__init__(config, context, core, layer)
+        self.mlp_own_norm = build_norm(config, context)
+        self.experts = NormedExperts(config, context, layer)
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        # x = x + dropout(norm(mixer(norm(x)) + bias))
+        normed, x = self.attention_norm(x)
+        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
+        y = self.attention_output_norm(y if bias is None else y + bias)
+        total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
+
+        # x = x + dropout(norm(norm(mlp(norm(x)) + bias) + experts(x)))
+        normed, x = self.mlp_norm(total)
+        y, bias, _, _ = self.mlp(normed, sample_numbers)
+        of_mlp = self.mlp_own_norm(y if bias is None else y + bias)
+        of_experts, _, terms, _ = self.experts(x, sample_numbers)
+        y = self.mlp_output_norm(of_mlp + of_experts)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
         )
@@ -243,4 +276,6 @@ def layer_class(config: ModelConfig, kind: LayerKind) -> type[TransformerLayer]:
         return MixerLayer
     if config.parallel_residual and config.norm_position == "pre":
         return SharedNormLayer if config.parallel_shared_norm else ParallelLayer
+    if kind.has_experts and config.moe_beside_mlp:
+        return ExpertsBesideMLPLayer
     return LAYERS[config.norm_position]

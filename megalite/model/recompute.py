@@ -45,7 +45,7 @@ from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
 from megalite.model.kept_choices import KeptChoices
-from megalite.model.layer import TransformerLayer
+from megalite.model.layer import ExpertsBesideMLPLayer, TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.stage import Stage
@@ -99,6 +99,8 @@ def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
         assert isinstance(mlp, MLP), "the configuration rejects experts in chunks"
         _compute_mlp_in_chunks(mlp, config.mlp_chunks)
     if "mlp" in config.modules:
+        if isinstance(layer, ExpertsBesideMLPLayer):
+            wrap(layer.experts, "transform", _recompute_experts)
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
     if "layernorm" in config.modules:
@@ -119,6 +121,10 @@ def _compute_mlp_in_chunks(mlp: MLP, num_chunks: int) -> None:
         return torch.cat([recompute(transform, chunk) for chunk in chunks])
 
     wrap(mlp, "transform", lambda transform: partial(in_chunks, transform))
+
+
+def _recompute_experts(transform: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *others: recompute(_with_last(transform, others), x)
 
 
 def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.grouped_linear import GemmByGroup, GroupedGemm
+from megalite.model.grouped_linear import GemmByGroup, GroupedGemm, grouped_bias
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +48,20 @@ def test_equals_a_gemm_by_group(sizes: list[int], shape: tuple[int, int]) -> Non
         assert size or not found[0][2][group].any()
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_bias_is_that_of_the_rows_group(sizes: list[int]) -> None:
+    weights = torch.rand(sum(sizes), device="cuda").bfloat16().requires_grad_()
+    bias = torch.randn(len(sizes), 2, 24, device="cuda").bfloat16().requires_grad_()
+    y = grouped_bias(weights, bias, ends_of(sizes))
+    of_rows = bias.double().flatten(1).repeat_interleave(torch.tensor(sizes).cuda(), 0)
+    expected = weights.double().unsqueeze(1) * of_rows
+    grad = torch.randn_like(expected)
+    found = (y, *torch.autograd.grad(y, (weights, bias), grad.bfloat16()))
+    wanted = (expected, *torch.autograd.grad(expected, (weights, bias), grad))
+    for each, right in zip(found, wanted, strict=True):
+        assert float((each.double() - right.double()).norm() / right.double().norm()) < 1e-2
+
+
 def test_the_host_does_not_wait() -> None:
     x = torch.randn(257, 64, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(4, 48, 64, device="cuda").bfloat16().requires_grad_()
@@ -56,5 +70,6 @@ def test_the_host_does_not_wait() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         GroupedGemm.apply(x, weight, ends).sum().backward()
+        grouped_bias(x[:, 0], weight[..., 0], ends).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -38,7 +38,10 @@ HYBRID = "llama-tiny, qwen3-next"
 """Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
+BESIDE = "llama-tiny, experts beside MLPs"
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
+GPT_OSS = "llama-tiny, gpt-oss"
+"""Experts, router and attention have biases."""
 GEMMA4 = "llama-tiny, gemma 4"
 """4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
 last 2 of 8 layers share keys and values of layers 4 and 5, and must be in one stage with them."""
@@ -80,13 +83,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"activation": "squared_relu", "zero_centered_norms": True, "logit_multiplier": 0.5},
         **{"attn_logit_softcapping": 2.0, "softmax_type": "off-by-one"},
     },
-    "llama-tiny, gpt-oss": {
+    GPT_OSS: {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40},
         **{"softmax_type": "learnable", "add_bias_linear": True, "attention_output_gate": True},
         **{"window_size": (10, 0), "window_attn_skip_freq": (2,), "z_loss_coeff": 0.1},
         **{"activation": "quick_geglu", "activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0},
     },
     MIXTRAL: {
-        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_z_loss_coeff": 1e-2},
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_z_loss_coeff": 1e-2},
         **{"moe_layer_freq": (0, 1, 1, 0)},
     },
     WIDE_EXPERTS: {
@@ -97,6 +101,11 @@ SWITCHES: dict[str, dict[str, Any]] = {
     DROPPING: {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
         **{"moe_expert_capacity_factor": 0.9, "mtp_num_layers": 1},
+    },
+    BESIDE: {
+        **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_beside_mlp": True},
+        **{"activation": "geglu", "norm_position": "sandwich", "layer_output_scale": True},
+        **{"moe_layer_freq": (1, 0, 1, 1)},
     },
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
@@ -126,6 +135,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 5, "num_query_groups": None, "num_experts": 8, "moe_router_topk": 2},
         **{
             "moe_ffn_hidden_size": 12,
+            "moe_latent_size": 20,
             "moe_shared_expert_intermediate_size": 24,
             "moe_layer_freq": (0, 1, 1, 1),
         },
@@ -145,7 +155,7 @@ WITH_DROPOUT = {
         WINDOWED,
         "gpt-tiny, neox",
         "gpt-tiny, nemotron",
-        "llama-tiny, gpt-oss",
+        GPT_OSS,
         "gpt-tiny, sigmoid",
     ),
     *(LATENT, GEMMA4, "gpt-tiny, gpt-j", HYBRID, NEMOTRON, "llama-tiny, mtp"),
@@ -203,7 +213,7 @@ ROWS += [
 ]
 ROWS += [
     (model, "fp64", name)
-    for model in (MIXTRAL, WIDE_EXPERTS)
+    for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK, BESIDE)
     for name in (
         *("dp2ep2", "dp4ep2", "dp4ep4+zero3", "tp4ep4etp1+sp", "tp2dp2ep2etp1+sp", "tp2dp2ep4etp1+sp+zero1"),
         *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),
@@ -221,6 +231,7 @@ CORE = [
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
     *((model, "fp64", "tp2pp2dp2") for model in SWITCHES),
     (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1"),
+    (GPT_OSS, "fp64", "tp2dp2ep2+sp+full"),
     *(
         (MUON, "fp64", name)
         for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")

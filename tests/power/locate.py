@@ -129,6 +129,12 @@ PLACES: dict[str, tuple[str, str]] = {
         "load_balancing_loss, the sum", f"all-reduce over tp|{MISSING_TP}"),
     "a router's losses are those of its slice": ("load_balancing_loss, the sum", MISSING_TP),
     "gradients of the router are not summed": (r"^gradient of .*router\.weight", MISSING_TP),
+    "gradients of the router's bias are not summed": (r"^gradient of .*router\.bias", MISSING_TP),
+    "gradients of the projections of experts' latents are not summed": (
+        r"^gradient of .*mlp\.(to|from)_latent\.weight", MISSING_TP),
+    "gradients of a router's scales are not summed": (
+        r"^gradient of .*experts\.router\.(expert_)?scale", MISSING_TP),
+    "each rank with a slice of an expert adds its bias": (r"^gradient of layers\.3\.mlp\.down\.bias", WHOLE),
     "gradients of a shared expert's gate are not summed": (
         r"^gradient of layers\.\d\.mlp\.shared\.gate\.weight", MISSING_TP),
     "ranks after the first have a shared expert without its gate": (

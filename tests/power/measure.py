@@ -34,7 +34,8 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
-    | {"experts": "llama-tiny", "gated": "llama-tiny", "dropping": "llama-tiny"}
+    | {"experts": "llama-tiny", "biased experts": "llama-tiny", "gated": "llama-tiny"}
+    | {"experts beside MLPs": "llama-tiny", "dropping": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
 )
@@ -64,6 +65,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_input_jitter_eps": 0.3},
         "moe_expert_capacity_factor": 0.8,
     },
+    "biased experts": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "add_bias_linear": True},
+    },
+    "experts beside MLPs": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_beside_mlp": True},
+        "norm_position": "sandwich",
+    },
     "gated": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
         **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
@@ -75,7 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek": {
         **{"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         **{"moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
-        **{"moe_router_bias_update_rate": 0.05},
+        **{"moe_router_bias_update_rate": 0.05, "moe_latent_size": 12},
     },
     "gemma4": {
         **{"window_size": (10, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_kv_shared_layers": 1},

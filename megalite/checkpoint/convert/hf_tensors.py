@@ -19,6 +19,7 @@ from megalite.checkpoint.convert.families.gemma4 import GEMMA4
 from megalite.checkpoint.convert.families.glm4_moe import GLM4_MOE
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
+from megalite.checkpoint.convert.families.gpt_oss import GPT_OSS
 from megalite.checkpoint.convert.families.gptj import GPTJ
 from megalite.checkpoint.convert.families.llama import LLAMA
 from megalite.checkpoint.convert.families.minimax_m2 import MINIMAX_M2
@@ -45,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
         *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
-        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2),
+        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2, GPT_OSS),
     )
 } | {"kimi_k2": DEEPSEEK_V3}
 """All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""

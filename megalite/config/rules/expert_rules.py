@@ -68,16 +68,7 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
             "it",
         )
-    if model.add_bias_linear:
-        yield Problem(
-            ("num_experts", "add_bias_linear"),
-            f"{given}: experts have no biases; pass --disable-bias-linear, and --add-qkv-bias if queries, "
-            "keys and values need them",
-        )
-    if model.add_mlp_bias:
-        yield Problem(
-            ("num_experts", "add_mlp_bias"), f"--add-mlp-bias with {given}: experts have no biases; remove it"
-        )
+    yield from _projections_and_mlps(config)
     if config.training.compile:
         yield Problem(
             ("num_experts", "compile"),
@@ -99,6 +90,36 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             ("num_experts", "mlp_chunks"),
             f"--mlp-chunks {recompute.mlp_chunks} with {given}: experts compute all their tokens at once; "
             "remove it, and pass --recompute-granularity selective with --recompute-modules mlp",
+        )
+
+
+def _projections_and_mlps(config: Config) -> Iterator[Problem]:
+    """Check that experts with latents have no biases, and that an MLP beside experts has what it needs."""
+    model = config.model
+    if model.moe_beside_mlp and model.norm_position != "sandwich":
+        yield Problem(
+            ("moe_beside_mlp", "norm_position"),
+            f"--moe-beside-mlp normalizes outputs of blocks, and --norm-position {model.norm_position} does "
+            "not: pass --norm-position sandwich, or remove it",
+        )
+    if model.moe_beside_mlp and model.moe_shared_expert_intermediate_size is not None:
+        yield Problem(
+            ("moe_beside_mlp", "moe_shared_expert_intermediate_size"),
+            "--moe-shared-expert-intermediate-size "
+            f"{model.moe_shared_expert_intermediate_size} with --moe-beside-mlp, whose MLP computes all "
+            "tokens: remove one",
+        )
+    if model.moe_shared_expert_gate and model.has_mlp_bias:
+        yield Problem(
+            ("moe_shared_expert_gate", "num_experts", "add_bias_linear", "add_mlp_bias"),
+            "--moe-shared-expert-gate with biases, which the gate would have to multiply: pass "
+            "--disable-bias-linear without --add-mlp-bias",
+        )
+    if model.moe_latent_size is not None and model.has_mlp_bias:
+        yield Problem(
+            ("moe_latent_size", "num_experts", "add_bias_linear", "add_mlp_bias"),
+            f"--moe-latent-size {model.moe_latent_size} with --num-experts {model.num_experts}: its "
+            "projections have no biases; pass --disable-bias-linear without --add-mlp-bias",
         )
 
 

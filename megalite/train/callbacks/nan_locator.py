@@ -198,7 +198,7 @@ class NanLocator:
 
 def _parts(num_layers: int) -> list[str]:
     """Return the modules whose outputs are measured, by their names in the whole model, and the loss."""
-    blocks = ("attention_norm", "attention", "mlp_norm", "mlp")
+    blocks = ("attention_norm", "attention", "mlp_norm", "mlp", "experts")
     layers = [f"layers.{layer}.{block}" for layer in range(num_layers) for block in blocks]
     return ["embedding", *layers, "final_norm", "loss"]
 

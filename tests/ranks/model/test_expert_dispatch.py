@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, P
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.model.experts import MixtureOfExperts
+from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.train.trainer import start_trainer
@@ -31,6 +32,7 @@ CONFIG = replace(
     moe_router_topk=2,
     moe_ffn_hidden_size=8,
     init_method_std=0.4,
+    add_mlp_bias=True,
 )
 ROUTERS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda weight: weight,
@@ -48,16 +50,22 @@ def _hidden() -> Tensor:
 def _experts(topology: Topology, config: ModelConfig, router: str) -> list[Tensor]:
     """Return this rank's part of the output and of the input's gradient, and the weights' whole gradients."""
     context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
-    block = MixtureOfExperts(config, context)
+    block = MixtureOfExperts(config, context, Router(config, context))
     initialize(block, 3, topology)
     with torch.no_grad():
         block.router.weight.copy_(ROUTERS[router](block.router.weight))
+        for bias in (block.up.bias, block.down.bias):
+            shape = spec_of(bias).full_shape
+            full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape).sin()
+            bias.copy_(spec_of(bias).box(topology).of(full))
     x = _hidden().chunk(topology.world_size)[topology.rank].clone().requires_grad_()
     y = block(x).x
     y.square().sum().backward()
     gradients = []
-    for weight in (block.up.weight, block.down.weight):
+    for weight in (block.up.weight, block.down.weight, block.up.bias, block.down.bias):
         spec = spec_of(weight)
+        if (partial := spec.parameter_axes.partial_axis(topology)) is not None:
+            torch.distributed.all_reduce(weight.grad, group=partial.group)
         torch.distributed.all_reduce(weight.grad, group=spec.parameter_axes.replicas(topology).group)
         gradients.append(gather_full(weight.grad, spec, topology))
     return [y.detach(), x.grad, *gradients]

@@ -24,6 +24,16 @@ GATED_EXPERTS = {
 LONGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "attention": ("llama-tiny", {"window_size": (9, 0)}, {}),
     "latent attention": ("llama-tiny", {"multi_latent_attention": True, "num_query_groups": None}, {}),
+    "latent experts": (
+        "llama-tiny",
+        {"num_experts": 4, "moe_latent_size": 24, "moe_shared_expert_intermediate_size": 20},
+        {},
+    ),
+    "experts beside an MLP": (
+        "llama-tiny",
+        {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_beside_mlp": True, "norm_position": "sandwich"},
+        {},
+    ),
     "Gated DeltaNet": ("llama-tiny", RECURRENT, {}),
     "a shared expert with a gate": ("llama-tiny", GATED_EXPERTS, {}),
     **{

@@ -27,6 +27,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -143,6 +145,8 @@ THEIRS |= {
             **{"head_dim": 10, "global_head_dim": 12, "num_global_key_value_heads": 1},
             **{"attention_k_eq_v": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
             hidden_size_per_layer_input=0,
+            **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12},
+            experts_implementation="eager",
             sliding_window=6,
             layer_types=["sliding_attention", "full_attention"] * 3,
             rope_parameters={
@@ -171,14 +175,34 @@ THEIRS |= {
     "nemotron_h": (
         NemotronHForCausalLM,
         NemotronHConfig(
-            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"],
+            layers_block_type=["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
             **{**SIZES, **COMMON, **MAMBA},
+            **{"moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 12, "moe_latent_size": 10},
+            experts_implementation="eager",
         ),
     ),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(**LATENT, **COMMON, q_lora_rank=None)),
     "deepseek_v3": (
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, **COMMON, q_lora_rank=12, num_nextn_predict_layers=0),
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig(
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            hidden_size=32,
+            intermediate_size=20,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            max_position_embeddings=256,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            **COMMON,
+        ),
     ),
     "gpt_neox": (
         GPTNeoXForCausalLM,
@@ -223,7 +247,7 @@ THEIRS |= {
     ),
 }
 OF_200 = (
-    *("qwen3_next", "qwen3_5", "nemotron_h", "gemma4"),
+    *("qwen3_next", "qwen3_5", "nemotron_h", "gemma4", "gpt_oss"),
     *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
 )
 

@@ -33,6 +33,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -104,6 +106,7 @@ MODELS = {
     "qwen3_5": Qwen3_5ForCausalLM,
     "deepseek_v2": DeepseekV2ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "gpt_oss": GptOssForCausalLM,
     "qwen2_moe": Qwen2MoeForCausalLM,
     "qwen3_next_experts": Qwen3NextForCausalLM,
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
@@ -319,6 +322,10 @@ def gemma4_config(choose):
         intermediate_size=choose((30, 37)),
         vocab_size=choose((97, 301, 384)),
         hidden_size_per_layer_input=0,
+        enable_moe_block=choose((False, True)),
+        num_experts=choose((3, 5)),
+        top_k_experts=choose((2, 3)),
+        moe_intermediate_size=choose((5, 18)),
         max_position_embeddings=NUM_POSITIONS,
         rms_norm_eps=choose((1e-6, 1e-3)),
         sliding_window=choose((2, 9, 17)),
@@ -459,11 +466,14 @@ def qwen3_5_moe_config(choose):
 
 
 def nemotron_h_config(choose):
-    mamba, attention, mlp = "linear_attention", "full_attention", "mlp"
+    mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
     kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
     return NemotronHConfig(
         layers_block_type=choose(
-            ([mamba, mlp, attention], [mamba, attention, mamba, mlp], [mamba] * 2, [attention, mlp, mamba])
+            (
+                *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
+                *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
+            )
         ),
         hidden_size=choose((36, 72)),
         intermediate_size=choose((30, 37)),
@@ -477,6 +487,14 @@ def nemotron_h_config(choose):
         ssm_state_size=choose((3, 8)),
         chunk_size=choose((4, 128)),
         time_step_min=choose((0.7, 0.5, 0.001)),
+        n_routed_experts=choose((4, 6)),
+        num_experts_per_tok=2,
+        moe_intermediate_size=choose((5, 18)),
+        moe_shared_expert_intermediate_size=choose((7, 10)),
+        moe_latent_size=choose((12, 9, None, 9)),
+        n_group=choose((1, 2)),
+        topk_group=1,
+        routed_scaling_factor=choose((1.0, 2.5)),
         vocab_size=choose((97, 301, 384)),
         max_position_embeddings=NUM_POSITIONS,
         layer_norm_epsilon=choose((1e-6, 1e-3)),
@@ -521,6 +539,21 @@ def deepseek_v3_config(choose):
     return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
 
 
+def gpt_oss_config(choose):
+    windows, full = "sliding_attention", "full_attention"
+    more = {
+        "num_hidden_layers": choose((1, 2, 3)),
+        "layer_types": None,
+        "sliding_window": choose((2, 9, 17)),
+        "rope_parameters": {"rope_theta": 500.0, **choose((*ROPE_SCALINGS[3:], {"rope_type": "default"}))},
+        "attention_bias": choose((True, False)),
+        "swiglu_limit": choose((0.3, 7.0)),
+    }
+    if choose((True, False)):
+        more |= {"num_hidden_layers": 2, "layer_types": [full, windows]}
+    return like_llama(GptOssConfig, choose, "hidden_act", **more, **experts(choose, "intermediate_size"))
+
+
 def glm4_moe_config(choose):
     fields = {**deepseek_experts(choose), "num_experts_per_tok": 2}
     fields |= {"n_group": choose((1, 2)), "topk_group": 1}
@@ -559,6 +592,7 @@ CONFIGS = {
     "qwen3_5": qwen3_5_config,
     "deepseek_v2": deepseek_v2_config,
     "deepseek_v3": deepseek_v3_config,
+    "gpt_oss": gpt_oss_config,
     "qwen2_moe": qwen2_moe_config,
     "qwen3_next_experts": qwen3_next_experts_config,
     "qwen3_5_moe": qwen3_5_moe_config,
@@ -573,7 +607,7 @@ def random_ids(hf_config, num_samples, length, seed):
 
 
 def can_have_experts(hf_config):
-    return hasattr(hf_config, "num_experts_per_tok")
+    return hasattr(hf_config, "num_experts_per_tok") or hasattr(hf_config, "top_k_experts")
 
 
 def build_theirs(kind, hf_config, seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from megalite.config.presets import PRESETS
 from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
 from megalite.model.expert_dispatch import Rows
-from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts
+from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
@@ -40,7 +41,8 @@ EXACT = {"rtol": 1e-13, "atol": 1e-13}
 
 
 def experts_of(config: ModelConfig, topology) -> MixtureOfExperts:
-    block = MixtureOfExperts(config, LayerContext(topology, torch.float64))
+    context = LayerContext(topology, torch.float64)
+    block = MixtureOfExperts(config, context, Router(config, context))
     initialize(block, 3, topology)
     return block
 
@@ -55,17 +57,28 @@ def token_by_token(block: MixtureOfExperts, x: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for place in torch.cartesian_prod(*map(torch.arange, x.shape[:2])):
         token = x[tuple(place)]
-        logits = block.router.weight @ token
+        logits = block.router.weight @ token + (0 if block.router.bias is None else block.router.bias)
         best = logits.topk(block.router.topk)
         for weight, number in zip(best.values.softmax(0), best.indices, strict=True):
             gate, up = (half @ token for half in block.up.weight[number])
-            out[tuple(place)] += weight * (block.down.weight[number] @ (F.silu(gate) * up))
+            if block.up.bias is not None:
+                gate, up = gate + block.up.bias[number, 0], up + block.up.bias[number, 1]
+            output = block.down.weight[number] @ (F.silu(gate) * up)
+            out[tuple(place)] += weight * (
+                output if block.down.bias is None else output + block.down.bias[number]
+            )
     return out
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("topk", [1, 3, 5])
-def test_a_token_gets_the_sum_of_its_experts(topk: int, one_rank) -> None:
-    block = experts_of(replace(CONFIG, moe_router_topk=topk), one_rank)
+def test_a_token_gets_the_sum_of_its_experts(topk: int, bias: bool, one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_topk=topk, add_mlp_bias=bias), one_rank)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for each in block.parameters():
+            if each.dim() < 3 and each is not block.router.weight:
+                each.normal_(generator=generator)
     ours, theirs = (hidden().requires_grad_() for _ in range(2))
     y = block(ours).x
     expected = token_by_token(block, theirs)
@@ -111,6 +124,12 @@ def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
     shared = block.shared
     block.shared = None
     torch.testing.assert_close(y - block(x).x, shared(x).x, rtol=1e-12, atol=1e-12)
+
+
+def test_the_layer_adds_the_bias_of_a_shared_expert(one_rank) -> None:
+    config = replace(CONFIG, moe_shared_expert_intermediate_size=11, add_bias_linear=True)
+    block = experts_of(config, one_rank)
+    assert block(hidden()).bias is block.shared.down.bias is not None
 
 
 def test_a_gate_multiplies_the_shared_expert(one_rank) -> None:
@@ -163,9 +182,12 @@ def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:
     ],
     ids=["full", "mlp", "layernorm"],
 )
-def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_rank) -> None:
+@pytest.mark.parametrize("changes", [{}, {"moe_beside_mlp": True, "norm_position": "sandwich"}])
+def test_recomputation_routes_as_forward_did(
+    recompute: RecomputeConfig, changes: dict[str, Any], one_rank
+) -> None:
     tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(5))
-    config, found = replace(CONFIG, **GATED), []
+    config, found = replace(CONFIG, **(changes or GATED)), []
     for each in (None, recompute):
         stage = build_stage(config, one_rank, range(config.num_layers), seed=3, recompute=each)
         output = stage(Microbatch(tokens, tokens, torch.arange(2)), None)
@@ -173,6 +195,18 @@ def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_ran
         sum(term.value(18) for term in output.terms.values()).backward()
         found.append([parameter.grad for parameter in stage.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_experts_beside_an_mlp_are_recomputed_with_it(one_rank) -> None:
+    config = replace(CONFIG, moe_beside_mlp=True, norm_position="sandwich", num_layers=1)
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+    stage = build_stage(config, one_rank, range(1), seed=3, recompute=recompute)
+    calls = []
+    stage.layers["0"].experts.router.register_forward_hook(lambda *_: calls.append(1))
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    output = stage(Microbatch(tokens, tokens, torch.arange(1)), None)
+    sum(term.value(9) for term in output.terms.values()).backward()
+    assert len(calls) == 2
 
 
 def test_layers_without_experts_have_an_mlp(one_rank) -> None:

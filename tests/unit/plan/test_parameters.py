@@ -59,6 +59,9 @@ MODELS = {
     "experts": replace(
         PRESETS["mixtral-8x7b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, moe_layer_freq=(0, 1, 1, 0)
     ),
+    "experts with biases": replace(
+        PRESETS["gpt-oss-20b"], num_layers=4, hidden_size=64, ffn_hidden_size=32, num_experts=8
+    ),
     "gates and sinks": replace(
         PRESETS["llama-tiny"], vocab_size=301, attention_output_gate=True, softmax_type="learnable"
     ),
@@ -74,6 +77,15 @@ MODELS = {
     "latent": replace(
         PRESETS["llama-tiny"],
         **{"vocab_size": 301, "multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None},
+    ),
+    "experts beside MLPs": replace(
+        PRESETS["gemma4-26b-a4b"], **{**GEMMA4, "ffn_hidden_size": 40, "moe_ffn_hidden_size": 20}
+    ),
+    "latent experts": replace(
+        PRESETS["nemotron-3-super-120b"],
+        **{"num_layers": 4, "hybrid_override_pattern": "ME*E", "hidden_size": 64, "num_experts": 8},
+        **{"mamba_num_heads": 16, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_latent_size": 24, "num_query_groups": 4, "mamba_num_groups": 4},
     ),
     "later tokens": replace(PRESETS["llama-tiny"], vocab_size=301, mtp_num_layers=2),
     "later tokens of Mamba-2": replace(
@@ -103,6 +115,7 @@ def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) 
         ("llama3-8b", 8.03),
         ("llama3-70b", 70.6),
         ("gemma4-31b", 30.7),
+        ("gemma4-26b-a4b", 25.2),
     ],
 )
 def test_published_sizes(preset: str, billions: float) -> None:
@@ -121,6 +134,10 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("olmoe-1b-7b", 6_919_161_856),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v3", 671_026_404_352),
+        ("nemotron-3-nano-30b", 31_577_937_344),
+        ("nemotron-3-super-120b", 120_668_687_360),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
         ("olmo2-7b", 7_298_617_344),
         ("olmo3-7b", 7_298_011_136),
         ("gemma2-2b", 2_614_341_888),

@@ -53,7 +53,7 @@ def expert_modules(block: str, gate: str, up: str, down: str) -> tuple[Module, .
     return (
         Module("table", "layers.{}.mlp.router", (f"{block}.gate",)),
         Module("table", "layers.{}.mlp.up", halves, _HALVES),
-        Module("table", "layers.{}.mlp.down", (f"{block}.experts.{{expert}}.{down}",), _SEPARATE),
+        Module("table", "layers.{}.mlp.down", (f"{block}.experts.{{expert}}.{down}",), SEPARATE),
     )
 
 
@@ -107,4 +107,5 @@ def _join_halves(parts: Parts, _: ModelConfig) -> Tensor:
 
 
 _HALVES = Transform(_split_halves, _join_halves)
-_SEPARATE = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
+SEPARATE = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
+"""Converts a matrix of each expert."""

@@ -17,9 +17,12 @@ from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL
 from megalite.errors import UserError
 
-_LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "mamba": "M", "attention": "*"}
+_LETTERS = {
+    **{"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"},
+    **{"mamba": "M", "attention": "*"},
+}
 """Our letter for each of their names of a layer's block; the last two are of older files."""
-_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Their name for each of our letters that they have."""
 
 
@@ -29,11 +32,9 @@ def read_pattern(hf: HFSettings) -> str:
     if isinstance(blocks, str):
         letters = list(blocks)
     else:
-        letters = [_LETTERS.get(block, "E" if block == "moe" else str(block)) for block in blocks]
-    if "E" in letters:
-        raise UserError("nemotron_h with experts (E, moe) cannot be converted: layers of M, * and - can")
+        letters = [_LETTERS.get(block, str(block)) for block in blocks]
     if unknown := sorted({*letters} - _BLOCKS.keys()):
-        raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, * and - can")
+        raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, *, - and E can")
     return "".join(letters)
 
 

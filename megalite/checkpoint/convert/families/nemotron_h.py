@@ -1,4 +1,4 @@
-"""transformers' Nemotron-H: layers of one block each, Mamba-2, attention or an MLP."""
+"""transformers' Nemotron-H: layers of one block each, Mamba-2, attention, an MLP or experts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ from megalite.checkpoint.convert.families.mamba import (
     write_mamba,
     write_pattern,
 )
+from megalite.checkpoint.convert.families.nemotron_experts import (
+    SETTINGS,
+    nemotron_expert_modules,
+    read_nemotron_experts,
+    write_nemotron_experts,
+)
 from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import LayerKind, ModelConfig
 
@@ -27,6 +33,8 @@ def _read(hf: HFSettings) -> dict[str, Any]:
     hf.require("nemotron_h", attention_bias=False, mlp_bias=False, sliding_window=None)
     hf.require("nemotron_h", num_nextn_predict_layers=0)
     pattern = read_pattern(hf)
+    if "E" not in pattern:
+        hf.names_read.update(SETTINGS)
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     return {
         "num_layers": len(pattern),
@@ -37,6 +45,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         "num_query_groups": none_if_default(hf.get("num_key_value_heads"), heads),
         "kv_channels": none_if_default(hf.get("head_dim", 128), hidden // heads),
         **read_mamba(hf),
+        **(read_nemotron_experts(hf) if "E" in pattern else {}),
         "seq_length": hf.get("max_position_embeddings", 4096),
         "vocab_size": hf["vocab_size"],
         "position_embedding_type": "none",
@@ -55,6 +64,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_pattern(config),
         **write_mamba(config),
+        **(write_nemotron_experts(config) if config.has_experts else {}),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_size,
         "num_attention_heads": config.num_attention_heads,
@@ -68,13 +78,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+# Attention is not rotated, whatever the settings of rotary positions are.
 _WITHOUT_EFFECT = """
     chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype num_hidden_layers num_logits_to_keep
     output_router_logits rescale_prenorm_residual residual_in_fp32 rms_norm_eps tie_word_embeddings
-    time_step_floor time_step_limit time_step_max time_step_rank use_mamba_kernels moe_intermediate_size
-    moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_layers_block_type
-    n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor
-    topk_group
+    time_step_floor time_step_limit time_step_max time_step_rank use_mamba_kernels mtp_layers_block_type
+    moe_shared_expert_overlap norm_eps partial_rotary_factor rope_theta
 """
 _LAYER = "backbone.layers.{}."
 
@@ -89,6 +98,10 @@ def _has_mixer(kind: LayerKind) -> bool:
 
 def _has_mlp(kind: LayerKind) -> bool:
     return kind.has_mlp
+
+
+def _is_dense(kind: LayerKind) -> bool:
+    return kind.has_mlp and not kind.has_experts
 
 
 NEMOTRON_H = Family(
@@ -117,9 +130,11 @@ NEMOTRON_H = Family(
             "linear", "layers.{}.attention.projection", (_LAYER + "mixer.o_proj",), only_in=_has_attention
         ),
         Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=_has_mlp),
-        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), only_in=_has_mlp),
-        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), only_in=_has_mlp),
+        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), only_in=_is_dense),
+        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), only_in=_is_dense),
+        *nemotron_expert_modules(_LAYER + "mixer"),
     ),
     without_effect=tuple(_WITHOUT_EFFECT.split()),
+    experts={"experts.up_proj": ("up_proj",), "experts.down_proj": ("down_proj",)},
     other_names={"model.": "backbone."},  # transformers 5 has another name than its files
 )

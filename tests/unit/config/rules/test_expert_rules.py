@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig
-from megalite.config.rules.expert_rules import expert_parallel, experts
+from megalite.config.rules.expert_rules import expert_parallel, experts, options_without_experts
 from megalite.config.rules.parallel_rules import world
 
 
@@ -35,6 +35,36 @@ def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
     model = ModelConfig(num_experts=8, moe_ffn_hidden_size=12)
     config = Config(model=model, parallel=ParallelConfig(**changes))
     problems = [problem.text for problem in expert_parallel(config, None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"moe_beside_mlp": True, "norm_position": "sandwich"}, ""),
+        ({"moe_beside_mlp": True}, "--norm-position pre does not: pass --norm-position sandwich"),
+        (
+            {
+                **{"moe_beside_mlp": True, "norm_position": "sandwich"},
+                "moe_shared_expert_intermediate_size": 8,
+            },
+            "--moe-shared-expert-intermediate-size 8 with --moe-beside-mlp, .* remove one",
+        ),
+        ({"moe_latent_size": 8}, ""),
+        (
+            {
+                **{"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
+                "add_bias_linear": True,
+            },
+            "--moe-shared-expert-gate with biases, .* pass --disable-bias-linear",
+        ),
+        ({"moe_latent_size": 8, "add_mlp_bias": True}, "--moe-latent-size 8 with --num-experts 8: its"),
+    ],
+)
+def test_experts_have_these_options(changes: dict[str, Any], expected: str) -> None:
+    model = ModelConfig(num_experts=8, **{"add_bias_linear": False, **changes})
+    problems = [problem.text for problem in options_without_experts(Config(model=model), None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 

@@ -1,0 +1,78 @@
+"""Read and write Gemma 4's attention, whose heads differ between kinds of layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.convert.families.family import Module, Parts, Transform
+from megalite.checkpoint.convert.families.gemma2 import GEMMA2
+from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.windows import FULL
+from megalite.checkpoint.convert.model_settings import none_if_default
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+
+
+def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return our fields of attention heads; `per_layer_config` has sizes of single layers."""
+    head_dim, as_values = hf.get("head_dim", 256), hf.switch("attention_k_eq_v", False)
+    own = {"head_dim": hf.get("global_head_dim", 512)}
+    if as_values and hf.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = hf["num_global_key_value_heads"]
+    by_layer, types = hf.get("per_layer_config"), hf.get("layer_types")
+    if by_layer is not None and types is not None:
+        full = {number for number, kind in enumerate(types) if kind == FULL}
+        own = next(iter(by_layer.values()), {})
+        if any(each != own for each in by_layer.values()) or {*map(int, by_layer)} != full:
+            raise UserError(
+                f"gemma4_text with other sizes than one for all layers of {FULL} cannot be converted"
+            )
+    groups = own.get("num_key_value_heads")
+    return {
+        "kv_channels": none_if_default(head_dim, sizes["hidden_size"] // sizes["num_attention_heads"]),
+        "full_attention_kv_channels": own.get("head_dim"),
+        "full_attention_query_groups": groups,
+        "keys_as_values": "full_attention" if as_values else "none",
+    }
+
+
+def _split_queries_keys(full: Tensor, config: ModelConfig) -> Parts:
+    """Split ``[g (r + 1) d, ...]`` into ``[n d, ...]`` and ``[g d, ...]``."""
+    grouped = full.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
+    return [part.flatten(0, 2) for part in grouped.split((grouped.shape[1] - 1, 1), dim=1)]
+
+
+def _join_queries_keys(parts: Parts, config: ModelConfig) -> Tensor:
+    grouped = [part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 2)
+
+
+_ATTENTION, _OURS = "model.layers.{}.self_attn.", "layers.{}.attention."
+_Q, _K = (_ATTENTION + "q_proj",), (_ATTENTION + "k_proj",)
+ATTENTION = (
+    *(
+        replace(module, only_in=lambda kind: kind.key_source is None and not kind.keys_as_values)
+        for module in GEMMA2.layer
+        if module.kind == "qkv"
+    ),
+    Module(
+        "qkv",
+        _OURS + "qkv",
+        _Q + _K,
+        Transform(_split_queries_keys, _join_queries_keys),
+        only_in=lambda kind: kind.keys_as_values,
+    ),
+    Module("qkv", _OURS + "qkv", _Q, only_in=lambda kind: kind.key_source is not None),
+    Module("norm", _OURS + "query_norm", (_ATTENTION + "q_norm",)),
+    Module(
+        "norm",
+        _OURS + "key_norm",
+        (_ATTENTION + "k_norm",),
+        only_in=lambda kind: kind.key_source is None,
+    ),
+)
+"""Modules of a layer's queries, keys and values."""
