@@ -12,7 +12,15 @@ from megalite.config.stage_layers import SPLITS, even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
-_SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
+_SHORT = {
+    "tensor_model_parallel_size": "--tp",
+    "pipeline_model_parallel_size": "--pp",
+    "context_parallel_size": "--cp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--etp",
+}
+_ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
+"""Fields whose flags name a layout even if they have their defaults."""
 
 
 def with_layout(config: Config, **values: Any) -> Config:
@@ -63,8 +71,11 @@ def layout_name(run: PlannedRun) -> str:
     shard = f"shard{run.num_shards}" if run.zero_stage and run.num_shards < run.num_sharing else ""
     suffixes = {"pp": suffix if run.pp > 1 else ""}
     sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
+    if parallel.has_expert_axes:
+        sizes += f"ep{parallel.ep}etp{parallel.etp}"
     switches = {
         "sp": parallel.sequence_parallel,
+        parallel.cp_comm_type: run.cp > 1 and parallel.cp_comm_type != "all_gather",
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
         str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
         "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,
@@ -79,8 +90,7 @@ def layout_flags(config: Config) -> list[str]:
     for name, group in LAYOUT_FIELDS.items():
         part = getattr(config, group)
         value, default = getattr(part, name), getattr(type(part), name)
-        always = name in _SHORT or name == "micro_batch_size"
-        if value != default or always:
+        if value != default or name in _ALWAYS:
             flag, *values = flag_tokens(name, value)
             flags += [_SHORT.get(name, flag), *values]
     return flags

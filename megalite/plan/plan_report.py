@@ -54,6 +54,7 @@ _KINDS = {
     "memory_bound": "memory-bound kernels",
     "tp": "tp communication",
     "cp": "cp communication",
+    "ep": "ep communication",
     "dp": "dp communication",
     "pp": "pp communication",
     "launch": "kernel launches",

@@ -383,9 +383,10 @@ def test_recomputation_hides_the_gathering_of_weights() -> None:
 def test_the_first_gathering_is_never_hidden() -> None:
     run = run_of(zero_stage=3)
     group, layer = replicas_of(run), run.units.largest_layer
-    rest = run.ranks[0].size - MODEL.num_layers * layer
+    edges = run.ranks[0].edges
+    rest = edges.total()
     first, layers = group.gather_seconds(2 * rest), MODEL.num_layers * group.gather_seconds(2 * layer)
-    forward = zero3_communication(run, (0,) * MODEL.num_layers, rest).exposed(
+    forward = zero3_communication(run, (0,) * MODEL.num_layers, edges).exposed(
         ActionKind.FORWARD, WorkSeconds(gemms=1e6)
     )
     assert forward.dp == pytest.approx(first + CONTENTION * layers)
