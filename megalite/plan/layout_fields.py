@@ -12,6 +12,8 @@ from megalite.config.stage_layers import SPLITS, even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
+MIN_SLICE = 4096
+"""Fewest tokens of a sample on each context-parallel rank, for which its GEMMs are large."""
 _SHORT = {
     "tensor_model_parallel_size": "--tp",
     "pipeline_model_parallel_size": "--pp",
@@ -60,6 +62,17 @@ def with_even_stages(config: Config) -> Config:
         counts = [(layers + 1) // stages] * stages
         counts[-1] -= 1
     return with_layout(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
+
+
+def routing_line(config: Config) -> str | None:
+    """Return which use of the experts is assumed; None if all ranks have the same rows in any case."""
+    parallel = config.parallel
+    if not config.model.has_experts or parallel.ep == 1:
+        return None
+    return (
+        f"--moe-imbalance {parallel.moe_imbalance:g}: the busiest rank's experts compute "
+        f"{parallel.moe_imbalance:g} times the mean number of tokens"
+    )
 
 
 def layout_name(run: PlannedRun) -> str:

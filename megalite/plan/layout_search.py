@@ -16,7 +16,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.exchange_time import CP_SECONDS
 from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_fields import changed_fields, with_even_stages, with_layout
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
@@ -39,8 +39,6 @@ CHEAP_MODULES = ("layernorm", "mlp_act")
 """Modules that are cheap to recompute. Core attention is too, if its scores are saved."""
 EXPERT_MODULES = ("layernorm", "mlp")
 """Modules of a model with experts, whose activations take most of its memory."""
-MIN_SLICE = 4096
-"""Fewest tokens of a sample on each context-parallel rank, for which its GEMMs are large."""
 MAX_EXPERT_NODES = 8
 """Most nodes among which a search divides the experts of a layer."""
 
