@@ -451,6 +451,11 @@ class ModelConfig:
         default=0.0, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
     """Weight of the squared log-sum-exp of the router's logits in the loss, which keeps them small."""
+    moe_router_force_load_balancing: bool = field(
+        default=False, metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """In training, send tokens to random experts, for benchmarks: no expert has many more than others, and
+    the model does not learn to route."""
     attention_backend: AttentionBackend = field(
         default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
     )

@@ -162,7 +162,9 @@ class Topology:
 
         found = {}
         for factoring in table:
-            large = [tuple(each for each in names if sizes.get(each, 1) > 1) for names in factoring.combinations()]
+            large = [
+                tuple(each for each in names if sizes.get(each, 1) > 1) for names in factoring.combinations()
+            ]
             combined = {names: axis_over("_".join(names), *names) for names in large if len(names) > 1}
             axes = {name: axis_over(name, name) for name in factoring.names}
             found[factoring.name] = AxisSet(factoring, axes, combined)

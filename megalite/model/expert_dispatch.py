@@ -136,9 +136,7 @@ class Exchange(NamedTuple):
         return all_to_all(x.flatten(), send, receive, self.axis, of="tokens of experts").view(-1, width)
 
 
-def _plan_exchange(
-    counts: Tensor, num_rows: int, axis: Axis, imbalance: float
-) -> tuple[Exchange, Tensor]:
+def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis, imbalance: float) -> tuple[Exchange, Tensor]:
     """Return the exchange of rows, and the number for each of the rank's experts from each rank.
 
     Args:

@@ -110,8 +110,8 @@ def advise(
     memory = _memories(planned_run_on(config, world_size, device, provider))[pp_rank]
     available = TIGHT_SHARE * device.memory_bytes
     best: dict[str, Remedy] = {}
-    slices = _slices(config, world_size) if provider is None else ()
-    for change in (*changes(config, world_size), *slices, *_offloads(config, device.is_host)):
+    divisions = divided_further(config, world_size) if provider is None else ()
+    for change in (*changes(config, world_size), *divisions, *_offloads(config, device.is_host)):
         run = planned_run_on(change.config, change.world_size or world_size, device, provider)
         if run_problems(change.config, run.cluster):
             continue
@@ -227,14 +227,15 @@ def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
         yield Change("optimizer", "--optimizer-nvme-offload DIR", cost, on_disk)
 
 
-def _slices(config: Config, world_size: int) -> Iterator[Change]:
+def divided_further(config: Config, world_size: int) -> Iterator[Change]:
     """Yield changes that divide samples or experts among more ranks; a model of your own may not allow it."""
     model, parallel = config.model, config.parallel
     if model.has_experts:
         ep = 2 * parallel.ep
-        etp = parallel.expert_tensor_parallel_size or 1
-        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        flags = f"--ep {ep}" + (f" --etp {etp}" if etp != parallel.tp else "")
+        sizes, flags = {"expert_model_parallel_size": ep}, f"--ep {ep}"
+        if parallel.tp > 1 and not parallel.has_expert_axes:
+            sizes["expert_tensor_parallel_size"] = 1  # whole experts
+            flags += " --etp 1"
         cost = "at the cost of sending tokens to their experts"
         yield Change("experts", flags, cost, with_layout(config, **sizes))
     if model.seq_length >= 2 * parallel.cp * MIN_SLICE:

@@ -332,7 +332,7 @@ def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
     return exposed_seconds(forward_seconds, max(seconds(run.ranks[rank]) for rank in (0, -1)))
 
 
-class Exchange(NamedTuple):
+class ReplicaExchange(NamedTuple):
     """Seconds of the exchange between the replicas of weights, if nothing hides it.
 
     Attributes:
@@ -348,22 +348,22 @@ class Exchange(NamedTuple):
     gathered: float = 0.0
     between: float = 0.0
 
-    def __add__(self, other: Exchange) -> Exchange:  # type: ignore[override]
-        return Exchange(*map(float.__add__, self, other))
+    def __add__(self, other: ReplicaExchange) -> ReplicaExchange:  # type: ignore[override]
+        return ReplicaExchange(*map(float.__add__, self, other))
 
 
-def _exchange(run: PlannedRun, factoring: str, count: int) -> Exchange:
+def _exchange(run: PlannedRun, factoring: str, count: int) -> ReplicaExchange:
     """Return the exchange of `count` parameters with the same replicas."""
     (group, copies), zero = sharing_of(run, factoring), run.zero_stage
     buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(run), count * run.element_bytes
     if zero == 0:
         reduced = replicas_of(run, factoring).reduce_seconds(gradients, buckets)
-        return Exchange(reduced, reduced / buckets)
+        return ReplicaExchange(reduced, reduced / buckets)
     between = copies.reduce_seconds(gradients / group.size, buckets)
     within = group.gather_seconds(gradients, buckets)
     rounds = run.num_microbatches if zero == 2 else 1
-    return Exchange(
+    return ReplicaExchange(
         rounds * within + between,
         (within + between) / buckets,
         group.gather_seconds(weights, buckets),
@@ -380,7 +380,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
     counts = {name: count for name, count in run.largest_rank.sizes.items() if run.replicas[name].size > 1}
     if not counts:
         return WorkSeconds(dp=tied)
-    each = sum((_exchange(run, name, count) for name, count in counts.items()), Exchange())
+    each = sum((_exchange(run, name, count) for name, count in counts.items()), ReplicaExchange())
     if zero == 3:
         once = _gathered_once_seconds(run, backward_seconds / 2)
         buckets = sum(counts.values()) / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1

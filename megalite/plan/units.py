@@ -221,7 +221,8 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
             scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
             saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
     if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
-        saved["mlp_act"] += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
+        last = layer.forward.gemms[-1]
+        saved["mlp_act"] += element * last.m * last.k * last.batch
     if program.copies_heads and call is not None:
         moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size
     if not program.fused_elementwise:

@@ -44,7 +44,9 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any) -> GemmCall:
     """Return the GEMMs of groups of equal size: of the rows of `a`, or of the dim over which they sum."""
     num_groups = len(ends)
     if b.dim() == 3:
-        return GemmCall(math.ceil(a.shape[0] / num_groups), b.shape[2], b.shape[1], num_groups, a.element_size())
+        return GemmCall(
+            math.ceil(a.shape[0] / num_groups), b.shape[2], b.shape[1], num_groups, a.element_size()
+        )
     return GemmCall(a.shape[0], b.shape[1], math.ceil(a.shape[1] / num_groups), num_groups, a.element_size())
 
 
