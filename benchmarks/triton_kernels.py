@@ -63,7 +63,8 @@ def compile_attention(
     """Compile the kernels of attention; return each by its name in `KernelSizes`.
 
     Args:
-        options: of dropout, documents, both sides, alibi and caps, those that the kernels support, as text.
+        options: of dropout, documents, both sides, alibi, caps and slice (the last half of the queries), those
+            that the kernels support, as text.
     """
     heads = (num_heads, num_groups, num_groups, num_heads)
     q, k, v, grad = (torch.empty(seq_length, 2, n, head_dim, dtype=dtype).permute(1, 2, 0, 3) for n in heads)
@@ -72,7 +73,9 @@ def compile_attention(
     site = (torch.arange(2), key_tensor(1 << 63)) if "dropout" in options else (None, None)
     ends = torch.full_like(starts, seq_length) if starts is not None and "both sides" in options else None
     probability, cap = 0.1 if "dropout" in options else 0.0, 50.0 if "caps" in options else None
-    rest = slopes, starts, ends, *site, head_dim**-0.5, probability, 0, cap
+    start = seq_length // 2 if "slice" in options else 0
+    q, grad = q[:, :, start:], grad[:, :, start:]
+    rest = slopes, starts, ends, *site, head_dim**-0.5, probability, 0, cap, start
     with only_compiled(capability) as kernels:
         out, log_sums = launch(q, k, v, *rest)
         launch_backward(grad, q, k, v, out, log_sums, *rest)

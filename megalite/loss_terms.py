@@ -68,7 +68,8 @@ class WithTerms(NamedTuple):
     @staticmethod
     def if_any(hidden: Tensor, terms: Terms, keys: SharedKeys) -> Tensor | WithTerms:
         """Return the output of a layer that computes these terms and keys, which can be none."""
-        return WithTerms(hidden, terms, keys) if terms or keys else hidden
+        # By length: torch.compile takes an empty mapping proxy for a true value.
+        return WithTerms(hidden, terms, keys) if len(terms) or len(keys) else hidden
 
     @staticmethod
     def of_last(output: Tensor | WithTerms) -> WithTerms:

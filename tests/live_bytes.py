@@ -50,5 +50,18 @@ class LiveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

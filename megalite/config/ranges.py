@@ -34,7 +34,8 @@ _FIELDS_OF_RANGE = {
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         distributed_timeout_minutes num_threads micro_batch_size global_batch_size
-        recompute_num_layers cross_entropy_chunks keep_last profile_modules_top tensorboard_queue_size""",
+        recompute_num_layers cross_entropy_chunks mlp_chunks keep_last profile_modules_top
+        tensorboard_queue_size""",
     POSITIVE: """
         ddp_bucket_size lr_decay_iters lr_wsd_decay_iters
         train_iters train_samples rampup_batch_size

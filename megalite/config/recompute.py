@@ -16,8 +16,8 @@ Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
 class RecomputeConfig:
     """Describe which activations are recomputed in backward or offloaded to the host, to save memory.
 
-    The run stays bitwise the same, except that --cross-entropy-chunks changes the summation order of a weight
-    gradient.
+    The run stays bitwise the same, except that --cross-entropy-chunks and --mlp-chunks change the summation
+    order of weight gradients.
     """
 
     recompute_granularity: Granularity | None = field(
@@ -50,6 +50,9 @@ class RecomputeConfig:
     cross_entropy_chunks: int = 1
     """Compute logits and loss in this many chunks, and recompute each chunk in backward. This saves the
     memory of full logits."""
+    mlp_chunks: int = field(default=1, metadata=flags("--mlp-chunks-for-training"))
+    """Compute each MLP in this many chunks of the sequence, and recompute each chunk in backward. This saves
+    the memory of its wide activations."""
 
     cpu_offload_activations: int = field(default=0, metadata=flags("--cpu-offloading-num-layers"))
     """Keep the saved activations of this many first layers of each pipeline stage in host memory between

@@ -46,7 +46,7 @@ _NAMES: Mapping[OnResume, str] = {
         distributed_backend distributed_timeout_minutes num_threads numa_binding keep_freed_memory
         optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction fp8_weight_cache
         recompute_granularity recompute_method recompute_num_layers recompute_modules
-        distribute_saved_activations cross_entropy_chunks cpu_offload_activations
+        distribute_saved_activations cross_entropy_chunks mlp_chunks cpu_offload_activations
         data_cache_path micro_batch_size
         eval_tasks eval_tasks_interval eval_tasks_folder eval_tasks_num_fewshot eval_tasks_limit
         exit_interval exit_duration_in_mins exit_signals kill_switch_path hang_timeout audit_interval

@@ -4,7 +4,8 @@ It has ALiBi, documents, windows, capped scores, sinks and dropout. On CUDA the 
 (`triton_attention`). The dropout masks are bitwise the same as in `CausalSoftmax`. The operators take the
 dropout key in a tensor on the host, so that all layers share one graph of torch.compile.
 
-Shapes: b samples, n query heads, g key/value heads, s sequence, d head size.
+Shapes: b samples, n query heads, g key/value heads, s sequence, d head size. The m queries are all s, or a
+slice of them.
 """
 
 import importlib.util
@@ -28,7 +29,7 @@ _OP = f"{NAMESPACE}::flash_attention"
 _BACKWARD = f"{NAMESPACE}::flash_attention_backward"
 _REST = (
     "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
-    "int base, float? cap=None"
+    "int base, float? cap=None, int start=0"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)")
@@ -48,10 +49,10 @@ def has_triton() -> bool:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return dropout(softmax(scale * q k^T + bias)) v, ``[b, n, s, d]``.
+    """Return dropout(softmax(scale * q k^T + bias)) v, ``[b, n, m, d]``.
 
     Args:
-        q: ``[b, n, s, d]``, bf16, fp16 or fp32.
+        q: ``[b, n, m, d]``, bf16, fp16 or fp32; the queries from position `first` of the visible keys on.
         k: ``[b, g, s, d]``; n/g query heads share a key/value head.
         v: ``[b, g, s, d]``.
         softmax: bias, visible keys and dropout. The `starts` of the keys do not decrease within a sample. If
@@ -66,12 +67,13 @@ def flash_attention(
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, slopes, starts, ends, *site, cap, sinks)[0]
+    rest = slopes, starts, ends, *site, cap, visible.first, sinks
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest)[0]
     return out
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, s, d]``.
+    """Allocate the output, and one number per query in at least fp32, for queries ``[b, n, m, d]``.
 
     Args:
         v: values; the output has the size of their heads.
@@ -92,9 +94,10 @@ def _softmax(
     p: float,
     base: int,
     cap: float | None = None,
+    start: int = 0,
 ) -> CausalSoftmax:
     drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends), drop, cap)
+    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends, first=start), drop, cap)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -102,9 +105,9 @@ def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     weights = q.to(wide) @ keys.mT  # scores, overwritten in place
-    softmax = _softmax(q.shape[2], *rest)
+    softmax = _softmax(k.shape[2], *rest)
     softmax.cap_(weights)
-    log_sums = softmax_reference(weights, *softmax.arguments(0))
+    log_sums = softmax_reference(weights, *softmax.arguments(softmax.visible.first))
     out, _ = empty_results(q, v)
     return out.copy_(weights @ values), log_sums
 
@@ -116,11 +119,11 @@ def reference_backward(
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
-    weights, weight_grads = queries @ keys.mT, grads @ values.mT  # [b, n, s, s], overwritten in place
-    softmax = _softmax(q.shape[2], *rest)
+    weights, weight_grads = queries @ keys.mT, grads @ values.mT  # [b, n, m, s], overwritten in place
+    softmax = _softmax(k.shape[2], *rest)
     softmax.cap_(weights)
     slope = softmax.cap_slope(weights)
-    softmax_reference_backward(weights, weight_grads, log_sums, *softmax.arguments(0))
+    softmax_reference_backward(weights, weight_grads, log_sums, *softmax.arguments(softmax.visible.first))
     if slope is not None:
         weight_grads *= slope
     grad_k, grad_v = (
@@ -207,7 +210,7 @@ _DELTA_ROWS = 64
 
 
 def kernel_sizes(q: Tensor) -> KernelSizes:
-    """Return the sizes for queries ``[b, n, s, d]``, with d at most `MAX_HEAD_DIM`."""
+    """Return the sizes for queries ``[b, n, m, d]``, with d at most `MAX_HEAD_DIM`."""
     kind = q.dtype.itemsize, max(64, padded(q.shape[-1]))
     if q.is_cuda:
         properties: Any = torch.cuda.get_device_properties(q.device)
@@ -234,24 +237,32 @@ def padded(head_dim: int) -> int:
 
 
 def _numbers(
-    q: Tensor, k: Tensor, key: Tensor | None, scale: float, p: float, base: int, cap: float | None
-) -> tuple[int | float | None, ...]:
+    q: Tensor,
+    k: Tensor,
+    key: Tensor | None,
+    scale: float,
+    p: float,
+    base: int,
+    cap: float | None,
+    start: int,
+) -> tuple[Any, ...]:
     """Return the arguments of all kernels from n to factor."""
-    n, s = q.shape[1:3]
+    (n, m), (g, s) = q.shape[1:3], k.shape[1:3]
+    own = (None, None) if m == s else (m, start)
     site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
-    return n, n // k.shape[1], s, scale, cap, *site
+    return n, n // g, s, *own, scale, cap, *site
 
 
-def _constants(q: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
+def _constants(k: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
     """Return the compile-time constants of a kernel."""
-    s, d = q.shape[2:]
+    s, d = k.shape[2:]
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "d": d,
         "D": padded(d),
         "M": sizes.queries,
         "N": sizes.keys,
-        "PRECISION": "tf32" if is_tf32 or q.dtype != torch.float32 else "ieee",
+        "PRECISION": "tf32" if is_tf32 or k.dtype != torch.float32 else "ieee",
         "ALIGNED": s % 4 == 0 and base % 4 == 0,
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
@@ -281,22 +292,23 @@ def launch(
     p: float,
     base: int,
     cap: float | None = None,
+    start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel."""
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
 
     q, k, v = map(_with_rows, (q, k, v))
     out, log_sums = empty_results(q, v)
-    b, n, s, _ = q.shape
+    b, n, m, _ = q.shape
     if q.numel() == 0:
         return out, log_sums
     sizes = kernel_sizes(q).forward
     with torch.cuda.device_of(q):
-        kernels.forward_kernel[-(-s // sizes.queries), n, b](
+        kernels.forward_kernel[-(-m // sizes.queries), n, b](
             *(q, k, v, out, log_sums, slopes, starts, ends, samples),
             *_strides(q, k, v, out),
-            *_numbers(q, k, key, scale, p, base, cap),
-            **_constants(q, base, sizes),
+            *_numbers(q, k, key, scale, p, base, cap, start),
+            **_constants(k, base, sizes),
         )
     return out, log_sums
 
@@ -317,6 +329,7 @@ def launch_backward(
     p: float,
     base: int,
     cap: float | None = None,
+    start: int = 0,
 ) -> list[Tensor]:
     """Run the kernels of the gradients of q, k and v, as `empty_gradients` allocates them."""
     from megalite.kernels import triton_attention as kernels
@@ -325,7 +338,7 @@ def launch_backward(
     results = empty_gradients(q, k, v)
     grad_q, grad_k, grad_v = gradients_of(results)
     delta = torch.empty_like(log_sums)
-    (b, n, s, d), g = q.shape, k.shape[1]
+    (b, n, m, d), (g, s) = q.shape, k.shape[1:3]
     if q.numel() == 0:
         return results
     _, of_keys, of_queries, of_values = kernel_sizes(q)
@@ -333,13 +346,13 @@ def launch_backward(
     launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(of_keys, grad_k, grad_v)]
     if of_values is not None:
         launches = [(of_keys, grad_k, None), (of_values, None, grad_v)]
-    numbers = _numbers(q, k, key, scale, p, base, cap)
+    numbers = _numbers(q, k, key, scale, p, base, cap, start)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
     with torch.cuda.device_of(q):
-        kernels.delta_kernel[-(-s // _DELTA_ROWS), n, b](
-            *(out, grad, delta, *_strides(out, grad), n, s),
+        kernels.delta_kernel[-(-m // _DELTA_ROWS), n, b](
+            *(out, grad, delta, *_strides(out, grad), n, m),
             **{"d": d, "M": _DELTA_ROWS, "D": padded(d), "enable_fp_fusion": True},
         )
         for sizes, of_k, of_v in launches:
@@ -347,13 +360,13 @@ def launch_backward(
                 *(q, k, v, grad, of_k, of_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
                 *_strides(q, k, v, grad, grad_k, grad_v),
                 *numbers,
-                **_constants(q, base, sizes),
+                **_constants(k, base, sizes),
             )
-        kernels.query_gradients_kernel[-(-s // of_queries.queries), n, b](
+        kernels.query_gradients_kernel[-(-m // of_queries.queries), n, b](
             *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
-            **_constants(q, base, of_queries),
+            **_constants(k, base, of_queries),
         )
     return results
 
@@ -385,9 +398,10 @@ def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
         p: float,
         base: int,
         cap: float | None = None,
+        start: int = 0,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, scale, p, base, cap)
+        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, scale, p, base, cap, start)
         if sinks is not None:
             add_sinks_(out, log_sums, sinks)
         return out, log_sums
@@ -422,7 +436,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     *saved, sinks = ctx.saved_tensors
     grads = torch.ops.megalite.flash_attention_backward(grad, *saved, *ctx.numbers)
     of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
-    return *gradients_of(grads), *(None,) * 9, of_sinks
+    return *gradients_of(grads), *(None,) * 10, of_sinks
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -22,6 +22,9 @@ Backward computes P and D again. In the kernel for dk and dv, a program has a bl
 queries. In the kernel for dq, it has a block of queries and loops over keys. Sums are not atomic, so the
 results are the same in every run.
 
+The keys are those of a whole sequence. The queries are too if `start` is None, or `num_queries` of them from
+position `start` on. `row` and `rows` count the m queries; `first` and `queries` are positions.
+
 Legend: b samples, n query heads, g key/value heads, r = n/g, s sequence, d head size. Constants of a compiled
 kernel: M queries and N keys in a block; D, d rounded up to a power of two; ALIGNED, whether the index of each
 query's first weight is divisible by 4; PRECISION of GEMMs in fp32. `factor` is 1 / (1 - p). Elements outside
@@ -38,6 +41,18 @@ from megalite.kernels.triton_dropout import kept_elements
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _position(row, start):
+    """Return the position of a query."""
+    return row if start is None else start + row
+
+
+@triton.jit
+def _row(position, start, m):
+    """Return the row of the query at a position, or the nearest row."""
+    return position if start is None else tl.minimum(tl.maximum(position - start, 0), m)
 
 
 @triton.jit
@@ -140,18 +155,22 @@ def _key_ranges(starts, ends, sample, first, s, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _query_ranges(starts, ends, query_ends, sample, first_key, s, M: tl.constexpr, N: tl.constexpr):
-    """Return the range of queries that attend to a block of keys, and from where on they need no mask."""
+def _row_ranges(
+    starts, ends, query_ends, sample, first_key, s, m, start, M: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Return the range of rows that attend to a block of keys, and from where on they need no mask."""
     if query_ends is None:
-        full_begin, end = tl.minimum(tl.cdiv(first_key + N - 1, M) * M, s), s
+        all_see = _row(first_key + N - 1, start, m)
+        full_begin, end = tl.minimum(tl.cdiv(all_see, M) * M, m), m
     else:
         last_key = tl.minimum(first_key + N, s) - 1
         end = tl.load(query_ends + sample.to(tl.int64) * s + last_key).to(tl.int32)
+        end = _row(end, start, m)
         full_begin = end
     begin = first_key
     if ends is not None:
         begin = tl.load(starts + sample.to(tl.int64) * s + first_key).to(tl.int32)
-    return begin // M * M, full_begin, end
+    return _row(begin, start, m) // M * M, full_begin, end
 
 
 @triton.jit
@@ -171,17 +190,19 @@ def _kept(
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def forward_kernel(
     q, k, v, out, log_sums, slopes, starts, ends, samples, q_strides, k_strides, v_strides, out_strides,
-    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute o ``[b, n, s, d]`` and L ``[b, n, s]`` of a block of queries; grid (s/M, n, b)."""
+    """Compute o ``[b, n, m, d]`` and L ``[b, n, m]`` of a block of queries; grid (m/M, n, b)."""
+    m = s if start is None else num_queries
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the blocks with the most keys first
     head, sample = tl.program_id(1), tl.program_id(2)
-    first = block * M
+    row = block * M
+    first = _position(row, start)
     queries = (first + tl.arange(0, M))[:, None]
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
-    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], first, s, d, M, D)
+    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], row, m, d, M, D)
     first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
     begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
     largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
@@ -206,30 +227,30 @@ def forward_kernel(
             v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
             acc = tl.dot(p.to(v_block.dtype), v_block, acc * correction[:, None], input_precision=PRECISION)
     acc = acc * (factor / total)[:, None]
-    _store_rows(_head(out, out_strides, sample, head), out_strides[2], first, s, acc, d, M, D)
-    rows = first + tl.arange(0, M)
-    places = log_sums + (sample.to(tl.int64) * n + head) * s + rows
-    tl.store(places, (largest + tl.log2(total)) * LN_2, mask=rows < s)
+    _store_rows(_head(out, out_strides, sample, head), out_strides[2], row, m, acc, d, M, D)
+    rows = row + tl.arange(0, M)
+    places = log_sums + (sample.to(tl.int64) * n + head) * m + rows
+    tl.store(places, (largest + tl.log2(total)) * LN_2, mask=rows < m)
 
 
 @triton.jit
 def delta_kernel(
-    out, grad, delta, out_strides, grad_strides, n, s, d: tl.constexpr, M: tl.constexpr, D: tl.constexpr
+    out, grad, delta, out_strides, grad_strides, n, m, d: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Compute delta ``[b, n, s]`` of a block of queries from o and do; grid (s/M, n, b)."""
-    first, head, sample = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
-    o = _load_rows(_head(out, out_strides, sample, head), out_strides[2], first, s, d, M, D)
-    do = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], first, s, d, M, D)
-    rows = first + tl.arange(0, M)
+    """Compute delta ``[b, n, m]`` of a block of queries from o and do; grid (m/M, n, b)."""
+    row, head, sample = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
+    o = _load_rows(_head(out, out_strides, sample, head), out_strides[2], row, m, d, M, D)
+    do = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], row, m, d, M, D)
+    rows = row + tl.arange(0, M)
     sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta + (sample.to(tl.int64) * n + head) * s + rows, sums, mask=rows < s)
+    tl.store(delta + (sample.to(tl.int64) * n + head) * m + rows, sums, mask=rows < m)
 
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def key_gradients_kernel(
     q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_k_strides, grad_v_strides,
-    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -239,29 +260,33 @@ def key_gradients_kernel(
 
     Scores are transposed, ``[N, M]``, so that P and dx are first factors of GEMMs and can stay in registers.
     """
+    m = s if start is None else num_queries
     first_key, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
     keys = (first_key + tl.arange(0, N))[:, None]
     k_block = _load_rows(_head(k, k_strides, sample, group), k_strides[2], first_key, s, d, N, D)
     v_block = _load_rows(_head(v, v_strides, sample, group), v_strides[2], first_key, s, d, N, D)
-    begin, full_begin, end = _query_ranges(starts, ends, query_ends, sample, first_key, s, M, N)
+    begin, full_begin, end = _row_ranges(starts, ends, query_ends, sample, first_key, s, m, start, M, N)
     sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     for head in range(group * r, group * r + r):
         q_head, grad_head = _head(q, q_strides, sample, head), _head(grad, grad_strides, sample, head)
-        of_head = (sample.to(tl.int64) * n + head) * s
+        of_head = (sample.to(tl.int64) * n + head) * m
         for masked in tl.static_range(0 if query_ends is None else 1, 2):
-            for first in range(begin if masked else full_begin, full_begin if masked else end, M):
-                rows = first + tl.arange(0, M)
-                q_block = _load_rows(q_head, q_strides[2], first, s, d, M, D)
-                log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
+            for row in range(begin if masked else full_begin, full_begin if masked else end, M):
+                first = _position(row, start)
+                rows = row + tl.arange(0, M)
+                q_block = _load_rows(q_head, q_strides[2], row, m, d, M, D)
+                log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
                 products = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
-                x = _scores(products, rows[None, :], keys, scale, cap, slopes, head)  # [N, M]
+                x = _scores(
+                    products, _position(rows, start)[None, :], keys, scale, cap, slopes, head
+                )  # [N, M]
                 p = tl.exp2(x - log_sum[None, :])
                 if masked:
                     seen = keys < _end_keys(ends, sample, first, s, M)[None, :]
                     if starts is not None:
                         seen &= keys >= _first_keys(starts, sample, first, s, M)[None, :]
                     p = tl.where(seen, p, 0.0)
-                grad_block = _load_rows(grad_head, grad_strides[2], first, s, d, M, D)
+                grad_block = _load_rows(grad_head, grad_strides[2], row, m, d, M, D)
                 if samples is not None:
                     kept = tl.trans(
                         _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
@@ -273,7 +298,7 @@ def key_gradients_kernel(
                     weight_grads = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
                     if samples is not None:
                         weight_grads = tl.where(kept, weight_grads * factor, 0.0)
-                    deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
+                    deltas = tl.load(delta + of_head + rows, mask=rows < m, other=0.0)
                     dx = _uncapped(p * (weight_grads - deltas[None, :]), products, scale, cap)
                     sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
     if grad_k is not None:
@@ -288,20 +313,22 @@ def key_gradients_kernel(
 def query_gradients_kernel(
     q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_q_strides,
-    n, r, s, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq ``[b, n, s, d]`` of a block of queries; grid (s/M, n, b)."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # start the blocks with the most keys first
+    """Compute dq ``[b, n, m, d]`` of a block of queries; grid (m/M, n, b)."""
+    m = s if start is None else num_queries
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # start the blocks with the most keys first
+    first = _position(row, start)
     head, sample = tl.program_id(1), tl.program_id(2)
-    rows = first + tl.arange(0, M)
+    rows = row + tl.arange(0, M)
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
-    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], first, s, d, M, D)
-    grad_block = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], first, s, d, M, D)
-    of_head = (sample.to(tl.int64) * n + head) * s
-    log_sum = tl.load(log_sums + of_head + rows, mask=rows < s, other=float("inf")) * LOG2_E
-    deltas = tl.load(delta + of_head + rows, mask=rows < s, other=0.0)
+    q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], row, m, d, M, D)
+    grad_block = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], row, m, d, M, D)
+    of_head = (sample.to(tl.int64) * n + head) * m
+    log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
+    deltas = tl.load(delta + of_head + rows, mask=rows < m, other=0.0)
     first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
     begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
     sum_q = tl.zeros([M, D], tl.float32)
@@ -310,7 +337,7 @@ def query_gradients_kernel(
             keys = (first_key + tl.arange(0, N))[None, :]
             k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
-            x = _scores(products, rows[:, None], keys, scale, cap, slopes, head)  # [M, N]
+            x = _scores(products, _position(rows, start)[:, None], keys, scale, cap, slopes, head)  # [M, N]
             p = tl.exp2(x - log_sum[:, None])
             if masked:
                 p = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
@@ -322,4 +349,4 @@ def query_gradients_kernel(
             dx = _uncapped(p * (weight_grads - deltas[:, None]), products, scale, cap)
             sum_q = tl.dot(dx.to(k_block.dtype), k_block, sum_q, input_precision=PRECISION)
     grad_q_head = _head(grad_q, grad_q_strides, sample, head)
-    _store_rows(grad_q_head, grad_q_strides[2], first, s, sum_q * scale, d, M, D)
+    _store_rows(grad_q_head, grad_q_strides[2], row, m, sum_q * scale, d, M, D)

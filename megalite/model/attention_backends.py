@@ -137,7 +137,6 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
-_SLICE = "{} needs the queries of all positions, which --cp-comm-type a2a gives it"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
@@ -187,7 +186,7 @@ def cudnn_version(number: int) -> str:
 
 def _flex_refusal(case: Case) -> str:
     if case.has_slice_of_queries:
-        return _SLICE.format("FlexAttention")
+        return "FlexAttention needs the queries of all positions, which --cp-comm-type a2a gives it"
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
     if case.config.qk_clip:
@@ -205,8 +204,6 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
-    if case.has_slice_of_queries:
-        return _SLICE.format("the Triton kernel")
     if case.config.qk_clip:
         return _MAXIMA
     if case.device == "cpu":

@@ -14,6 +14,8 @@
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
+    --mlp-chunks                the MLP, one chunk of the sequence  its input
+                                after another
 
 A recomputed function runs under hooks that replace each tensor it saves for backward by a number. When
 backward unpacks the first number, the function runs again, and the hooks collect all its saved tensors.
@@ -61,10 +63,11 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
     for layer in stage.all_layers():
         if isinstance(layer, TransformerLayer):
             _recompute_parts(layer, config)
-        elif config.modules:
+        elif config.modules or config.mlp_chunks > 1:
+            option = "--recompute-granularity selective" if config.modules else "--mlp-chunks"
             raise UserError(
-                "--recompute-granularity selective recomputes parts of a transformer layer, and this "
-                f"model's layers are {type(layer).__name__}: pass --recompute-granularity full"
+                f"{option} recomputes parts of a transformer layer, and this model's layers are "
+                f"{type(layer).__name__}: pass --recompute-granularity full"
             )
     if config.recompute_granularity == "full":
         _recompute_groups(stage, config)
@@ -90,15 +93,30 @@ def _recompute_mixer(layer: TransformerLayer, config: RecomputeConfig) -> None:
 
 def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
     mlp = layer.mlp
+    if config.mlp_chunks > 1:
+        assert isinstance(mlp, MLP), "the configuration rejects experts in chunks"
+        _compute_mlp_in_chunks(mlp, config.mlp_chunks)
     if "mlp" in config.modules:
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
     if "layernorm" in config.modules:
-        first = "project_up" if isinstance(mlp, MLP) else "transform"
+        first = "project_up" if isinstance(mlp, MLP) and config.mlp_chunks == 1 else "transform"
         recompute_output(layer.mlp_norm, "forward", mlp, first)
     if "mlp_act" in config.modules and isinstance(mlp, MLP):
         mlp.up.fuses_gelu = False  # only the activation's input is kept, not its output
         recompute_output(mlp, "activate", mlp, "project_down")
+
+
+def _compute_mlp_in_chunks(mlp: MLP, num_chunks: int) -> None:
+    for linear in (mlp.up, mlp.down):
+        # Weight gradients stored for later would hold the wide activations of all chunks.
+        linear.context = replace(linear.context, store=None)
+
+    def in_chunks(transform: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        chunks = x.tensor_split(min(num_chunks, x.shape[0]))  # of the sequence, or of the rank's slice
+        return torch.cat([recompute(transform, chunk) for chunk in chunks])
+
+    wrap(mlp, "transform", lambda transform: partial(in_chunks, transform))
 
 
 def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -211,6 +211,7 @@ class PlannedRun:
             recomputes_head=model.mtp_num_layers > 0 and config.recompute.recompute_granularity == "full",
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
             **self._expert_axes,
+            mlp_chunks=config.recompute.mlp_chunks,
             provider=self.provider,
         )
         return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_comm_type))

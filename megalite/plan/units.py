@@ -183,7 +183,7 @@ _NO_EXPERT_AXES: dict[str, Any] = {"ep": 1, "etp": None, "moe_imbalance": 1.0}
 def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
-    edge = replace(whole, recomputed_modules=(), recomputes_head=False, **_NO_EXPERT_AXES)
+    edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, **_NO_EXPERT_AXES)
     head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
@@ -220,7 +220,8 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         if program.keeps_scores and "core_attn" not in modules:
             scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
             saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
-    if program.keeps_gate and model.is_gated and not {"mlp", "mlp_act"} & set(modules):
+    recomputes_gate = key.any_unit.mlp_chunks > 1 or {"mlp", "mlp_act"} & set(modules)
+    if program.keeps_gate and model.is_gated and not recomputes_gate:
         last = layer.forward.gemms[-1]
         saved["mlp_act"] += element * last.m * last.k * last.batch
     if program.copies_heads and call is not None:

@@ -130,6 +130,7 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, 
             recompute_granularity="full" if key.recomputes_head else _selective(key),
             recompute_modules=key.recomputed_modules,
             cross_entropy_chunks=key.cross_entropy_chunks,
+            mlp_chunks=key.mlp_chunks,
         ),
     )
     return stage

@@ -27,6 +27,7 @@ class UnitKey:
         cross_entropy_chunks: number of parts in which the head computes the loss.
         ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
         moe_imbalance: rows for the rank's experts, relative to even ones.
+        mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
@@ -44,4 +45,5 @@ class UnitKey:
     ep: int = 1
     etp: int | None = None
     moe_imbalance: float = 1.0
+    mlp_chunks: int = 1
     provider: Callable[..., Any] | None = None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from megalite.train import stopping
 from tests.end_to_end.conftest import TINY_FLAGS, Run, RunHere, write_corpus
 from tests.programs import run_program_on_ranks
 
@@ -178,10 +181,14 @@ def test_a_loss_that_is_not_finite_is_shown_and_named(pretrain: Run, tmp_path: P
     assert set(_losses(metrics).values()) & {"NaN", "Infinity"}
 
 
-def test_exit_duration(pretrain_here: RunHere, tmp_path: Path) -> None:
-    flags = ["--train-iters", "100000", "--exit-duration-in-mins", "0.005", "--save", str(tmp_path)]
-    status, _ = pretrain_here(*flags)
+def test_exit_duration(pretrain_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that goes forward by a minute at each look: at the start, then before each check."""
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=count(step=60.0).__next__))
+    metrics = tmp_path / "metrics.jsonl"
+    flags = ["--train-iters", "1000", "--exit-duration-in-mins", "2.5", "--save", str(tmp_path)]
+    status, _ = pretrain_here(*flags, "--metrics-file", str(metrics))
     assert status == 0
+    assert list(_losses(metrics)) == [1, 2]
     assert (tmp_path / "latest").exists()
 
 

@@ -87,6 +87,7 @@ CASES = {
     "untied embeddings": _small(untie_embeddings_and_output_weights=True),
     "unfused attention": _small(attention_backend="unfused"),
     "cross-entropy chunks": _small("tp2+sp", cross_entropy_chunks=4),
+    "MLP chunks": _small("tp2+sp", mlp_chunks=4),
     "loss spikes": _small(check_for_spiky_loss=True),
     "bloom": _small(preset="bloom-tiny", attention_dropout=0.1),
     "llama": _small(preset="llama-tiny"),

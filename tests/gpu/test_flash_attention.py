@@ -30,6 +30,7 @@ LONG = {
     "dropout": Case(333, p=0.1),
     "dropout, rows of four": Case(512, d=128, p=0.1),
     "everything": Case(509, d=96, n=4, alibi=True, documents=True, p=0.2),
+    "a slice": Case(700, d=128, n=4, g=2, queries=slice(350, 700)),
     "large heads": Case(260, d=256, n=4, alibi=True, documents=True, p=0.2),
 }
 

@@ -28,6 +28,9 @@ RECOMPUTE = {
     ),
     "mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
     "loss": RecomputeConfig(cross_entropy_chunks=3),
+    "mlp in chunks": RecomputeConfig(
+        mlp_chunks=3, recompute_granularity="selective", recompute_modules=("layernorm",)
+    ),
 }
 LAYOUTS = (
     "mbs2",
@@ -47,6 +50,7 @@ CORE = {
     ("parts", "tp2pp2zbdp2+sp"),
     ("mlp", "dp2+zero1+gather"),
     ("loss", "dp2+zero3"),
+    ("mlp in chunks", "tp2pp2zbdp2+sp"),
 }
 """Each kind but full and core, which the table's core has as +full and +selective."""
 

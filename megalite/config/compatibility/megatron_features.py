@@ -71,11 +71,9 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "recompute",
         "activations in parts",
-        "remove it; --sequence-parallel, --recompute-granularity and --cross-entropy-chunks save this memory",
-        """
-        scattered-embeddings split-transformers memory-centric-tiled-linear tile-factor
-        mlp-chunks-for-training
-        """,
+        "remove it; --sequence-parallel, --recompute-granularity, --mlp-chunks and --cross-entropy-chunks "
+        "save this memory",
+        "scattered-embeddings split-transformers memory-centric-tiled-linear tile-factor",
     ),
     UnsupportedFeature(
         "parallel",

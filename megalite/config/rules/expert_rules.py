@@ -88,6 +88,12 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
             "part of an MLP; pass mlp",
         )
+    if recompute.mlp_chunks > 1:
+        yield Problem(
+            ("num_experts", "mlp_chunks"),
+            f"--mlp-chunks {recompute.mlp_chunks} with {given}: experts compute all their tokens at once; "
+            "remove it, and pass --recompute-granularity selective with --recompute-modules mlp",
+        )
 
 
 def _expert_groups(config: Config) -> Iterator[Problem]:

@@ -422,6 +422,12 @@ def modules(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mlp and its part "
             "mlp_act: remove one of them",
         )
+    if recompute.mlp_chunks > 1 and (parts := recompute.modules & {"mlp", "mlp_act"}):
+        yield Problem(
+            ("mlp_chunks", "recompute_modules"),
+            f"--mlp-chunks {recompute.mlp_chunks} recomputes the MLP: remove {' and '.join(sorted(parts))} "
+            "from --recompute-modules",
+        )
 
 
 def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:

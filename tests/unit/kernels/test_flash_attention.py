@@ -41,6 +41,8 @@ class Case(NamedTuple):
     p: float = 0.0
     cap: float | None = None
     has_sinks: bool = False
+    queries: slice = slice(None)
+    """of the sequence"""
 
 
 CASES = {
@@ -68,6 +70,13 @@ CASES = {
     "dropout, rows of four": Case(40, p=0.3),
     "sinks": Case(37, n=4, has_sinks=True),
     "sinks, everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3, has_sinks=True),
+    "a slice of the queries": Case(37, queries=slice(11, 30)),
+    "the last queries": Case(70, n=4, queries=slice(35, 70)),
+    "a slice over blocks": Case(210, d=16, n=1, g=1, queries=slice(70, 200)),
+    "a slice, both sides": Case(50, documents=True, both_sides=True, p=0.3, queries=slice(13, 40)),
+    "a slice, everything": Case(
+        45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3, cap=1.5, queries=slice(9, 36)
+    ),
     "everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3),
     "everything, rows of four": Case(44, n=4, alibi=True, documents=True, p=0.3),
 }
@@ -88,6 +97,8 @@ def softmax_of(case: Case, device: str = "cpu") -> CausalSoftmax:
     if case.window is not None:
         visible = softmax.visible.within(case.window, case.s, torch.device(device))
         softmax = softmax._replace(visible=visible if case.documents else visible.expand(2))
+    if case.queries.start:
+        softmax = softmax._replace(visible=softmax.visible._replace(first=case.queries.start))
     if case.p:
         drop = Drop(case.p, KEY, NUMBERS.to(device), base=8 * case.s**2)
         softmax = softmax._replace(drop=drop)
@@ -104,6 +115,7 @@ def inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
         .permute(1, 2, 0, 3)
         for heads in (case.n, case.g, case.g, case.n)
     ]
+    parts[0], parts[3] = (part[:, :, case.queries] for part in (parts[0], parts[3]))
     return parts + sinks
 
 
@@ -120,7 +132,7 @@ def expected(case: Case, parts: list[Tensor]) -> list[Tensor]:
     q, k, v, grad, *sinks = (part.cpu().double().requires_grad_() for part in parts)
     leaves = q, k, v, *sinks
     k, v = (x.repeat_interleave(case.n // case.g, dim=1) for x in (k, v))
-    out = expected_weights(q @ k.mT, softmax_of(case), 0, 0, *sinks) @ v
+    out = expected_weights(q @ k.mT, softmax_of(case), case.queries.start or 0, 0, *sinks) @ v
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 

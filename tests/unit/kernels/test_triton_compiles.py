@@ -25,7 +25,7 @@ SMALL_MEMORY = 99 << 10
 BERT = "dropout, documents, both sides"
 
 
-@pytest.mark.parametrize("options", [f"{ALL}, caps", BERT])
+@pytest.mark.parametrize("options", [f"{ALL}, caps", BERT, f"{ALL}, slice"])
 @pytest.mark.parametrize(
     ("seq_length", "num_heads", "num_groups", "head_dim"),
     [

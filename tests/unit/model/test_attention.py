@@ -321,9 +321,9 @@ def with_cp(topology: Topology, size: int, rank: int) -> Topology:
     ("backend", "case"),
     [
         (backend, case)
-        for backend in ("flash", "unfused")
+        for backend in ("flash", "unfused", "triton")
         for case in CASES
-        if backend == "unfused" or "capped" not in case
+        if backend != "flash" or "capped" not in case
     ],
 )
 def test_slices_of_the_queries_see_all_keys(
@@ -333,7 +333,7 @@ def test_slices_of_the_queries_see_all_keys(
     if window is not None and not config.is_causal:
         return
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
-    p = 0.3 if backend == "unfused" else 0.0
+    p = 0.0 if backend == "flash" else 0.3
     numbers = torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
     slices = []
@@ -456,13 +456,17 @@ def test_scores_of_bidirectional_models_have_a_bias(one_rank: Topology) -> None:
     assert not case_of(one_rank, torch.float32).has_bias
 
 
-@pytest.mark.parametrize("backend", ["triton", "flex"])
-def test_kernels_that_need_all_queries_are_refused(backend: str, one_rank: Topology) -> None:
-    config, topology = config_of(attention_backend=backend), with_cp(one_rank, 2, 1)
-    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type a2a"):
+def test_flex_needs_all_queries(one_rank: Topology) -> None:
+    config, topology = config_of(attention_backend="flex"), with_cp(one_rank, 2, 1)
+    with pytest.raises(UserError, match=r"^--attention-backend flex .*--cp-comm-type a2a"):
         build_core(config, context_of(topology, torch.float32, "meta"))
     exchanged = dataclasses.replace(context_of(topology, torch.float32, "meta"), cp_comm_type="a2a")
-    assert choose(Case(config, exchanged))[0] == backend
+    assert choose(Case(config, exchanged))[0] == "flex"
+
+
+def test_auto_needs_no_mask_for_a_slice_of_the_queries(one_rank: Topology) -> None:
+    config, topology = config_of(), with_cp(one_rank, 2, 1)
+    assert choose(Case(config, context_of(topology, torch.bfloat16, "meta")))[0] == "triton"
 
 
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
@@ -16,22 +14,10 @@ from megalite.distributed.topology import Topology
 from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
 from megalite.model.recompute import losses_in_chunks
+from tests.live_bytes import LargestTensor
 from tests.stages import build_stage
 
 B, S, V = 2, 96, 4096
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
-
-    num_elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.num_elements = max(self.num_elements, tensor.numel())
-        return result
 
 
 def run(
