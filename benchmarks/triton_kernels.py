@@ -63,8 +63,8 @@ def compile_attention(
     """Compile the kernels of attention; return each by its name in `KernelSizes`.
 
     Args:
-        options: of dropout, documents, both sides, alibi, caps and slice (the last half of the queries), those
-            that the kernels support, as text.
+        options: of dropout, documents, both sides, alibi, caps and slice (the last half of the queries),
+            those that the kernels support, as text.
     """
     heads = (num_heads, num_groups, num_groups, num_heads)
     q, k, v, grad = (torch.empty(seq_length, 2, n, head_dim, dtype=dtype).permute(1, 2, 0, 3) for n in heads)

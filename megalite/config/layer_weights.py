@@ -29,7 +29,7 @@ def layer_weights(model: ModelConfig, kind: LayerKind, *, active: bool = False) 
         assert model.num_experts is not None
         count = model.moe_router_topk if active else model.num_experts
         width = count * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
-        rows = width * num_halves + model.num_experts
+        rows = width * num_halves + model.num_experts + model.moe_shared_expert_gate
     return mixer + hidden * rows
 
 

@@ -437,6 +437,8 @@ class ModelConfig:
         default=None, metadata=option(allowed=SIZE, **_EXPERTS)
     )
     """Width of an MLP that computes all tokens beside the experts. By default there is none."""
+    moe_shared_expert_gate: bool = field(default=False, metadata=option(**_EXPERTS))
+    """Multiply that MLP's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),

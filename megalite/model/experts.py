@@ -10,7 +10,6 @@ experts compute n rows, each of which is a token for one expert.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,8 @@ from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import dispatch
 from megalite.model.grouped_linear import grouped_linear
-from megalite.model.mlp import MLP, activation_of
+from megalite.model.mlp import activation_of
+from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
@@ -197,7 +197,7 @@ class ExpertWeights(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Computes the sum of down_i(weight_i * activation(up_i(x))) over each token's experts i.
 
-    A shared expert, an MLP for all tokens, is added.
+    The output of a shared expert is added; see `SharedExpert`.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -211,8 +211,8 @@ class MixtureOfExperts(nn.Module):
         # [e/ep, ffn/etp, h], or [e/ep, 2, ffn/etp, h] if gated
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context)
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context)  # [e/ep, h, ffn/etp]
-        shared = config.moe_shared_expert_intermediate_size
-        self.shared = None if shared is None else MLP(replace(config, ffn_hidden_size=shared), context)
+        has_shared = config.moe_shared_expert_intermediate_size is not None
+        self.shared = SharedExpert(config, context) if has_shared else None
 
     def forward(self, x: Tensor) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""

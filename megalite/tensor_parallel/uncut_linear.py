@@ -19,6 +19,7 @@ class UncutLinear(nn.Module):
 
     Args:
         std, fused_rows: as in `ColumnParallelLinear`.
+        maps_features: see `ParameterSpec`.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class UncutLinear(nn.Module):
         *,
         std: float = 0.02,
         fused_rows: tuple[int, ...] = (),
+        maps_features: bool = True,
     ) -> None:
         super().__init__()
         self.context = _on_one_rank(context)
-        spec = ParameterSpec((out_features, in_features), std=std, fused_rows=fused_rows)
+        shape = (out_features, in_features)
+        spec = ParameterSpec(shape, std=std, fused_rows=fused_rows, maps_features=maps_features)
         self.weight = new_parameter(spec, context)  # [out, in]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ WINDOWED = "gpt-tiny, window"
 """Layers 1, 2 and 4 of 4 have a window."""
 MIXTRAL, WIDE_EXPERTS = "llama-tiny, experts", "llama-tiny, twelve experts"
 HYBRID = "llama-tiny, qwen3-next"
-"""Layers 1, 2 and 4 of 4 have Gated DeltaNet."""
+"""Layers 1, 2 and 4 of 4 have Gated DeltaNet, and layers 1, 3 and 4 experts."""
 NEMOTRON = "nemotron-h-tiny, own"
 """Layers with Mamba-2, attention, Mamba-2 and an MLP."""
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
@@ -90,7 +90,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     WIDE_EXPERTS: {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
-        **{"moe_router_pre_softmax": True},
+        **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
+        **{"moe_shared_expert_gate": True},
     },
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
@@ -101,7 +102,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
         **{"zero_centered_norms": True, "attention_output_gate": True, "qk_layernorm": True},
-        **{"rotary_percent": 0.5, "mtp_num_layers": 1},
+        **{"rotary_percent": 0.5, "mtp_num_layers": 1, "num_experts": 8, "moe_ffn_hidden_size": 12},
+        **{"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
+        "moe_layer_freq": (1, 0, 1, 1),
     },
     "llama-tiny, mtp": {"mtp_num_layers": 2, "z_loss_coeff": 0.1, "moe_layer_freq": (0, 0, 0, 1)}
     | {"num_experts": 4, "moe_ffn_hidden_size": 40},
@@ -183,6 +186,7 @@ ROWS += [
         *("pp2zbvdp2ep2+zero3", "cp2dp2ep4", "cp2ep2+a2a", "dp4ep2+zero2+offload", "dp2ep2mbs1"),
     )
 ]
+ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once

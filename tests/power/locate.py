@@ -119,6 +119,10 @@ PLACES: dict[str, tuple[str, str]] = {
         "load_balancing_loss, the sum", f"all-reduce over tp|{MISSING_TP}"),
     "a router's losses are those of its slice": ("load_balancing_loss, the sum", MISSING_TP),
     "gradients of the router are not summed": (r"^gradient of .*router\.weight", MISSING_TP),
+    "gradients of a shared expert's gate are not summed": (
+        r"^gradient of layers\.\d\.mlp\.shared\.gate\.weight", MISSING_TP),
+    "ranks after the first have a shared expert without its gate": (
+        r"output( \d)? of layers\.0\.mlp\.(shared|transform)", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),
     "dropout is keyed by the position in the slice": (r"output of embedding\.dropout", WHOLE),
     "dropout is keyed by the index in the microbatch": ("sample_numbers of the microbatch", WHOLE),

@@ -34,7 +34,7 @@ MODELS = (
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
-    | {"experts": "llama-tiny"}
+    | {"experts": "llama-tiny", "gated": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
     | {"gemma4": "llama-tiny"}
 )
@@ -59,6 +59,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "experts": {
         **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20, "moe_aux_loss_coeff": 0.1},
         **{"moe_z_loss_coeff": 0.1},
+    },
+    "gated": {
+        **{"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20},
+        **{"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     },
     "latent": {
         **{"multi_latent_attention": True, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_head_dim": 6},

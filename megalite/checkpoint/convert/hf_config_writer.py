@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.checkpoint.convert.families.hf_settings import HF_ACTIVATIONS, TOKEN_IDS
 from megalite.checkpoint.convert.hf_config import KEPT
-from megalite.checkpoint.convert.hf_tensors import family_of
+from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
 from megalite.model.stage import DTYPES
@@ -32,9 +32,9 @@ def hf_config_of(
         "eos_token_id": eod,
         "torch_dtype": dtype_name(DTYPES[config.params_dtype]),
     }
-    if recorded is None or recorded.get("model_type") != family.model_type:
+    if recorded is None or FAMILIES.get(recorded.get("model_type", "")) is not family:
         return written
-    kept = {name: value for name, value in recorded.items() if name in KEPT}
+    kept = {name: value for name, value in recorded.items() if name in KEPT and name != "model_type"}
     if HF_ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
         kept.pop("activation_function", None)  # the activation has changed since, or has no other name
     # transformers has a default for a token that config.json does not name; null would change it.

@@ -16,10 +16,12 @@ from megalite.checkpoint.convert.families.family import Entry, Family
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma3 import GEMMA3
 from megalite.checkpoint.convert.families.gemma4 import GEMMA4
+from megalite.checkpoint.convert.families.glm4_moe import GLM4_MOE
 from megalite.checkpoint.convert.families.gpt2 import GPT2
 from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
 from megalite.checkpoint.convert.families.gptj import GPTJ
 from megalite.checkpoint.convert.families.llama import LLAMA
+from megalite.checkpoint.convert.families.minimax_m2 import MINIMAX_M2
 from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
 from megalite.checkpoint.convert.families.mistral import MISTRAL
 from megalite.checkpoint.convert.families.mixtral import MIXTRAL
@@ -28,8 +30,10 @@ from megalite.checkpoint.convert.families.olmo2 import OLMO2
 from megalite.checkpoint.convert.families.olmo3 import OLMO3
 from megalite.checkpoint.convert.families.olmoe import OLMOE
 from megalite.checkpoint.convert.families.qwen2 import QWEN2
+from megalite.checkpoint.convert.families.qwen2_moe import QWEN2_MOE
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
 from megalite.checkpoint.convert.families.qwen3_5 import QWEN3_5
+from megalite.checkpoint.convert.families.qwen3_5_moe import QWEN3_5_MOE
 from megalite.checkpoint.convert.families.qwen3_moe import QWEN3_MOE
 from megalite.checkpoint.convert.families.qwen3_next import QWEN3_NEXT
 from megalite.checkpoint.convert.families.smollm3 import SMOLLM3
@@ -41,10 +45,10 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         *(GPT2, BLOOM, LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, OLMO2, OLMO3, SMOLLM3, GEMMA2, GEMMA3),
         *(GEMMA4, GPT_NEOX, GPTJ, BERT, MIXTRAL, QWEN3_MOE, OLMOE, DEEPSEEK_V3, DEEPSEEK_V2),
-        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H),
+        *(QWEN3_NEXT, QWEN3_5, NEMOTRON_H, QWEN2_MOE, QWEN3_5_MOE, GLM4_MOE, MINIMAX_M2),
     )
-}
-"""All architectures by `model_type`."""
+} | {"kimi_k2": DEEPSEEK_V3}
+"""All architectures by `model_type`; Kimi K2 is DeepSeek-V3 with other sizes, and is written as such."""
 
 
 @functools.cache

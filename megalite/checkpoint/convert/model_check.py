@@ -139,17 +139,18 @@ def run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> Mo
 def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> ModelOutputs:
     import transformers
 
-    theirs = transformers.AutoConfig.from_pretrained(
+    files = HFFolder(folder)
+    family = family_of(config, files.config.get("model_type"))
+    # A file may have a name of the family that transformers does not know (Kimi K2).
+    theirs = transformers.CONFIG_MAPPING[family.model_type].from_pretrained(
         folder, attn_implementation="eager", local_files_only=True
     )
     theirs._experts_implementation = "eager"  # their fused GEMMs need sizes that are multiples of 16 bytes
     # BLOOM's sums in slices leave out the biases of the sliced layers, so they are no reference.
     theirs.slow_but_exact = False
-    files = HFFolder(folder)
     (class_name,) = hf_config_of(config, recorded=files.config)["architectures"]
     with parameters_on_meta():
         model = getattr(transformers, class_name)(theirs).eval()
-    family = family_of(config, files.config.get("model_type"))
     in_file = {family.full_name(name): name for name in files.files}
     names = dict[nn.Parameter, list[list[tuple[str, ...]]]]()  # a tied weight has several
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -32,6 +32,12 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
             f"use a multiple of it, such as {-(-shared // tp) * tp}",
         )
+    if model.moe_shared_expert_gate and shared is None:
+        yield Problem(
+            ("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
+            "--moe-shared-expert-gate without a shared expert: pass --moe-shared-expert-intermediate-size "
+            "too, or remove it",
+        )
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield Problem(
             ("moe_router_enable_expert_bias", "moe_router_score_function"),

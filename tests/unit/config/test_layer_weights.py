@@ -17,10 +17,15 @@ RECURRENT = {
     **{"recurrent_mixer": "gated_delta_net", "linear_key_head_dim": 6, "linear_value_head_dim": 5},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
+GATED_EXPERTS = {
+    **{"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 4},
+    **{"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True},
+}
 LONGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "attention": ("llama-tiny", {"window_size": (9, 0)}, {}),
     "latent attention": ("llama-tiny", {"multi_latent_attention": True, "num_query_groups": None}, {}),
     "Gated DeltaNet": ("llama-tiny", RECURRENT, {}),
+    "a shared expert with a gate": ("llama-tiny", GATED_EXPERTS, {}),
     **{
         letter: (
             "nemotron-h-tiny",

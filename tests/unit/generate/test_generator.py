@@ -19,6 +19,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -27,6 +29,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     NemotronHConfig,
@@ -37,7 +41,11 @@ from transformers import (
     Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -54,7 +62,7 @@ from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
-from tests.unit.model.test_against_transformers import InDoublePrecision
+from tests.unit.model.test_against_transformers import InDoublePrecision, as_saved
 
 VOCAB, EOD, NUM_NEW = 301, 0, 12
 COMMON = {"vocab_size": VOCAB, "bos_token_id": EOD, "eos_token_id": EOD, "pad_token_id": EOD}
@@ -185,7 +193,39 @@ THEIRS |= {
         ),
     ),
 }
-OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4")
+EXPERTS = {"moe_intermediate_size": 9, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 11}
+THEIRS |= {
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig(**SIZES, **COMMON, **EXPERTS, num_experts=5, mlp_only_layers=[2]),
+    ),
+    "qwen3_next_experts": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(**SIZES, **COMMON, **RECURRENT, **EXPERTS, num_experts=5, decoder_sparse_step=2),
+    ),
+    "qwen3_5_moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig(**SIZES, **COMMON, **RECURRENT, **EXPERTS, num_experts=5),
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig(
+            **{**SIZES, **COMMON, "head_dim": 8, "attention_bias": True, "use_qk_norm": True},
+            **{"moe_intermediate_size": 9, "num_experts_per_tok": 2, "n_routed_experts": 6, "n_group": 2},
+            num_mtp_layers=0,
+        ),
+    ),
+    "minimax_m2": (
+        MiniMaxM2ForCausalLM,
+        MiniMaxM2Config(
+            **SIZES, **COMMON, head_dim=10, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2
+        ),
+    ),
+}
+OF_200 = (
+    *("qwen3_next", "qwen3_5", "nemotron_h", "gemma4"),
+    *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
+)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +239,7 @@ OF_200 = ("qwen3_next", "qwen3_5", "nemotron_h", "gemma4")
 def test_greedy_text(kind, num_new, one_rank):
     build, hf_config = THEIRS[kind]
     torch.manual_seed(1)
+    hf_config._experts_implementation = "eager"  # their fused GEMMs are not in fp64
     theirs = build(hf_config).double().eval()
     if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
         theirs.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
@@ -214,7 +255,7 @@ def test_greedy_text(kind, num_new, one_rank):
 
     config = dataclasses.replace(config_of(hf_config.to_dict()), params_dtype="fp64")
     ours = build_stage(config, one_rank, range(config.num_layers), seed=0, attention=CachedCore)
-    ours.load_state_dict(from_hf(theirs.state_dict(), config, hf_config.model_type))
+    ours.load_state_dict(from_hf(as_saved(theirs, theirs.state_dict()), config, hf_config.model_type))
     generator = Generator(ours, Sampler(Sampling(temperature=0.0), VOCAB, one_rank.tp), EOD)
     made = [[] for _ in prompts]
     for step in generator([Prompt(i, ids, num_new) for i, ids in enumerate(prompts)]):

@@ -25,6 +25,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -33,6 +35,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralConfig,
@@ -49,7 +53,11 @@ from transformers import (
     OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -96,8 +104,12 @@ MODELS = {
     "qwen3_5": Qwen3_5ForCausalLM,
     "deepseek_v2": DeepseekV2ForCausalLM,
     "deepseek_v3": DeepseekV3ForCausalLM,
+    "qwen2_moe": Qwen2MoeForCausalLM,
+    "qwen3_next_experts": Qwen3NextForCausalLM,
+    "qwen3_5_moe": Qwen3_5MoeForCausalLM,
+    "glm4_moe": Glm4MoeForCausalLM,
+    "minimax_m2": MiniMaxM2ForCausalLM,
 }
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 
 
 class InDoublePrecision(TorchFunctionMode):
@@ -377,8 +389,29 @@ def mixtral_config(choose):
 
 def qwen3_moe_config(choose):
     window = {"use_sliding_window": True, "sliding_window": choose((2, 9))} if choose((True, False)) else {}
-    more = {**window, **experts(choose, "moe_intermediate_size")}
+    more = {**window, **experts(choose, "moe_intermediate_size"), **sparse_layers(choose)}
     return like_llama(Qwen3MoeConfig, choose, norm_topk_prob=choose((True, False)), **more)
+
+
+def sparse_layers(choose):
+    return {
+        **{"num_hidden_layers": 3, "decoder_sparse_step": choose((1, 2))},
+        **{"mlp_only_layers": choose(([], [0], [2, 0]))},
+    }
+
+
+def gated_experts(choose):
+    shared = {"shared_expert_intermediate_size": choose((7, 16))}
+    return {**experts(choose, "moe_intermediate_size"), **shared}
+
+
+def qwen2_moe_config(choose):
+    fields = {**whole_heads(choose), **gated_experts(choose), **sparse_layers(choose)}
+    fields |= {"qkv_bias": choose((True, False)), "norm_topk_prob": choose((True, False))}
+    kinds = choose((["sliding_attention", "full_attention", "sliding_attention"], ["full_attention"] * 3))
+    window = {"use_sliding_window": True, "sliding_window": choose((2, 9)), "layer_types": kinds}
+    fields["num_experts"] = fields.pop("num_local_experts")
+    return like_llama(Qwen2MoeConfig, choose, "head_dim", **fields, **choose((window, {})))
 
 
 def olmoe_config(choose):
@@ -411,6 +444,18 @@ def qwen3_next_config(choose):
 
 def qwen3_5_config(choose):
     return like_llama(Qwen3_5TextConfig, choose, **hybrid(choose))
+
+
+def qwen3_next_experts_config(choose):
+    fields = {**gated_experts(choose), **sparse_layers(choose), **hybrid(choose)}
+    fields["num_experts"] = fields.pop("num_local_experts")
+    return like_llama(Qwen3NextConfig, choose, norm_topk_prob=choose((True, False)), **fields)
+
+
+def qwen3_5_moe_config(choose):
+    fields = {**gated_experts(choose), **hybrid(choose)}
+    fields["num_experts"] = fields.pop("num_local_experts")
+    return like_llama(Qwen3_5MoeTextConfig, choose, "intermediate_size", **fields)
 
 
 def nemotron_h_config(choose):
@@ -476,6 +521,20 @@ def deepseek_v3_config(choose):
     return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
 
 
+def glm4_moe_config(choose):
+    fields = {**deepseek_experts(choose), "num_experts_per_tok": 2}
+    fields |= {"n_group": choose((1, 2)), "topk_group": 1}
+    fields |= {"attention_bias": choose((True, False)), "use_qk_norm": choose((True, False))}
+    fields["rope_parameters"] = {"rope_theta": 500.0, "partial_rotary_factor": choose((0.5, 1.0))}
+    return like_llama(Glm4MoeConfig, choose, **fields, num_mtp_layers=0)
+
+
+def minimax_m2_config(choose):
+    fields = {**experts(choose, "intermediate_size"), "rotary_dim": choose((2, 4))}
+    fields["rope_parameters"] = {"rope_theta": choose((500.0, 5000000.0)), "rope_type": "default"}
+    return like_llama(MiniMaxM2Config, choose, **fields)
+
+
 CONFIGS = {
     "mistral": mistral_config,
     "gpt2": gpt2_config,
@@ -500,6 +559,11 @@ CONFIGS = {
     "qwen3_5": qwen3_5_config,
     "deepseek_v2": deepseek_v2_config,
     "deepseek_v3": deepseek_v3_config,
+    "qwen2_moe": qwen2_moe_config,
+    "qwen3_next_experts": qwen3_next_experts_config,
+    "qwen3_5_moe": qwen3_5_moe_config,
+    "glm4_moe": glm4_moe_config,
+    "minimax_m2": minimax_m2_config,
 }
 
 
@@ -508,9 +572,13 @@ def random_ids(hf_config, num_samples, length, seed):
     return torch.randint(hf_config.vocab_size, (num_samples, length), generator=generator)
 
 
+def can_have_experts(hf_config):
+    return hasattr(hf_config, "num_experts_per_tok")
+
+
 def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
-    more = {"experts_implementation": "eager"} if kind in WITH_EXPERTS else {}
+    more = {"experts_implementation": "eager"} if can_have_experts(hf_config) else {}
     model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
     if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
         model.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
@@ -538,8 +606,8 @@ def output_scales(hf_model):
 
 def as_saved(hf_model, tensors):
     """Their tensors under the names of their files, where each expert has tensors of its own."""
-    has_experts = hf_model.config.model_type in WITH_EXPERTS
-    return revert_weight_conversion(hf_model, dict(tensors)) if has_experts else dict(tensors)
+    can_be_fused = can_have_experts(hf_model.config)
+    return revert_weight_conversion(hf_model, dict(tensors)) if can_be_fused else dict(tensors)
 
 
 def build_ours(hf_model, topology, **changes):

@@ -17,8 +17,9 @@ from megalite.microbatch import Microbatch
 from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts
 from megalite.model.grouped_linear import grouped_linear
+from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from tests.stages import build_stage
 
 CONFIG = replace(
@@ -34,6 +35,7 @@ CONFIG = replace(
     moe_ffn_hidden_size=7,
     moe_z_loss_coeff=0.1,
 )
+GATED = {"moe_shared_expert_intermediate_size": 11, "moe_shared_expert_gate": True}
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
 
 
@@ -126,6 +128,14 @@ def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
     torch.testing.assert_close(y - block(x).x, shared(x).x, rtol=1e-12, atol=1e-12)
 
 
+def test_a_gate_multiplies_the_shared_expert(one_rank) -> None:
+    shared = experts_of(replace(CONFIG, **GATED), one_rank).shared
+    x = hidden()
+    gate = (x @ shared.gate.weight.squeeze(0)).sigmoid().unsqueeze(-1)
+    torch.testing.assert_close(shared(x).x, gate * MLP.transform(shared, x), **EXACT)
+    assert not spec_of(shared.gate.weight).is_matrix  # for Muon: one row has no orthogonal form
+
+
 def test_rows_of_groups_without_rows() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -170,9 +180,9 @@ def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:
 )
 def test_recomputation_routes_as_forward_did(recompute: RecomputeConfig, one_rank) -> None:
     tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(5))
-    found = []
+    config, found = replace(CONFIG, **GATED), []
     for each in (None, recompute):
-        stage = build_stage(CONFIG, one_rank, range(CONFIG.num_layers), seed=3, recompute=each)
+        stage = build_stage(config, one_rank, range(config.num_layers), seed=3, recompute=each)
         output = stage(Microbatch(tokens, tokens, torch.arange(2)), None)
         assert isinstance(output, WithTerms) and set(output.terms) == set(stage.loss_names)
         sum(term.value(18) for term in output.terms.values()).backward()

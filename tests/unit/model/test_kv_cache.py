@@ -36,7 +36,10 @@ OTHERS = {
     "mamba": {**MAMBA, "hybrid_override_pattern": "M*-M", "position_embedding_type": "none"},
     "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6},
     "recurrent alone": {**RECURRENT, "linear_conv_kernel_dim": 3},
-    "experts": {"num_experts": 5, "moe_ffn_hidden_size": 24},
+    "experts": {
+        **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16},
+        "moe_shared_expert_gate": True,
+    },
     "later tokens": {"mtp_num_layers": 1},
     "later tokens of a recurrence": {**RECURRENT, "mtp_num_layers": 1},
 }

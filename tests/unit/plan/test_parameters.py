@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config.layer_weights import layer_weights
 from megalite.config.presets import PRESETS
 from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology
@@ -129,11 +130,37 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gpt-j-6b", 6_050_882_784),
         ("pythia-6.9b", 6_857_302_016),
         ("nemotron-h-8b", 8_100_852_736),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
+        ("glm-4.5-air", 106_852_245_504),
+        ("kimi-k2", 1_026_408_209_408),
+        ("minimax-m2", 228_689_748_992),
     ],
 )
 def test_published_counts(preset: str, parameters: int) -> None:
     model = replace(PRESETS[preset], make_vocab_size_divisible_by=1)
     assert whole_model(model, 1).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("qwen1.5-moe-a2.7b", 2.69),
+        ("qwen3-next-80b-a3b", 3.87),
+        ("glm-4.5-air", 13.42),
+        ("kimi-k2", 32.86),
+        ("minimax-m2", 11.03),
+        ("deepseek-v3", 37.55),
+    ],
+)
+def test_parameters_of_a_token(preset: str, billions: float) -> None:
+    """Published are 2.7, 3, 12, 32, 10 and 37; some of these do not count the tables of the vocabulary."""
+    model = PRESETS[preset]
+    others = sum(
+        layer_weights(model, kind) - layer_weights(model, kind, active=True) for kind in model.layer_kinds
+    )
+    active = whole_model(replace(model, make_vocab_size_divisible_by=1), 1).num_parameters - others
+    assert active / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,14 +1,13 @@
-"""Read and write the experts of DeepSeek-V2 and V3, which the first layers do not have."""
+"""Read and write the experts of DeepSeek-V2, V3 and GLM-4.5, which the first layers do not have."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import expert_modules
-from megalite.checkpoint.convert.families.family import HALVES, Module
+from megalite.checkpoint.convert.families.experts import expert_bias, expert_modules, shared_expert_modules
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
+from megalite.errors import UserError
 
 _SETTINGS = (
     *("n_routed_experts", "num_local_experts", "num_experts", "n_shared_experts", "num_experts_per_tok"),
@@ -27,7 +26,7 @@ def first_dense_layers(hf: HFSettings, default: int) -> int:
 
 
 def read_experts_after(hf: HFSettings, first_dense: int, factor: float) -> dict[str, Any]:
-    """Return our fields for the settings of experts that DeepSeek-V2 and V3 share.
+    """Return our fields for the settings of experts that all of these models share.
 
     Args:
         first_dense: number of layers before the first one with experts.
@@ -46,8 +45,30 @@ def read_experts_after(hf: HFSettings, first_dense: int, factor: float) -> dict[
     }
 
 
+def read_biased_scores(
+    hf: HFSettings, kind: str, topk: int, groups: int = 1, group_topk: int = 1
+) -> dict[str, Any]:
+    """Return our fields for sigmoid scores with a bias that selects experts, in groups.
+
+    Args:
+        kind: name of the family, for messages.
+        topk: number of experts for each token.
+        groups, group_topk: defaults of `n_group` and `topk_group`.
+    """
+    hf.require(kind, scoring_func="sigmoid", norm_topk_prob=True)
+    if topk == 1:
+        raise UserError(f"{kind} with num_experts_per_tok 1, whose weight is its score here and 1 there")
+    numbers = hf.get("n_group", groups), hf.get("topk_group", group_topk)
+    groups_and_topk = (None, None) if numbers == (1, 1) else numbers
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        **dict(zip(("moe_router_num_groups", "moe_router_group_topk"), groups_and_topk, strict=True)),
+    }
+
+
 def write_experts_after(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of experts that DeepSeek-V2 and V3 share; none of a dense model."""
+    """Return the settings of experts that all of these models share; none of a dense model."""
     dense = [not kind.has_experts for kind in config.layer_kinds]
     if all(dense):
         return {"first_k_dense_replace": config.num_layers}
@@ -57,40 +78,17 @@ def write_experts_after(config: ModelConfig) -> dict[str, Any]:
         "num_experts_per_tok": config.moe_router_topk,
         "moe_intermediate_size": config.expert_ffn_size,
         "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,
+        "n_group": config.moe_router_num_groups or 1,
+        "topk_group": config.moe_router_group_topk or 1,
         "routed_scaling_factor": config.moe_router_topk_scaling_factor,
         "aux_loss_alpha": config.moe_aux_loss_coeff,
     }
 
 
-def _has_experts(kind: LayerKind) -> bool:
-    return kind.has_experts
-
-
-def only_dense(module: Module) -> Module:
-    """Return a module of Llama that layers with experts do not have if it belongs to the MLP."""
-    if ".mlp." not in module.ours:
-        return module
-    return replace(module, only_in=lambda kind: not kind.has_experts)
-
-
 _MLP = "model.layers.{}.mlp"
-EXPERTS = tuple(
-    replace(module, only_in=_has_experts)
-    for module in (
-        *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
-        Module(
-            "linear",
-            "layers.{}.mlp.shared.up",
-            tuple(f"{_MLP}.shared_experts.{part}_proj" for part in ("gate", "up")),
-            HALVES,
-        ),
-        Module(
-            "vector",
-            "layers.{}.mlp.router.expert_bias",
-            (_MLP + ".gate.e_score_correction_bias",),
-            only_if=lambda config: config.moe_router_enable_expert_bias,
-        ),
-        Module("linear", "layers.{}.mlp.shared.down", (_MLP + ".shared_experts.down_proj",)),
-    )
+EXPERTS = (
+    *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
+    *shared_expert_modules(_MLP + ".shared_experts"),
+    expert_bias(_MLP + ".gate.e_score_correction_bias"),
 )
 """Modules of a layer with experts."""

@@ -1,4 +1,4 @@
-"""Read and write layers with Gated DeltaNet, and attention with a gate, as Qwen3-Next and Qwen3.5 have them.
+"""Read and write layers with Gated DeltaNet, as Qwen3-Next and Qwen3.5 have them.
 
 Shapes: g query and key heads, r value heads that share one, d size of a query or key head, e of a value head.
 """
@@ -87,9 +87,8 @@ def _split_groups(full: Tensor, config: ModelConfig) -> list[Tensor]:
 
 
 def _join_groups(parts: Parts, config: ModelConfig) -> Tensor:
-    return torch.cat([part.unflatten(0, (config.delta_net.key_heads, -1)) for part in parts], dim=1).flatten(
-        0, 1
-    )
+    heads = config.delta_net.key_heads
+    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
 def _to_two(full: Tensor, config: ModelConfig) -> Parts:
@@ -127,19 +126,3 @@ def _group_channels(parts: Parts, config: ModelConfig) -> Tensor:
 TWO_PROJECTIONS, FOUR_PROJECTIONS = Transform(_to_two, _join_groups), Transform(_to_four, _from_four)
 """Rows of two projections by key head, and of four: of queries, keys and values, gates, rates, and decays."""
 _CONVOLUTION = Transform(_ungroup_channels, _group_channels)
-
-
-def _split_gated_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
-    """Split our rows into queries with their gates, head by head, keys and values."""
-    grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
-    queries, gates, keys, values = grouped.split(config.group_heads(LayerKind()), dim=1)
-    return [torch.stack((queries, gates), dim=2).flatten(0, 3), keys.flatten(0, 2), values.flatten(0, 2)]
-
-
-def _join_gated_qkv(parts: Parts, config: ModelConfig) -> Tensor:
-    q, k, v = (part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts)
-    queries, gates = q.unflatten(1, (-1, 2)).unbind(2)
-    return torch.cat((queries, gates, k, v), dim=1).flatten(0, 2)
-
-
-GATED_QKV = Transform(_split_gated_qkv, _join_gated_qkv)

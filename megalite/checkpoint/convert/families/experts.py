@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.families.family import Module, Parts, Transform
+from megalite.checkpoint.convert.families.family import HALVES, Module, Parts, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.config import ModelConfig
+from megalite.config import LayerKind, ModelConfig
 
 FUSED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 """See `Family.experts`."""
@@ -53,6 +55,46 @@ def expert_modules(block: str, gate: str, up: str, down: str) -> tuple[Module, .
         Module("table", "layers.{}.mlp.up", halves, _HALVES),
         Module("table", "layers.{}.mlp.down", (f"{block}.experts.{{expert}}.{down}",), _SEPARATE),
     )
+
+
+def shared_expert_modules(block: str) -> tuple[Module, ...]:
+    """Return the modules of a layer's shared expert without its gate; `block` is their name of it."""
+    halves = tuple(f"{block}.{part}_proj" for part in ("gate", "up"))
+    return (
+        Module("linear", "layers.{}.mlp.shared.up", halves, HALVES),
+        Module("linear", "layers.{}.mlp.shared.down", (f"{block}.down_proj",)),
+    )
+
+
+def expert_bias(name: str) -> Module:
+    """Return the bias of the scores of a layer's experts; `name` is their name of it."""
+    return Module(
+        "vector",
+        "layers.{}.mlp.router.expert_bias",
+        (name,),
+        only_if=lambda config: config.moe_router_enable_expert_bias,
+    )
+
+
+def some_with_experts(dense: Iterable[Module], of_experts: Iterable[Module]) -> tuple[Module, ...]:
+    """Return the modules of the layers of a model of which some may have experts.
+
+    Args:
+        dense: modules of a layer without experts.
+        of_experts: modules that a layer with experts has in the place of an MLP.
+    """
+    return (
+        *(replace(each, only_in=_has_mlp) if ".mlp." in each.ours else each for each in dense),
+        *(replace(each, only_in=_has_experts) for each in of_experts),
+    )
+
+
+def _has_experts(kind: LayerKind) -> bool:
+    return kind.has_experts
+
+
+def _has_mlp(kind: LayerKind) -> bool:
+    return not kind.has_experts
 
 
 def _split_halves(full: Tensor, _: ModelConfig) -> Parts:

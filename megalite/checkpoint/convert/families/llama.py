@@ -30,17 +30,19 @@ def read_llama_like(
     base: float = 10000.0,
     epsilon: float = 1e-6,
     rotary: dict[str, Any] | None = None,
+    width: str = "intermediate_size",
 ) -> dict[str, Any]:
     """Return our fields for the settings that all descendants of Llama share.
 
     Args:
         positions, base, epsilon: defaults of `max_position_embeddings`, `rope_theta` and `rms_norm_eps`.
         rotary: our fields of rotary positions, if the family has other settings for them than Llama.
+        width: their name of the MLP's width.
     """
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "ffn_hidden_size": hf[width],
         "num_attention_heads": hf["num_attention_heads"],
         "num_query_groups": none_if_default(hf.get("num_key_value_heads"), hf["num_attention_heads"]),
         "kv_channels": none_if_default(hf.get("head_dim"), hf["hidden_size"] // hf["num_attention_heads"]),

@@ -11,9 +11,9 @@ from megalite.checkpoint.convert.families.experts import (
     read_experts,
     write_experts,
 )
-from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
+from megalite.checkpoint.convert.families.qwen3 import QK_NORMS
 from megalite.config import ModelConfig
 
 _WIDTH = "intermediate_size"
@@ -38,7 +38,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_ATTENTION = "model.layers.{}.self_attn."
 OLMOE = replace(
     LLAMA,
     model_type="olmoe",
@@ -47,8 +46,7 @@ OLMOE = replace(
     write=_write,
     layer=(
         *(module for module in LLAMA.layer if ".mlp." not in module.ours),
-        Module("norm", "layers.{}.attention.query_norm", (_ATTENTION + "q_norm",)),
-        Module("norm", "layers.{}.attention.key_norm", (_ATTENTION + "k_norm",)),
+        *QK_NORMS,
         *expert_modules("model.layers.{}.mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     experts=FUSED_EXPERTS,

@@ -39,15 +39,16 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {**write_qwen3_like(config), **write_windows(config)}
 
 
+QK_NORMS = (
+    Module("norm", "layers.{}.attention.query_norm", ("model.layers.{}.self_attn.q_norm",)),
+    Module("norm", "layers.{}.attention.key_norm", ("model.layers.{}.self_attn.k_norm",)),
+)
+"""Norms of queries and keys."""
 QWEN3 = replace(
     LLAMA,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=_read,
     write=_write,
-    layer=(
-        *LLAMA.layer,
-        Module("norm", "layers.{}.attention.query_norm", ("model.layers.{}.self_attn.q_norm",)),
-        Module("norm", "layers.{}.attention.key_norm", ("model.layers.{}.self_attn.k_norm",)),
-    ),
+    layer=(*LLAMA.layer, *QK_NORMS),
 )

@@ -14,11 +14,16 @@ _OF_IMAGES = {"mrope_section", "mrope_interleaved"}
 """Settings of the positions in images: the three positions of a token of text are equal."""
 
 
-def _read(hf: HFSettings) -> dict[str, Any]:
+def read_text_rotary(hf: HFSettings) -> dict[str, Any]:
+    """Return our fields of rotary positions in text."""
     share, theta = hf.get("partial_rotary_factor", 0.25), hf.get("rope_theta", 10000.0)
     settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     of_text = {name: value for name, value in settings.items() if name not in _OF_IMAGES}
-    return read_hybrid(hf, "qwen3_5_text", rotary_fields(of_text, theta, share))
+    return rotary_fields(of_text, theta, share)
+
+
+def _read(hf: HFSettings) -> dict[str, Any]:
+    return read_hybrid(hf, "qwen3_5_text", read_text_rotary(hf))
 
 
 QWEN3_5 = replace(

@@ -1,4 +1,4 @@
-"""transformers' Qwen3-Next, with dense MLPs."""
+"""transformers' Qwen3-Next."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.checkpoint.convert.families.delta_net import (
-    GATED_QKV,
     TWO_PROJECTIONS,
     delta_net_modules,
     read_delta_net,
     write_delta_net,
 )
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.gated_attention import GATED_ATTENTION
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import read_llama_like, write_llama_like
 from megalite.checkpoint.convert.families.qwen3 import QWEN3
 from megalite.checkpoint.convert.families.rotary import read_rotary
+from megalite.checkpoint.convert.families.sparse_experts import (
+    GATED_EXPERTS,
+    read_gated_experts,
+    write_gated_experts,
+)
 from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
     share = hf.get("partial_rotary_factor", 0.25)
     fields = read_hybrid(hf, "qwen3_next", read_rotary(hf, 10000.0, share=share))
-    num_experts, dense = hf.get("num_experts", 512), hf.get("mlp_only_layers") or ()
-    if num_experts and not {*range(fields["num_layers"])} <= {*dense}:
-        raise UserError(
-            f"qwen3_next with num_experts {num_experts} cannot be converted: megalite has no shared experts "
-            "with a gate; num_experts 0, or mlp_only_layers of all layers, can"
-        )
-    return fields
+    return {**fields, **read_gated_experts(hf, "qwen3_next", fields["num_layers"], norm_topk_prob=True)}
 
 
-def read_hybrid(hf: HFSettings, kind: str, rotary: dict[str, Any]) -> dict[str, Any]:
+def read_hybrid(
+    hf: HFSettings, kind: str, rotary: dict[str, Any], width: str = "intermediate_size"
+) -> dict[str, Any]:
     """Return our fields for the settings that Qwen3-Next and Qwen3.5 share.
 
     Args:
         kind: name of the family, for messages.
         rotary: our fields of rotary positions.
+        width: their name of the MLP's width.
     """
     hf.require(kind, attention_bias=False)
-    fields = read_llama_like(hf, positions=32768, rotary=rotary)
+    fields = read_llama_like(hf, positions=32768, rotary=rotary, width=width)
     usual = fields["hidden_size"] // fields["num_attention_heads"]
     return {
         **fields,
@@ -64,19 +66,10 @@ def write_hybrid(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {**write_hybrid(config), "num_experts": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    return {**write_hybrid(config), **write_gated_experts(config)}
 
 
 _SHARED = tuple(module for module in QWEN3.layer if ".attention." not in module.ours)
-_ATTENTION = tuple(
-    replace(
-        module,
-        transform=GATED_QKV if module.kind == "qkv" else module.transform,
-        only_in=lambda kind: kind.mixer == "attention",
-    )
-    for module in QWEN3.layer
-    if ".attention." in module.ours
-)
 QWEN3_NEXT = replace(
     QWEN3,
     model_type="qwen3_next",
@@ -84,13 +77,10 @@ QWEN3_NEXT = replace(
     read=_read,
     write=_write,
     layer=(
-        *_SHARED,
-        *_ATTENTION,
+        *some_with_experts(_SHARED, GATED_EXPERTS),
+        *GATED_ATTENTION,
         *delta_net_modules("model.layers.{}.linear_attn", ("in_proj_qkvz", "in_proj_ba"), TWO_PROJECTIONS),
     ),
-    without_effect=(
-        *("decoder_sparse_step", "moe_intermediate_size", "norm_topk_prob", "num_experts_per_tok"),
-        *("output_router_logits", "router_aux_loss_coef", "shared_expert_intermediate_size"),
-    ),
+    experts=FUSED_EXPERTS,
     mtp=(),  # its files have other names for these modules
 )

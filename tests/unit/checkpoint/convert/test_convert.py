@@ -87,6 +87,7 @@ def test_there_and_back_is_byte_equal(kind, form, shards, tmp_path):
     [
         *("qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "ministral3", "gemma2", "gemma3", "gemma4"),
         *("gpt_neox", "gptj", "qwen3_next", "qwen3_5", "nemotron_h", "deepseek_v2", "deepseek_v3"),
+        *("qwen2_moe", "qwen3_next_experts", "qwen3_5_moe", "glm4_moe", "minimax_m2"),
     ],
 )
 def test_a_family_comes_back(kind, tmp_path):
@@ -99,6 +100,21 @@ def test_a_family_comes_back(kind, tmp_path):
     assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
     configs = [config_of(json.loads((folder / "config.json").read_text())) for folder in (original, returned)]
     assert configs[0] == configs[1]
+
+
+def test_kimi_k2_comes_back_as_the_deepseek_v3_that_it_is(tmp_path):
+    """transformers knows this name with remote code only."""
+    theirs = build_theirs("deepseek_v3", CONFIGS["deepseek_v3"](lambda values: values[1]), seed=0)
+    original = save(theirs, tmp_path / "hf")
+    settings = json.loads((original / "config.json").read_text())
+    settings |= {"model_type": "kimi_k2", "eos_token_id": 7}
+    (original / "config.json").write_text(json.dumps(settings))
+    returned = convert(convert(original, tmp_path / "ours"), tmp_path / "back")
+    expected, found = tensors_of(original), tensors_of(returned)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
+    settings = json.loads((returned / "config.json").read_text())
+    assert (settings["model_type"], settings["eos_token_id"]) == ("deepseek_v3", 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)

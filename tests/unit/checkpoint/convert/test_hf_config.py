@@ -14,6 +14,7 @@ from transformers import (
     GPTJConfig,
     LlamaConfig,
     MistralConfig,
+    Qwen3_5MoeTextConfig,
 )
 
 from megalite.checkpoint.convert.hf_config import config_of
@@ -226,6 +227,65 @@ HUB = {
         **{"tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128},
         "vocab_size": 129280,
     },
+    "kimi-k2": {  # without quantization_config and auto_map
+        **{"model_type": "kimi_k2", "attention_bias": False, "attention_dropout": 0.0, "ep_size": 1},
+        **{"aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168},
+        **{"intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072},
+        **{"moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384},
+        **{"n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "topk_group": 1},
+        **{"num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64, "seq_aux": True},
+        **{"num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128},
+        **{"qk_rope_head_dim": 64, "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "v_head_dim": 128},
+        "rope_scaling": {
+            **{"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **{"original_max_position_embeddings": 4096, "type": "yarn"},
+        },
+        **{"routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "tie_word_embeddings": False},
+        **{"topk_method": "noaux_tc", "vocab_size": 163840},
+    },
+    "qwen1.5-moe-a2.7b": {
+        **{"model_type": "qwen2_moe", "attention_dropout": 0.0, "decoder_sparse_step": 1},
+        **{"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632, "max_window_layers": 21},
+        **{"max_position_embeddings": 8192, "moe_intermediate_size": 1408, "norm_topk_prob": False},
+        **{"num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "rms_norm_eps": 1e-6},
+        **{"num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False},
+        **{"rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 32768},
+        **{"shared_expert_intermediate_size": 5632, "tie_word_embeddings": False},
+        **{"use_sliding_window": False, "vocab_size": 151936},
+    },
+    "qwen3-next-80b-a3b": {
+        **{"model_type": "qwen3_next", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 256},
+        **{"decoder_sparse_step": 1, "full_attention_interval": 4, "hidden_act": "silu"},
+        **{"hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+        **{"linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": []},
+        **{"moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16},
+        **{"num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+        **{"num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25},
+        **{"rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000000, "vocab_size": 151936},
+        **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512},
+        "tie_word_embeddings": False,
+    },
+    "glm-4.5-air": {
+        **{"model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128},
+        **{"first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "n_group": 1},
+        **{"intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408},
+        **{"n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "topk_group": 1},
+        **{"num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46},
+        **{"num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5},
+        **{"rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000, "use_qk_norm": False},
+        **{"routed_scaling_factor": 1.0, "tie_word_embeddings": False, "vocab_size": 151552},
+    },
+    "minimax-m2": {  # without quantization_config and auto_map
+        **{"model_type": "minimax_m2", "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu"},
+        **{"hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608},
+        **{"mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8},
+        **{"num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256},
+        **{"num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rotary_dim": 64},
+        **{"rope_theta": 5000000, "scoring_func": "sigmoid", "shared_intermediate_size": 0},
+        **{"tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True},
+        "vocab_size": 200064,
+    },
 }
 """As the hub has them; all but Gemma 4 in the form of versions before 5."""
 
@@ -235,7 +295,8 @@ def test_published_models_are_the_presets(preset):
     model = config_of(HUB[preset])
     assert model.mtp_num_layers == HUB[preset].get("num_nextn_predict_layers", 0)
     assert resolved_fields(dataclasses.replace(model, mtp_num_layers=0)) == resolved_fields(PRESETS[preset])
-    family = HUB[preset]["model_type"]
+    name = HUB[preset]["model_type"]
+    family = "deepseek_v3" if name == "kimi_k2" else name
     assert family_of(PRESETS[preset]).model_type == family
     with pytest.raises(UserError, match=f"{family} with residual_multiplier 0.2 cannot be converted: mega"):
         config_of({**HUB[preset], "residual_multiplier": 0.2})
@@ -303,6 +364,18 @@ def test_a_converted_config_is_of_its_family(config):
         ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "deepseek_v3 with rms_norm_eps 1e-05 cannot be converted"),
         ({**DEEPSEEK_V3, "num_key_value_heads": 64}, "deepseek_v3 with num_key_value_heads 64"),
         ({**DEEPSEEK_V3, "norm_topk_prob": False}, "deepseek_v3 with norm_topk_prob False"),
+        ({**HUB["glm-4.5-air"], "num_experts_per_tok": 1}, "glm4_moe with num_experts_per_tok 1, whose w"),
+        ({**HUB["minimax-m2"], "attn_type_list": [0] * 62}, r"minimax_m2 with attn_type_list \[0, 0, "),
+        ({**HUB["minimax-m2"], "use_routing_bias": False}, "minimax_m2 with use_routing_bias False"),
+        (
+            {**HUB["qwen1.5-moe-a2.7b"], "use_sliding_window": True},
+            "use_sliding_window .* layer_types",
+        ),
+        ({**HUB["qwen3-next-80b-a3b"], "output_router_logits": True}, "qwen3_next with output_router_logits"),
+        (
+            Qwen3_5MoeTextConfig(norm_topk_prob=False).to_dict(),
+            "qwen3_5_moe_text with norm_topk_prob False cannot be converted: only True can",
+        ),
         (
             DeepseekV2Config(topk_method="group_limited_greedy", num_experts_per_tok=6).to_dict(),
             "deepseek_v2 with topk_method group_limited_greedy",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig
-from megalite.config.rules.expert_rules import expert_parallel, imbalance
+from megalite.config.rules.expert_rules import expert_parallel, experts, imbalance
 from megalite.config.rules.parallel_rules import world
 from megalite.config.unused_options import unused_options
 
@@ -66,3 +66,9 @@ def test_an_imbalance_between_ranks_needs_several(ep: int, number: int) -> None:
     config = Config(model=ModelConfig(num_experts=8), parallel=parallel)
     found = [line for line in unused_options(config) if line.startswith("--moe-imbalance 1.5 has no effect")]
     assert len(found) == number
+
+
+def test_a_gate_needs_a_shared_expert() -> None:
+    model = ModelConfig(num_experts=8, moe_shared_expert_gate=True)
+    (problem,) = experts(Config(model=model), None)
+    assert problem.text.startswith("--moe-shared-expert-gate without a shared expert: pass --moe-shared")
