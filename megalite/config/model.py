@@ -473,6 +473,11 @@ class ModelConfig:
         default="probs", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
     )
     """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
+    moe_router_force_load_balancing: bool = field(
+        default=False, metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
+    )
+    """In training, send tokens to random experts, for benchmarks: no expert has many more than others, and
+    the model does not learn to route."""
     attention_backend: AttentionBackend = field(
         default="auto", metadata=option(on_resume=OnResume.FREE, in_megatron=False)
     )

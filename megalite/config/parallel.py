@@ -47,6 +47,9 @@ class ParallelConfig:
     """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
     expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))
     """Number of ranks that the width of each expert is split over. By default --tp."""
+    moe_imbalance: float = 1.0
+    """With --ep, tokens for the experts of the busiest rank, relative to the mean over ranks, in plans,
+    --layout auto and --dry-run. By default 1, which is even."""
     layout: LayoutSource | None = None
     """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
     (manual). By default auto if none is set (docs/layout.md)."""

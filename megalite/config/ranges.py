@@ -11,6 +11,7 @@ from megalite.config.flags import flag_of
 from megalite.config.model_fields import MODEL_OPTIONS
 from megalite.config.option import (
     ABOVE_ONE,
+    AT_LEAST_ONE,
     AT_LEAST_TWO,
     FRACTION,
     NONZERO_SHARE,
@@ -53,6 +54,7 @@ _FIELDS_OF_RANGE = {
         manual_gc_interval eval_tasks_num_fewshot log_experts_interval
         profile_step_start profile_ranks profile_modules_depth rank cpu_offload_activations""",
     FRACTION: "lr_warmup_fraction adam_beta1 adam_beta2 muon_momentum",
+    AT_LEAST_ONE: "moe_imbalance",
     AT_LEAST_TWO: "tp_comm_overlap_chunks",
     ABOVE_ONE: "spiky_loss_factor",
     ZERO_STAGE: "zero_stage",

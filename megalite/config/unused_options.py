@@ -103,6 +103,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     """Yield each option of the layout that has no effect in this config, with the reason."""
     if config.parallel.cp == 1:
         yield "cp_comm_type", "there is one context-parallel rank (--cp 1)"
+    if config.parallel.ep == 1:
+        yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     yield from _tp_overlap_reasons(config)

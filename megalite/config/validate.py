@@ -56,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.tensor_parallel,
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
+    expert_rules.imbalance,
     attention_rules.exchanged_heads,
     attention_rules.ring,
     parallel_rules.sequence,

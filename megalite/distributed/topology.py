@@ -23,7 +23,7 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.distributed.agreement import RankRecord, check_agreement
-from megalite.distributed.axes import MODEL, MeshOptions
+from megalite.distributed.axes import MODEL, Factoring, MeshOptions
 from megalite.distributed.axis import WORLD, Axis, AxisSet
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
@@ -148,30 +148,31 @@ class Topology:
         return Topology(0, 1, torch.device("meta"), cast(DeviceMesh, None), world, only)
 
     @staticmethod
-    def on_paper(sizes: Mapping[str, int]) -> Topology:
+    def on_paper(sizes: Mapping[str, int], table: tuple[Factoring, ...] = (MODEL,)) -> Topology:
         """Return the first rank of a world with axes of these sizes, on meta tensors.
 
         Its groups exist in this process only, beside those of a running process group. Their collectives do
         nothing.
 
         Args:
-            sizes: sizes of the model's axes by name; 1 for axes that are missing.
+            sizes: sizes of the axes by name; 1 for axes that are missing.
+            table: the factorings of the ranks, the model's first.
         """
-        axes = {
-            name: Axis(
-                name,
-                size := sizes.get(name, 1),
-                0,
-                tuple(range(size)),
-                fake_group(name, size),
-                spans=(name,),
-            )
-            for name in MODEL.names
-        }
-        size = math.prod(axis.size for axis in axes.values())
-        world = Axis(WORLD, size, 0, tuple(range(size)), fake_group(WORLD, size), spans=MODEL.names)
-        only = {MODEL.name: AxisSet(MODEL, axes, {})}
-        return FakeTopology(0, size, torch.device("meta"), cast(DeviceMesh, None), world, only)
+
+        def axis_over(name: str, *spans: str) -> Axis:
+            size = math.prod(sizes.get(each, 1) for each in spans)
+            return Axis(name, size, 0, tuple(range(size)), fake_group(name, size), spans=spans)
+
+        found = {}
+        for factoring in table:
+            large = [
+                tuple(each for each in names if sizes.get(each, 1) > 1) for names in factoring.combinations()
+            ]
+            combined = {names: axis_over("_".join(names), *names) for names in large if len(names) > 1}
+            axes = {name: axis_over(name, name) for name in factoring.names}
+            found[factoring.name] = AxisSet(factoring, axes, combined)
+        world = axis_over(WORLD, *MODEL.names)
+        return FakeTopology(0, world.size, torch.device("meta"), cast(DeviceMesh, None), world, found)
 
     @property
     def model(self) -> AxisSet:

@@ -12,6 +12,7 @@ from megalite.dry_run.corpus_estimate import Corpora
 from megalite.dry_run.counts import Counts
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
+from megalite.plan.layout_fields import routing_line
 from megalite.recording.traffic import ring_bytes
 
 
@@ -44,6 +45,8 @@ def report_lines(found: DryRun) -> Iterator[str]:
     """Yield the report as lines of text."""
     axes = ", ".join(f"{name} {rank} of {size}" for name, (rank, size) in found.axes.items())
     yield f"dry run of rank {found.rank} of {found.world_size}: {axes}"
+    if routing := routing_line(found.config):
+        yield f"assumed: {routing}"
     yield from _memory_lines(found)
     yield from _traffic_lines(found)
     yield from _schedule_lines(found)
@@ -176,6 +179,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
     return {
         "world_size": found.world_size,
         "rank": found.rank,
+        "moe_imbalance": found.config.parallel.moe_imbalance,
         "axes": {name: {"rank": rank, "size": size} for name, (rank, size) in found.axes.items()},
         "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},

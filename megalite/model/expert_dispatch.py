@@ -69,7 +69,7 @@ def dispatch(
     axes = context.expert_axes
     if axes is None:
         return _dispatch_within_tp(x, weights, experts, num_experts, context, drops)
-    return _dispatch_to_holders(x, weights, experts, num_experts, axes, drops)
+    return _dispatch_to_holders(x, weights, experts, num_experts, axes, drops, context.moe_imbalance)
 
 
 def _dispatch_within_tp(
@@ -93,7 +93,13 @@ def _dispatch_within_tp(
 
 
 def _dispatch_to_holders(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, axes: AxisSet, drops: bool
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    axes: AxisSet,
+    drops: bool,
+    imbalance: float,
 ) -> Dispatched:
     """Send each token to the ranks that hold its experts."""
     ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
@@ -104,7 +110,8 @@ def _dispatch_to_holders(
     keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
     sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, drops=drops)
     counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
-    exchange, received_counts = _plan_exchange(counts.view(holders.size, num_own), keys.numel(), holders)
+    by_holder = counts.view(holders.size, num_own)
+    exchange, received_counts = _plan_exchange(by_holder, keys.numel(), holders, imbalance)
 
     of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
     rows = _Exchange.apply(sent.of_tokens(x.flatten(0, 1)), exchange)
@@ -142,17 +149,21 @@ class Exchange(NamedTuple):
         return all_to_all(x.flatten(), send, receive, self.axis, of="tokens of experts").view(-1, width)
 
 
-def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis) -> tuple[Exchange, Tensor]:
+def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis, imbalance: float) -> tuple[Exchange, Tensor]:
     """Return the exchange of rows, and the number for each of the rank's experts from each rank.
 
     Args:
         counts: number of rows of each expert of each rank, ``[ranks, experts of a rank]``.
+        imbalance: rows that the rank receives, relative to those that it sends, if they have no values.
     """
     sizes = [counts.shape[1]] * axis.size
     received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
     if counts.is_meta:  # without values: as even as possible
-        even = even_sizes(num_rows, axis.size)
-        return Exchange(even, even, axis), received
+        received_rows = round(imbalance * num_rows)
+        return (
+            Exchange(even_sizes(num_rows, axis.size), even_sizes(received_rows, axis.size), axis),
+            received,
+        )
     send, receive = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host must know them
     return Exchange(send, receive, axis), received
 

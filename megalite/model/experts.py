@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
+from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_capacity import capacity_of, within_capacity
@@ -95,6 +96,7 @@ class Router(nn.Module):
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
         self.register_buffer("expert_bias", bias)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
+        self.random_key = site_key(context.seed, "moe_router_force_load_balancing")
         self.statistics: RoutingStatistics | None = None
         self.choice_observer: ChoiceObserver | None = None
 
@@ -180,7 +182,9 @@ class Router(nn.Module):
         A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
-        if self.expert_bias is not None:
+        if self.config.moe_router_force_load_balancing and self.training:
+            logits = scores = self._random_scores(scores)
+        elif self.expert_bias is not None:
             logits = scores = scores + self.expert_bias
         if num_groups is None or num_selected is None:
             return logits
@@ -189,6 +193,18 @@ class Router(nn.Module):
         is_other = torch.ones_like(of_groups, dtype=torch.bool)
         is_other.scatter_(-1, highest(of_groups, num_selected), False)
         return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _random_scores(self, like: Tensor) -> Tensor:
+        """Return random scores ``[s, b, e]``.
+
+        A position has the same scores in all samples, iterations and layouts.
+        """
+        num_positions, num_samples, num_experts = like.shape
+        scores = like.new_empty(num_positions, 1, num_experts)
+        runs = self.context.runs_of_positions(num_positions)
+        for part, run in zip(scores.split([*map(len, runs)]), runs, strict=True):
+            fill_normal_(part, self.random_key, std=1.0, base=run.start * num_experts)
+        return scores.expand(-1, num_samples, -1)
 
     def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
         """Return the balance loss of the samples, summed over the microbatch's tokens.

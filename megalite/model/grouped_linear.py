@@ -50,9 +50,12 @@ class GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def serves(weight: Tensor) -> bool:
-        """Return whether the kernel takes a weight ``[groups, out, in]``: it loads 16 bytes at once."""
+        """Return whether the kernel takes a weight ``[groups, out, in]``: it loads 16 bytes at once.
+
+        Tensors without values stand for those of a GPU.
+        """
         is_aligned = all(size % ALIGNED == 0 for size in weight.shape[1:])
-        return weight.is_cuda and weight.dtype == torch.bfloat16 and is_aligned
+        return (weight.is_cuda or weight.is_meta) and weight.dtype == torch.bfloat16 and is_aligned
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
-from megalite.plan.layout_fields import with_even_stages, with_layout
+from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, run_problems
 from megalite.plan.programs import OWN, program_named
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
@@ -76,16 +76,20 @@ class Advice:
     Attributes:
         memory: planned memory of the rank.
         remedies: the changes that suffice, cheapest first; then the changes that save most.
+        routing: which use of the experts is assumed; None if it does not matter.
     """
 
     memory: RankMemory
     remedies: list[Remedy]
+    routing: str | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield the advice as lines of text."""
         parts = sorted(self.memory._asdict().items(), key=lambda part: -part[1])
         kinds = ", ".join(f"{name} {size / _GB:.2f}" for name, size in parts if size >= 0.005 * _GB)
         yield f"the planned memory of this rank is {self.memory.total / _GB:.2f} GB: {kinds}"
+        if self.routing:
+            yield f"the plan assumes {self.routing}; with more, it needs more memory"
         for change, saved, _ in self.remedies:
             yield f"{change.flags} would save {saved / _GB:.2f} GB, {change.cost}"
         if not self.remedies:
@@ -106,7 +110,8 @@ def advise(
     memory = _memories(planned_run_on(config, world_size, device, provider))[pp_rank]
     available = TIGHT_SHARE * device.memory_bytes
     best: dict[str, Remedy] = {}
-    for change in (*changes(config, world_size), *_offloads(config, device.is_host)):
+    divisions = divided_further(config, world_size) if provider is None else ()
+    for change in (*changes(config, world_size), *divisions, *_offloads(config, device.is_host)):
         run = planned_run_on(change.config, change.world_size or world_size, device, provider)
         if run_problems(change.config, run.cluster):
             continue
@@ -121,7 +126,7 @@ def advise(
             best[change.kind] = Remedy(change, saved, max(totals) <= available < memory.total)
     enough = [remedy for remedy in best.values() if remedy.suffices]
     others = sorted((each for each in best.values() if not each.suffices), key=lambda each: -each.saved)
-    return Advice(memory, [*enough, *others][:NUM_REMEDIES])
+    return Advice(memory, [*enough, *others][:NUM_REMEDIES], routing_line(config))
 
 
 def planned_run_on(
@@ -201,8 +206,8 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
         offloaded = with_layout(config, cpu_offload_activations=most)
         cost = "at the cost of host memory, and of copies that may be slower than the computation"
         yield Change("activations", f"--cpu-offload-activations {most}", cost, offloaded)
-    yield _twice(config, "tensor", "at the cost of more communication", world_size)
-    yield _twice(config, "pipeline", "at the cost of a larger bubble", world_size)
+    yield _twice(config, "tensor", "--tp", "at the cost of more communication", world_size)
+    yield _twice(config, "pipeline", "--pp", "at the cost of a larger bubble", world_size)
 
 
 def _zero(config: Config, flags: str, stage: int, cost: str) -> Change:
@@ -222,9 +227,24 @@ def _offloads(config: Config, is_host: bool) -> Iterator[Change]:
         yield Change("optimizer", "--optimizer-nvme-offload DIR", cost, on_disk)
 
 
-def _twice(config: Config, axis: str, cost: str, world_size: int) -> Change:
+def divided_further(config: Config, world_size: int) -> Iterator[Change]:
+    """Yield changes that divide samples or experts among more ranks; a model of your own may not allow it."""
+    model, parallel = config.model, config.parallel
+    if model.has_experts:
+        ep = 2 * parallel.ep
+        sizes, flags = {"expert_model_parallel_size": ep}, f"--ep {ep}"
+        if parallel.tp > 1 and not parallel.has_expert_axes:
+            sizes["expert_tensor_parallel_size"] = 1  # whole experts
+            flags += " --etp 1"
+        cost = "at the cost of sending tokens to their experts"
+        yield Change("experts", flags, cost, with_layout(config, **sizes))
+    if model.seq_length >= 2 * parallel.cp * MIN_SLICE:
+        yield _twice(config, "context", "--cp", "at the cost of more communication", world_size)
+
+
+def _twice(config: Config, axis: str, flag: str, cost: str, world_size: int) -> Change:
     """Return the change that doubles an axis: half as many replicas, or twice the world size."""
-    name, flag = f"{axis}_model_parallel_size", {"tensor": "--tp", "pipeline": "--pp"}[axis]
+    name = "context_parallel_size" if axis == "context" else f"{axis}_model_parallel_size"
     size = 2 * getattr(config.parallel, name)
     is_even = (sample_ranks(config, world_size) or 1) % 2 == 0
     parallel = replace(config.parallel, data_parallel_size=None)

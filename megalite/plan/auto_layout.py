@@ -22,7 +22,7 @@ from megalite.hardware.node_hardware import CPU, NodeHardware, weakest
 from megalite.plan.calibrate import with_cpu_defaults
 from megalite.plan.calibration_file import read_calibration
 from megalite.plan.estimate import Costs, RunPlan
-from megalite.plan.layout_fields import layout_flags, layout_name, with_layout
+from megalite.plan.layout_fields import layout_flags, layout_name, routing_line, with_layout
 from megalite.plan.layout_search import (
     NUM_NEAREST,
     SIMILAR,
@@ -167,6 +167,8 @@ def choose_layout(
         raise UserError("\n".join(_nothing_fits(found, cluster, hardware, kept)))
     else:
         plan, reason = defaults, "no layout is planned to fit, so all options keep their defaults"
+    if routing := routing_line(plan.run.config):
+        reason += f"; it assumes {routing}"
     if limits := _limits(cluster.gpu, hardware, notes):
         reason += f"; at most {_gb(min(limits))}, since a layout that needs more ran out of memory"
     return _described(plan, reason, hardware, names_batch="global_batch_size" not in set_fields)

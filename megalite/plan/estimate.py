@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from megalite.config.model_flops import CONVENTION, flops_per_token_by_convention
+from megalite.distributed.axes import EXPERTS
 from megalite.plan.iteration_time import IterationTime, time_iteration
 from megalite.plan.layer_time import WorkSeconds
 from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds
@@ -131,6 +132,7 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
     return {
         "parameters": plan.parameters,
         "layout": {"tp": plan.run.tp, "pp": plan.run.pp, "dp": plan.run.dp, "cp": plan.run.cp},
+        **_experts_object(plan.run),
         "iteration_time_s": plan.time.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "tflops_per_gpu": plan.tflops_per_gpu,
@@ -156,6 +158,14 @@ def as_object(plan: RunPlan, costs: Costs) -> dict[str, Any]:
         **_offload_object(plan),
         **run_costs(plan, costs),
     }
+
+
+def _experts_object(run: PlannedRun) -> dict[str, Any]:
+    parallel = run.config.parallel
+    if not parallel.has_expert_axes:
+        return {}
+    sizes = {"ep": parallel.ep, "etp": parallel.etp, "edp": run.replicas[EXPERTS.name].size}
+    return {"experts": {**sizes, "moe_imbalance": parallel.moe_imbalance}}
 
 
 def _by_kind(work: WorkSeconds) -> dict[str, float]:

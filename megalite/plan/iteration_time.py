@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
+from megalite.distributed.axes import MODEL
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -32,7 +34,7 @@ from megalite.plan.layer_time import (
 )
 from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds, updates_under_forward
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.units import RankUnits
+from megalite.plan.units import RankUnits, Sizes, sizes_of
 
 Stage = Mapping[ActionKind, WorkSeconds]
 """A stage's work on one microbatch, by kind of action in its schedule."""
@@ -231,17 +233,18 @@ UPDATE_BYTES = 36
 average of the weights adds itself twice, and the main weight."""
 
 
-def replicas_of(run: PlannedRun) -> Group:
+def replicas_of(run: PlannedRun, factoring: str = MODEL.name) -> Group:
     """Return the group of ranks that hold the same weights."""
-    return Group(run.cluster, run.num_sharing, run.tp, run.program.one_adapter)
+    size, stride, _ = run.replicas[factoring]
+    return Group(run.cluster, size, stride, run.program.one_adapter)
 
 
-def sharing_of(run: PlannedRun) -> tuple[Group, Group]:
+def sharing_of(run: PlannedRun, factoring: str = MODEL.name) -> tuple[Group, Group]:
     """Return the group of ranks that ZeRO shards over, and the group of ranks with the same shards."""
-    degree = run.num_shards
+    size, stride, degree = run.replicas[factoring]
     return (
-        Group(run.cluster, degree, run.tp, run.program.one_adapter),
-        Group(run.cluster, run.num_sharing // degree, run.tp * degree, run.program.one_adapter),
+        Group(run.cluster, degree, stride, run.program.one_adapter),
+        Group(run.cluster, size // degree, stride * degree, run.program.one_adapter),
     )
 
 
@@ -288,42 +291,84 @@ class ShardedStageSeconds:
         return WorkSeconds(dp=alone + exposed_seconds(work.seconds, overlapped))
 
 
-def zero3_communication(run: PlannedRun, kinds: Sequence[int], edge: float) -> ShardedStageSeconds:
+def zero3_communication(run: PlannedRun, kinds: Sequence[int], edges: Sizes) -> ShardedStageSeconds:
     """Return the seconds of a stage's communication with ZeRO stage 3; all are 0 with another stage.
 
     Args:
         kinds: kinds of the stage's layers.
-        edge: number of its parameters outside the layers, which a pipeline gathers once per iteration.
+        edges: its parameters outside the layers, which a pipeline gathers once per iteration.
     """
     if run.zero_stage != 3:
         return ShardedStageSeconds()
-    (group, _), sizes = sharing_of(run), run.units.layer_sizes
-
-    def gather(count: float) -> float:
-        return group.gather_seconds(count * run.element_bytes)
-
-    def reduce(count: float) -> float:
-        return group.gather_seconds(count * gradient_bytes(run))
-
+    sizes, of_weight, of_gradient = run.units.layer_sizes, run.element_bytes, gradient_bytes(run)
+    gathers_edge = run.pp == 1 and not run.gathers_once
     return ShardedStageSeconds(
-        edge_weights=0.0 if run.pp > 1 or run.gathers_once else gather(edge),
-        layer_weights=0.0 if run.gathers_once else sum(gather(sizes[kind]) for kind in kinds),
-        edge_gradients=reduce(edge),
-        layer_gradients=sum(reduce(sizes[kind]) for kind in kinds),
+        edge_weights=_sharded_seconds(run, edges, of_weight) if gathers_edge else 0.0,
+        layer_weights=0.0
+        if run.gathers_once
+        else sum(_sharded_seconds(run, sizes[kind], of_weight) for kind in kinds),
+        edge_gradients=_sharded_seconds(run, edges, of_gradient),
+        layer_gradients=sum(_sharded_seconds(run, sizes[kind], of_gradient) for kind in kinds),
+    )
+
+
+def _sharded_seconds(run: PlannedRun, sizes: Sizes, element_bytes: int) -> float:
+    """Return the seconds to all-gather sharded weights, or to reduce-scatter their gradients."""
+    return sum(
+        sharing_of(run, name)[0].gather_seconds(count * element_bytes) for name, count in sizes.items()
     )
 
 
 def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
     """Return the seconds of the all-gathers that ZeRO stage 3 runs once per iteration, under a forward."""
-    (group, _), sizes = sharing_of(run), run.units.layer_sizes
+    sizes, element = run.units.layer_sizes, run.element_bytes
 
     def seconds(units: RankUnits) -> float:
         is_once = run.pp > 1 or run.gathers_once
-        of_edge = group.gather_seconds(units.edge_size * run.element_bytes) if is_once else 0.0
+        of_edge = _sharded_seconds(run, units.edges, element) if is_once else 0.0
         layers = units.kinds if run.gathers_once else ()
-        return of_edge + sum(group.gather_seconds(sizes[kind] * run.element_bytes) for kind in layers)
+        return of_edge + sum(_sharded_seconds(run, sizes[kind], element) for kind in layers)
 
     return exposed_seconds(forward_seconds, max(seconds(run.ranks[rank]) for rank in (0, -1)))
+
+
+class ReplicaExchange(NamedTuple):
+    """Seconds of the exchange between the replicas of weights, if nothing hides it.
+
+    Attributes:
+        reduced: reductions of gradients, by collectives within the groups that ZeRO shards over and between
+            them.
+        last: the part of the last bucket.
+        gathered: all-gathers of updated weights.
+        between: the part of `reduced` that is between groups.
+    """
+
+    reduced: float = 0.0
+    last: float = 0.0
+    gathered: float = 0.0
+    between: float = 0.0
+
+    def __add__(self, other: ReplicaExchange) -> ReplicaExchange:  # type: ignore[override]
+        return ReplicaExchange(*map(float.__add__, self, other))
+
+
+def _exchange(run: PlannedRun, factoring: str, count: int) -> ReplicaExchange:
+    """Return the exchange of `count` parameters with the same replicas."""
+    (group, copies), zero = sharing_of(run, factoring), run.zero_stage
+    buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
+    gradients, weights = count * gradient_bytes(run), count * run.element_bytes
+    if zero == 0:
+        reduced = replicas_of(run, factoring).reduce_seconds(gradients, buckets)
+        return ReplicaExchange(reduced, reduced / buckets)
+    between = copies.reduce_seconds(gradients / group.size, buckets)
+    within = group.gather_seconds(gradients, buckets)
+    rounds = run.num_microbatches if zero == 2 else 1
+    return ReplicaExchange(
+        rounds * within + between,
+        (within + between) / buckets,
+        group.gather_seconds(weights, buckets),
+        between,
+    )
 
 
 def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
@@ -331,29 +376,22 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
 
     With ZeRO stage 3, communication for each microbatch is part of `zero3_communication` instead.
     """
-    count = run.most_parameters
-    (group, copies), zero = sharing_of(run), run.zero_stage
-    buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
-    gradients, weights = count * gradient_bytes(run), count * run.element_bytes
-    tied, rounds = _tied_seconds(run), run.num_microbatches if zero == 2 else 1
-    between = copies.reduce_seconds(gradients / group.size, buckets)
-    if run.num_sharing == 1:
+    tied, zero = _tied_seconds(run), run.zero_stage
+    counts = {name: count for name, count in run.largest_rank.sizes.items() if run.replicas[name].size > 1}
+    if not counts:
         return WorkSeconds(dp=tied)
+    each = sum((_exchange(run, name, count) for name, count in counts.items()), ReplicaExchange())
     if zero == 3:
         once = _gathered_once_seconds(run, backward_seconds / 2)
-        once += between / buckets + exposed_seconds(backward_seconds, between)
+        buckets = sum(counts.values()) / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
+        once += each.between / buckets + exposed_seconds(backward_seconds, each.between)
         return WorkSeconds(dp=tied + once)
-    if zero == 0:
-        reduced, gathered = replicas_of(run).reduce_seconds(gradients, buckets), 0.0
-        last = reduced / buckets
-    else:
-        within = group.gather_seconds(gradients, buckets)
-        reduced, last = rounds * within + between, (within + between) / buckets
-        gathered = group.gather_seconds(weights, buckets)
-        backward_seconds *= rounds
+    reduced, gathered = each.reduced, each.gathered
+    if zero == 2:
+        backward_seconds *= run.num_microbatches
     if run.config.parallel.overlap_grad_reduce:
         # Nothing overlaps with the last bucket.
-        reduced = last + exposed_seconds(backward_seconds, reduced - last)
+        reduced = each.last + exposed_seconds(backward_seconds, reduced - each.last)
     if run.gathers_under_forward:
         gathered = exposed_seconds(backward_seconds / 2, gathered)
     return WorkSeconds(dp=reduced + gathered + tied, launch=_slicing_seconds(run))
@@ -392,7 +430,7 @@ def muon_seconds(run: PlannedRun) -> WorkSeconds:
         return WorkSeconds()
     group = Group(run.cluster, run.tp * run.num_sharing, 1, run.program.one_adapter)
     seconds = [_orthogonalization_seconds(run, *shape) for each in weights for shape in each.matrices]
-    elements = sum(each.size for each in weights) / (run.num_shards if run.zero_stage else 1)
+    elements = run.sharded(sizes_of(weights), from_stage=1)
     return WorkSeconds(
         gemms=max(sum(seconds) / group.size, *seconds),
         dp=2 * group.gather_seconds(elements * run.element_bytes) if group.size > 1 else 0.0,
@@ -409,7 +447,7 @@ def _orthogonalization_seconds(run: PlannedRun, rows: int, columns: int) -> floa
 
 def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     """Return the time of the optimizer's update that does not overlap with the step's computation."""
-    count = run.most_parameters / (run.num_shards if run.zero_stage else 1)
+    count = run.sharded(run.largest_rank.sizes, from_stage=1)
     update_bytes = UPDATE_BYTES + 3 * run.average_bytes
     state = largest_offloaded_state(run)
     if state is None:

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
+from megalite.plan.exchange_time import cp_seconds, ep_seconds
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.ring_time import exposed_ring_seconds
 from megalite.plan.saved_activations import group_bytes
 from megalite.recording.unit_record import (
     AttentionCall,
@@ -44,6 +44,7 @@ class WorkSeconds:
         launch: waiting for the host, which launches the kernels.
         offload: waiting for offloaded activations, or for the host's update of offloaded optimizer state.
         cp: waiting for context-parallel communication.
+        ep: waiting for the messages of expert parallelism.
     """
 
     gemms: float = 0.0
@@ -55,6 +56,7 @@ class WorkSeconds:
     launch: float = 0.0
     offload: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -277,12 +279,14 @@ def unit_work(run: PlannedRun, unit: UnitRecord) -> MicrobatchWork:
 
 def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
     """Return the work of one phase of a unit."""
+    attention = [attention_seconds(run, call) for call in phase.attention]
     work = WorkSeconds(
         gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
-        attention=sum(attention_seconds(run, call) for call in phase.attention),
+        attention=sum(attention),
         memory_bound=memory_seconds(run, phase.kernel_bytes),
         tp=sum(tp_seconds(run, phase, name)),
-        cp=sum(cp_seconds(run, call) for call in phase.attention),
+        cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True)),
+        ep=ep_seconds(run, phase),
     )
     return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
 
@@ -321,31 +325,12 @@ def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
     hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
         0.0
-        if each.is_hidden
+        if each.is_hidden or each.call.kind == "all-to-all"  # of experts
         else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
         if each.gemm is not None and run.tp_comm_chunks > 1
         else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)
         for each in phase.collectives
     ]
-
-
-def cp_seconds(run: PlannedRun, call: AttentionCall) -> float:
-    """Return the seconds of the context-parallel communication of a call of attention.
-
-    megalite gathers keys and values before a forward, and reduce-scatters their gradients after a backward.
-    Or it exchanges queries, keys and values for the part of the heads that the call has, and the output back.
-    Nothing overlaps with it, except for a ring. Other programs are assumed to hide it, as a ring does.
-    """
-    if run.cp == 1 or not run.program.is_own:
-        return 0.0
-    group, element = Group(run.cluster, run.cp, run.tp), run.element_bytes
-    of_keys = call.kv_heads * (call.size + call.value_size)  # elements of a token's keys and values
-    if run.config.parallel.has_ring:
-        return exposed_ring_seconds(group, call, of_keys * element, attention_seconds(run, call))
-    if run.config.parallel.cp_comm_type == "all_gather":
-        return group.gather_seconds(of_keys * call.keys * element)
-    entering = group.gather_seconds((call.heads * call.size + of_keys) * call.queries * element)
-    return entering + group.gather_seconds(call.heads * call.value_size * call.queries * element)
 
 
 def _overlapped_collective(

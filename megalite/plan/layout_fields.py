@@ -12,7 +12,17 @@ from megalite.config.stage_layers import SPLITS, even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
-_SHORT = {"tensor_model_parallel_size": "--tp", "pipeline_model_parallel_size": "--pp"}
+MIN_SLICE = 4096
+"""Fewest tokens of a sample on each context-parallel rank, for which its GEMMs are large."""
+_SHORT = {
+    "tensor_model_parallel_size": "--tp",
+    "pipeline_model_parallel_size": "--pp",
+    "context_parallel_size": "--cp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--etp",
+}
+_ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size")
+"""Fields whose flags name a layout even if they have their defaults."""
 
 
 def with_layout(config: Config, **values: Any) -> Config:
@@ -54,6 +64,17 @@ def with_even_stages(config: Config) -> Config:
     return with_layout(config, pipeline_layers=tuple(counts)) if min(counts) > 0 else config
 
 
+def routing_line(config: Config) -> str | None:
+    """Return which use of the experts is assumed; None if all ranks have the same rows in any case."""
+    parallel = config.parallel
+    if not config.model.has_experts or parallel.ep == 1:
+        return None
+    return (
+        f"--moe-imbalance {parallel.moe_imbalance:g}: the busiest rank's experts compute "
+        f"{parallel.moe_imbalance:g} times the mean number of tokens"
+    )
+
+
 def layout_name(run: PlannedRun) -> str:
     """Return the layout as --verify-layouts names it, such as ``tp2pp4zbdp8mbs1+zero1``."""
     parallel, recompute = run.config.parallel, run.config.recompute
@@ -63,8 +84,11 @@ def layout_name(run: PlannedRun) -> str:
     shard = f"shard{run.num_shards}" if run.zero_stage and run.num_shards < run.num_sharing else ""
     suffixes = {"pp": suffix if run.pp > 1 else ""}
     sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
+    if parallel.has_expert_axes:
+        sizes += f"ep{parallel.ep}etp{parallel.etp}"
     switches = {
         "sp": parallel.sequence_parallel,
+        parallel.cp_comm_type: run.cp > 1 and parallel.cp_comm_type != "all_gather",
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
         str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
         "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,
@@ -79,8 +103,7 @@ def layout_flags(config: Config) -> list[str]:
     for name, group in LAYOUT_FIELDS.items():
         part = getattr(config, group)
         value, default = getattr(part, name), getattr(type(part), name)
-        always = name in _SHORT or name == "micro_batch_size"
-        if value != default or always:
+        if value != default or name in _ALWAYS:
             flag, *values = flag_tokens(name, value)
             flags += [_SHORT.get(name, flag), *values]
     return flags

@@ -14,8 +14,9 @@ from megalite.config.stage_layers import layers_per_stage
 from megalite.errors import UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
+from megalite.plan.exchange_time import CP_SECONDS
 from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_fields import changed_fields, with_even_stages, with_layout
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
@@ -36,6 +37,10 @@ PIPELINE_FIELDS = {
 """Fields that determine the pipeline, if any of them is set."""
 CHEAP_MODULES = ("layernorm", "mlp_act")
 """Modules that are cheap to recompute. Core attention is too, if its scores are saved."""
+EXPERT_MODULES = ("layernorm", "mlp")
+"""Modules of a model with experts, whose activations take most of its memory."""
+MAX_EXPERT_NODES = 8
+"""Most nodes among which a search divides the experts of a layer."""
 
 
 @dataclass
@@ -163,32 +168,71 @@ def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
 def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
     """Yield every layout whose sizes divide the cluster, with all options that have an effect in it."""
     base = request.config
-    ranks = cluster.world_size // base.parallel.mesh.num_position_slices
     if base.training.global_batch_size is None:
         raise UserError(
             "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
         )
-    for tp, pp in product(_divisors(cluster.gpus_per_node), _divisors(ranks)):
-        if ranks % (tp * pp) or pp > base.model.num_layers:
-            continue
-        sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
-        if any(
-            getattr(base.parallel, name) != value
-            for name, value in sizes.items()
-            if name in request.fixed_fields
-        ):
-            continue
-        for values in _choices(request, request.planned_run(with_layout(base, **sizes), cluster)):
+    for sizes in _axis_sizes(request, cluster):
+        run = request.planned_run(with_layout(base, **sizes), cluster)
+        for values in _choices(request, run):
             yield with_even_stages(with_layout(base, **sizes, **values))
+
+
+def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of all axes but dp, which has the other ranks."""
+    base, num_ranks = request.config, cluster.world_size
+    for tp, cp in product(_divisors(cluster.gpus_per_node), _context_sizes(request)):
+        for pp in _divisors(num_ranks):
+            if num_ranks % (tp * cp * pp) or pp > base.model.num_layers:
+                continue
+            sizes = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "context_parallel_size": cp,
+            }
+            fixed = request.fixed_fields.intersection(sizes)
+            if all(getattr(base.parallel, name) == sizes[name] for name in fixed):
+                for expert_sizes in _expert_sizes(request, cluster, num_ranks // pp):
+                    yield sizes | expert_sizes
+
+
+def _context_sizes(request: Request) -> list[int]:
+    """Return the context-parallel sizes to try: powers of two whose ranks have enough tokens of a sample."""
+    model, given = request.config.model, request.config.parallel.cp
+    if "context_parallel_size" in request.fixed_fields or request.provider is not None:
+        return [given]
+    most = max(1, model.seq_length // MIN_SLICE)
+    return [2**power for power in range(most.bit_length())]
+
+
+def _expert_sizes(request: Request, cluster: Cluster, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield the sizes of the axes of experts to try, for a stage of `num_ranks` ranks.
+
+    These are the default, and whole experts divided among half a node up to `MAX_EXPERT_NODES`.
+    """
+    model, axes = request.config.model, {"expert_model_parallel_size", "expert_tensor_parallel_size"}
+    if not model.has_experts or request.provider is not None or axes & request.fixed_fields:
+        yield {}
+        return
+    assert model.num_experts is not None
+    yield {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    ep = max(2, cluster.gpus_per_node // 2)
+    while ep <= MAX_EXPERT_NODES * cluster.gpus_per_node:
+        if model.num_experts % ep == 0 and num_ranks % ep == 0:
+            yield {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": 1}
+        ep *= 2
 
 
 def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     """Yield the values of the other fields for the sizes of `run`; fixed fields keep their values."""
     base, fixed = request.config, request.fixed_fields
+    needs_slices = run.config.parallel.has_expert_axes
     ways: dict[str, list[Any]] = {
-        "micro_batch_size": _micro_batches(base, run.dp),
+        # With several samples in a microbatch, smaller microbatches need the same memory without cp.
+        "micro_batch_size": _micro_batches(base, run.dp) if run.cp == 1 else [1],
         "zero_stage": [0] if run.num_sharing == 1 else [0, 1, 2, 3],
-        "sequence_parallel": [False, True] if run.tp > 1 else [False],
+        "sequence_parallel": [needs_slices, True][needs_slices:] if run.tp > 1 else [False],
+        "cp_comm_type": list(CP_SECONDS) if run.cp > 1 else [base.parallel.cp_comm_type],
     }
     free = {name: values for name, values in ways.items() if name not in fixed}
     pipelines: list[dict[str, Any]] = [{}]
@@ -239,15 +283,14 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
 
 
 def _recomputes(run: PlannedRun) -> list[dict[str, Any]]:
-    modules = (*CHEAP_MODULES, "core_attn") if run.program.keeps_scores else CHEAP_MODULES
-    ways: list[dict[str, Any]] = [
-        {"recompute_granularity": None},
-        {"recompute_granularity": "selective", "recompute_modules": modules},
-        {"recompute_granularity": "full"},
+    ways: list[dict[str, Any]] = [{"recompute_granularity": None}, {"recompute_granularity": "full"}]
+    if run.provider is not None:  # only a transformer's layers have the modules
+        return ways
+    sets = [EXPERT_MODULES, EXPERT_MODULES[:1]] if run.config.model.has_experts else [CHEAP_MODULES]
+    scores = ("core_attn",) if run.program.keeps_scores else ()
+    return ways + [
+        {"recompute_granularity": "selective", "recompute_modules": (*modules, *scores)} for modules in sets
     ]
-    if run.provider is not None:
-        del ways[1]  # only a transformer's layers have these modules
-    return ways
 
 
 def _divisors(number: int) -> list[int]:

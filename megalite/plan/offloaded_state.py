@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megalite.optim.offload_sizes import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.units import RankUnits
 
 NODE_MEMORY_GB = 1000.0
 """Host memory of a usual node with 8 GPUs, in GB. A search does not offload more."""
@@ -40,8 +41,8 @@ class OffloadedState:
     disk: float
 
 
-def offloaded_state(run: PlannedRun, num_parameters: int) -> OffloadedState | None:
-    """Return the offloaded state of a rank with this many parameters; None if it offloads none.
+def offloaded_state(run: PlannedRun, units: RankUnits) -> OffloadedState | None:
+    """Return the offloaded state of a pipeline rank; None if it offloads none.
 
     Gradients are kept in host memory if they fit in a node's `NODE_MEMORY_GB`.
     Main weights are offloaded if they are separate from the model's weights: in 16 bits, without ZeRO 3.
@@ -49,8 +50,7 @@ def offloaded_state(run: PlannedRun, num_parameters: int) -> OffloadedState | No
     optimizer = run.config.optimizer
     if not optimizer.offloads_optimizer:
         return None
-    shares = run.num_shards if run.zero_stage else 1
-    elements = optimizer.optimizer_offload_fraction * num_parameters / shares
+    elements = optimizer.optimizer_offload_fraction * run.sharded(units.sizes, from_stage=1)
     main = max(4, run.element_bytes)
     has_main = run.element_bytes == 2 and run.zero_stage != 3
     weight = main if run.zero_stage == 3 else run.element_bytes
@@ -75,7 +75,7 @@ def offloaded_state(run: PlannedRun, num_parameters: int) -> OffloadedState | No
 
 def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
     """Return the offloaded state of the rank with the most parameters."""
-    return offloaded_state(run, run.most_parameters)
+    return offloaded_state(run, run.largest_rank)
 
 
 @dataclass(frozen=True)

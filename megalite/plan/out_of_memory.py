@@ -144,7 +144,7 @@ def check_host_memory(
     device = device_of(topology.device)
     run = planned_run_on(with_shard_degree(config, topology), topology.world_size, device, provider)
     try:
-        state, activations = offloaded_state(run, run.ranks[topology.pp.rank].size), host_activations(run)
+        state, activations = offloaded_state(run, run.ranks[topology.pp.rank]), host_activations(run)
     except UserError:
         return
     needed = local_world_size * (activations[topology.pp.rank] + (state.host if state else 0.0))

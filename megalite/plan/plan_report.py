@@ -14,7 +14,7 @@ from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
-from megalite.plan.layout_fields import layout_name
+from megalite.plan.layout_fields import layout_name, routing_line
 from megalite.plan.layout_search import (
     NUM_NEAREST,
     SearchResult,
@@ -54,6 +54,7 @@ _KINDS = {
     "memory_bound": "memory-bound kernels",
     "tp": "tp communication",
     "cp": "cp communication",
+    "ep": "ep communication",
     "dp": "dp communication",
     "pp": "pp communication",
     "launch": "kernel launches",
@@ -146,9 +147,11 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     yield from _assumptions(request)
     yield (
         f"{large(plan.parameters)} parameters on {counted(run.cluster.world_size, 'GPU')}: "
-        f"{' x '.join(_sizes(run))}, {counted(run.num_microbatches, 'microbatch', 'es')} of "
+        f"{_sizes_text(run)}, {counted(run.num_microbatches, 'microbatch', 'es')} of "
         f"{counted(run.config.training.micro_batch_size, 'sample')} per replica"
     )
+    if routing := routing_line(run.config):
+        yield f"assumed: {routing}"
     yield ""
     yield from _memory_table(plan)
     yield from _offload_lines(plan)
@@ -167,8 +170,11 @@ def plan_lines(request: Request, plan: RunPlan) -> Iterator[str]:
     yield from command_lines(start_command(request, run.config)) if plan.fits else [NO_COMMAND]
 
 
-def _sizes(run: PlannedRun) -> list[str]:
-    return [f"{name} {size}" for name, size in run.sizes.items()]
+def _sizes_text(run: PlannedRun, joined_by: str = " x ") -> str:
+    """Return the sizes of the axes, and of those of experts if they have their own."""
+    parallel = run.config.parallel
+    text = joined_by.join(f"{name} {size}" for name, size in run.sizes.items())
+    return f"{text} (experts: ep {parallel.ep}, etp {parallel.etp})" if parallel.has_expert_axes else text
 
 
 def _assumptions(request: Request) -> Iterator[str]:
@@ -310,6 +316,8 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
         and not request.config.recompute.cpu_offload_activations
     ):
         yield "note: no layout fits with all activations on the GPU: these keep them in host memory"
+    if routing := next(filter(None, (routing_line(plan.run.config) for plan in best)), None):
+        yield f"assumed: {routing}"
     rows = [_row(request, plan) for plan in best]
     yield "".join(f"{name:>{_WIDTHS[name]}}" for name in rows[0]) + "  layout"
     for plan, row in zip(best, rows, strict=True):
@@ -375,7 +383,7 @@ def nothing_fits(request: Request, found: SearchResult, watch: Watch = watch_not
     return (
         f"no layout fits {counted(cluster.world_size, 'GPU')} of {available:.1f} GB: the smallest of "
         f"{sum(found.too_large.values())} layouts needs {needed:.1f} GB per GPU, {needed - available:.1f} GB "
-        f"too much ({', '.join(_sizes(plan.run))}; most of it is "
+        f"too much ({_sizes_text(plan.run, ', ')}; most of it is "
         f"{largest_kind(plan)}{more}); {_remedy(request, plan, watch)}"
     )
 

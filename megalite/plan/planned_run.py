@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
-from megalite.distributed.axes import Role
-from megalite.errors import Problem, UserError
+from megalite.distributed.axes import MODEL, Factoring
+from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
 from megalite.pipeline.schedules import SCHEDULES, StageMap
 from megalite.plan.programs import MAX_TRITON_HEAD, Program
-from megalite.plan.units import ModelUnits, RankUnits, UnitsKey, units_of
+from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
 from megalite.recording.unit_key import UnitKey
 from megalite.recording.unit_record import WeightRecord
 
@@ -41,6 +41,19 @@ class Cluster:
     def num_nodes(self) -> int:
         """Return the number of nodes. The last node may be used only in part."""
         return -(-self.world_size // self.gpus_per_node)
+
+
+class Replicas(NamedTuple):
+    """The ranks that hold the same weights, which sum gradients and can shard the optimizer's state.
+
+    Attributes:
+        stride: distance from one to the next.
+        num_shards: number of them that ZeRO shards over. Groups of that size replicate the shards.
+    """
+
+    size: int
+    stride: int
+    num_shards: int
 
 
 @dataclass(frozen=True)
@@ -76,29 +89,57 @@ class PlannedRun:
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Return the size of each named axis, in the order of layout names; dp has the other ranks."""
-        mesh = self.config.parallel.mesh
-        fixed = {axis.name: mesh.sizes[axis.name] or 1 for axis in mesh.model.axes if not axis.takes_rest}
-        rest = self.cluster.world_size // math.prod(fixed.values())
-        sizes = {axis: fixed.get(axis.name, rest) for axis in mesh.model.by_flag}
-        return {axis.name: size for axis, size in sizes.items() if axis.is_named(size)}
+        model = self.config.parallel.mesh.model
+        sizes = self.sizes_in(model)
+        return {axis.name: sizes[axis.name] for axis in model.by_flag if axis.is_named(sizes[axis.name])}
 
-    def _num_ranks(self, role: Role) -> int:
-        return math.prod(self.sizes.get(name, 1) for name in self.config.parallel.mesh.model.with_role(role))
+    def sizes_in(self, factoring: Factoring) -> dict[str, int]:
+        """Return the size of each axis of a factoring of the ranks."""
+        given = self.config.parallel.mesh.sizes
+        fixed = {axis.name: given[axis.name] or 1 for axis in factoring.axes if not axis.takes_rest}
+        rest = self.cluster.world_size // math.prod(fixed.values())
+        return {name: fixed.get(name, rest) for name in factoring.names}
 
     @cached_property
     def dp(self) -> int:
         """Return the number of ranks that read different samples."""
-        return self._num_ranks("samples")
+        model = self.config.parallel.mesh.model
+        return math.prod(self.sizes_in(model)[name] for name in model.with_role("samples"))
 
     @cached_property
+    def replicas(self) -> dict[str, Replicas]:
+        """Return the ranks that hold the same weights, by the factoring whose axes cut the weights."""
+        mesh = self.config.parallel.mesh
+        return {each.name: self._replicas_in(each) for each in mesh.table}
+
+    def _replicas_in(self, factoring: Factoring) -> Replicas:
+        sizes, names = self.sizes_in(factoring), factoring.with_role("replicas")
+        inside = factoring.names[1 + max(map(factoring.names.index, names), default=-1) :]
+        size, stride = (math.prod(sizes[name] for name in some) for some in (names, inside))
+        parallel = self.config.parallel
+        is_model = factoring is parallel.mesh.model
+        degree = parallel.shard_degree_among(size, self.cluster.gpus_per_node) if is_model else size
+        return Replicas(size, stride, degree)
+
+    @property
     def num_sharing(self) -> int:
-        """Return the number of ranks with the same weights, which reduce gradients or shard their state."""
-        return self._num_ranks("replicas")
+        """Return the number of replicas of the model: of all weights but those on axes of experts."""
+        return self.replicas[MODEL.name].size
 
-    @cached_property
+    @property
     def num_shards(self) -> int:
-        """Return the number of ranks that ZeRO shards over. Groups of that size replicate the shards."""
-        return self.config.parallel.shard_degree_among(self.num_sharing, self.cluster.gpus_per_node)
+        """Return the number of ranks that ZeRO shards the model over."""
+        return self.replicas[MODEL.name].num_shards
+
+    def sharded(self, sizes: Sizes, from_stage: int) -> float:
+        """Return the elements on a rank of something that ZeRO shards from this stage on.
+
+        Args:
+            sizes: number of elements without ZeRO.
+        """
+        if self.zero_stage < from_stage:
+            return sizes.total()
+        return sum(count / self.replicas[name].num_shards for name, count in sizes.items())
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -151,17 +192,8 @@ class PlannedRun:
 
     @cached_property
     def units(self) -> ModelUnits:
-        """Return the records of the model's units.
-
-        Raises:
-            UserError: experts have axes of their own.
-        """
+        """Return the records of the model's units."""
         config, model = self.config, self.config.model
-        if config.parallel.has_expert_axes:
-            raise UserError(
-                "a plan does not know experts on axes of their own (--ep, --etp): --dry-run counts the "
-                "memory and the messages of a rank"
-            )
         # Attention is one call in the record, and the program says how it is computed. megalite writes
         # attention out if a head is too large for its kernel with dropout.
         drops = model.attention_dropout > 0.0
@@ -178,10 +210,19 @@ class PlannedRun:
             recomputed_modules=tuple(sorted(config.recompute.modules)),
             recomputes_head=model.mtp_num_layers > 0 and config.recompute.recompute_granularity == "full",
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
+            **self._expert_axes,
             mlp_chunks=config.recompute.mlp_chunks,
             provider=self.provider,
         )
         return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_comm_type))
+
+    @property
+    def _expert_axes(self) -> dict[str, Any]:
+        """Return the fields of a unit's key that describe axes of experts."""
+        parallel = self.config.parallel
+        if not parallel.has_expert_axes:
+            return {}
+        return {"ep": parallel.ep, "etp": parallel.etp, "moe_imbalance": parallel.moe_imbalance}
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, ...], ...]:
@@ -199,9 +240,9 @@ class PlannedRun:
         return self.units.shared(("ranks", self.stages, self.layers), self._units_of_ranks)
 
     @property
-    def most_parameters(self) -> int:
-        """Return the parameters of the first or the last pipeline rank, whichever has more."""
-        return max(self.ranks[0].size, self.ranks[-1].size)
+    def largest_rank(self) -> RankUnits:
+        """Return the units of the pipeline rank with the most parameters."""
+        return max(self.ranks, key=lambda units: units.size)
 
     def matrices_of(self, units: RankUnits) -> list[WeightRecord]:
         """Return the weights of a pipeline rank that Muon updates; none with another optimizer."""
@@ -217,9 +258,9 @@ class PlannedRun:
             stages = self.stages.stages_of(rank)
             ends = 0 in stages, self.stages.num_stages - 1 in stages
             kinds = tuple(kind for stage in stages for kind in self.stage_kinds[stage])
-            edge = units.edge_sizes[ends]
-            size = edge + sum(units.layer_sizes[kind] for kind in kinds)
-            ranks.append(found.setdefault((kinds, ends), RankUnits(kinds, *ends, edge, size)))
+            edges = units.edge_sizes[ends]
+            sizes = sum((units.layer_sizes[kind] for kind in kinds), edges)
+            ranks.append(found.setdefault((kinds, ends), RankUnits(kinds, *ends, edges, sizes)))
         return ranks
 
     @property

@@ -17,7 +17,7 @@ from megalite.plan.saved_activations import (
     part_bytes,
     stage_bytes,
 )
-from megalite.plan.units import RankUnits
+from megalite.plan.units import RankUnits, sizes_of
 
 FRAGMENTS = 0.06
 """Memory lost to fragmentation, as a share of the memory in tensors."""
@@ -107,7 +107,7 @@ def host_activations(run: PlannedRun) -> list[float]:
 
 def node_host_bytes(run: PlannedRun) -> float:
     """Return a node's bytes of host memory, if all its ranks need as much as the largest rank."""
-    states = [offloaded_state(run, units.size) for units in run.ranks]
+    states = [offloaded_state(run, units) for units in run.ranks]
     both = [
         activations + (state.host if state else 0.0)
         for activations, state in zip(host_activations(run), states, strict=True)
@@ -153,7 +153,7 @@ def _activations(run: PlannedRun) -> list[float]:
 def _lasting_memory(run: PlannedRun, units: RankUnits) -> RankMemory:
     """Return what does not depend on the microbatches in flight: neither activations nor the residual."""
     weights, gradients, optimizer = _state(run, units)
-    if (offloaded := offloaded_state(run, units.size)) is not None:
+    if (offloaded := offloaded_state(run, units)) is not None:
         optimizer -= offloaded.state
     logits = sum(logit_parts(run).values()) if units.is_last else 0.0
     # They never exist at the same time, except for gathered weights of multi-token prediction.
@@ -182,8 +182,7 @@ def _buffers(run: PlannedRun, units: RankUnits) -> float:
 
 def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     """Return weights, gradients and optimizer state, sharded by the ZeRO stage."""
-    count, zero, shares = units.size, run.zero_stage, run.num_shards
-    element = run.element_bytes
+    zero, element = run.zero_stage, run.element_bytes
     main = 12 if element == 2 else 2 * element
     summed = run.program.gradient_bytes if element == 2 else element
     main += run.program.shared_copy_bytes + run.average_bytes
@@ -191,14 +190,14 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     is_shared = zero == 2 and run.pp > 1 and (units.is_first or units.is_last)
     full = run.units.tied_size if is_shared else 0
     # Muon has one moment.
-    second_moments = max(element, 4) * sum(weight.size for weight in run.matrices_of(units))
-    weights = element * count / (shares if zero == 3 else 1)
+    second_moments = max(element, 4) * run.sharded(sizes_of(run.matrices_of(units)), from_stage=1)
+    weights = element * run.sharded(units.sizes, from_stage=3)
     if zero == 3:
-        weights += element * (count if run.gathers_once else _kept_edge(run, units))
+        weights += element * (units.size if run.gathers_once else _kept_edge(run, units))
     return (
         weights + _fp8_copies(run, units),
-        summed * (full + (count - full) / (shares if zero >= 2 else 1)),
-        (main * count - second_moments) / (shares if zero >= 1 else 1),
+        summed * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
+        main * run.sharded(units.sizes, from_stage=1) - second_moments,
     )
 
 
@@ -216,7 +215,7 @@ def _fp8_copies(run: PlannedRun, units: RankUnits) -> float:
 
 def _kept_edge(run: PlannedRun, units: RankUnits) -> float:
     """Return the parameters outside layers, which a pipeline with ZeRO 3 keeps full during an iteration."""
-    return units.edge_size if run.pp > 1 else 0.0
+    return units.edges.total() if run.pp > 1 else 0.0
 
 
 def _workspace(run: PlannedRun, units: RankUnits) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -12,9 +12,11 @@ from megalite.config import ModelConfig
 from megalite.plan.programs import Program
 from megalite.recording.records import kinds_of_layers, unit_record
 from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
-from megalite.recording.unit_record import AttentionCall, UnitRecord
+from megalite.recording.unit_record import AttentionCall, UnitRecord, WeightRecord
 
 T = TypeVar("T")
+Sizes = Counter[str]
+"""Elements on a rank, by the factoring of the ranks whose axes cut and replicate them."""
 
 
 class UnitsKey(NamedTuple):
@@ -65,19 +67,19 @@ class ModelUnits:
         return found
 
     @cached_property
-    def layer_sizes(self) -> dict[int, int]:
+    def layer_sizes(self) -> dict[int, Sizes]:
         """Return the parameters of a layer of each kind on the rank."""
-        return {kind: _size(layer) for kind, layer in self.layers.items()}
+        return {kind: sizes_of(layer.weights) for kind, layer in self.layers.items()}
 
     @cached_property
     def largest_layer(self) -> int:
         """Return the parameters of the largest layer on the rank."""
-        return max(self.layer_sizes.values())
+        return max(sizes.total() for sizes in self.layer_sizes.values())
 
     @cached_property
     def head_size(self) -> int:
         """Return the parameters after the last layer on the rank, with a weight that it shares."""
-        return _size(self.head)
+        return sum(weight.size for weight in self.head.weights)
 
     @cached_property
     def tied_size(self) -> int:
@@ -85,14 +87,14 @@ class ModelUnits:
         return sum(weight.size for weight in self.head.weights if weight.is_tied)
 
     @cached_property
-    def edge_sizes(self) -> dict[tuple[bool, bool], int]:
+    def edge_sizes(self) -> dict[tuple[bool, bool], Sizes]:
         """Return the parameters outside the layers on a rank, by whether it has the first and last stage."""
-        first, both = _size(self.embedding), _size(self.embedding) + self.head_size - self.tied_size
+        first, last = self.embedding.weights, self.head.weights
         return {
-            (False, False): 0,
-            (True, False): first,
-            (False, True): self.head_size,
-            (True, True): both,
+            (False, False): Sizes(),
+            (True, False): sizes_of(first),
+            (False, True): sizes_of(last),
+            (True, True): sizes_of([*first, *(weight for weight in last if not weight.is_tied)]),
         }
 
     @property
@@ -113,8 +115,12 @@ class ModelUnits:
         return self.embedding.num_parameters + layers + self.head.num_parameters - tied.num_parameters
 
 
-def _size(unit: UnitRecord) -> int:
-    return sum(weight.size for weight in unit.weights)
+def sizes_of(weights: Iterable[WeightRecord]) -> Sizes:
+    """Return the elements of weights on the rank."""
+    sizes = Sizes()
+    for weight in weights:
+        sizes[weight.factoring] += weight.size
+    return sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +130,21 @@ class RankUnits:
     Attributes:
         kinds: kinds of its layers, of all its stages.
         is_first, is_last: whether it has the first or the last stage.
-        edge_size: parameters outside the layers, on one tp rank. Both ends hold a tied embedding.
-        size: all parameters, on one tp rank.
+        edges: parameters outside the layers, on one of the ranks that cut them. Both ends hold a tied
+            embedding.
+        sizes: all parameters, on one of the ranks that cut them.
     """
 
     kinds: tuple[int, ...]
     is_first: bool
     is_last: bool
-    edge_size: int
-    size: int
+    edges: Sizes
+    sizes: Sizes
+
+    @cached_property
+    def size(self) -> int:
+        """Return the number of all parameters."""
+        return self.sizes.total()
 
 
 OWN_LOSS_ACCESSES = (1, 2)
@@ -164,11 +176,14 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
     return units_of(UnitsKey(key, Program(fused_attention=True), cp=1, drops_weights=False))
 
 
+_NO_EXPERT_AXES: dict[str, Any] = {"ep": 1, "etp": None, "moe_imbalance": 1.0}
+
+
 @lru_cache(maxsize=4096)
 def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
-    edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1)
+    edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, **_NO_EXPERT_AXES)
     head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
@@ -207,7 +222,8 @@ def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
             saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
     recomputes_gate = key.any_unit.mlp_chunks > 1 or {"mlp", "mlp_act"} & set(modules)
     if program.keeps_gate and model.is_gated and not recomputes_gate:
-        saved["mlp_act"] += element * layer.forward.gemms[-1].m * layer.forward.gemms[-1].k
+        last = layer.forward.gemms[-1]
+        saved["mlp_act"] += element * last.m * last.k * last.batch
     if program.copies_heads and call is not None:
         moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size
     if not program.fused_elementwise:

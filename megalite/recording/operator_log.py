@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,16 @@ def _weight_gradient(total: Tensor, grad: Tensor, x: Tensor, *_: Any) -> GemmCal
     return GemmCall(grad.shape[1], x.shape[1], x.shape[0], 1, x.element_size(), True)
 
 
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any) -> GemmCall:
+    """Return the GEMMs of groups of equal size: of the rows of `a`, or of the dim over which they sum."""
+    num_groups = len(ends)
+    if b.dim() == 3:
+        return GemmCall(
+            math.ceil(a.shape[0] / num_groups), b.shape[2], b.shape[1], num_groups, a.element_size()
+        )
+    return GemmCall(a.shape[0], b.shape[1], math.ceil(a.shape[1] / num_groups), num_groups, a.element_size())
+
+
 _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     _ATEN.mm: _mm,
     _ATEN.addmm: lambda bias, a, b, *_: _mm(a, b),
@@ -47,6 +58,7 @@ _GEMMS: dict[Any, Callable[..., GemmCall]] = {
     _ATEN.baddbmm: lambda total, a, b, *_: _bmm(a, b),
     _ATEN.baddbmm_: lambda total, a, b, *_: _bmm(a, b),
     _OURS.add_weight_gradient_: _weight_gradient,
+    torch_private.grouped_mm: _grouped_mm,
 }
 
 

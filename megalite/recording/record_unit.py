@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig, RecomputeConfig
+from megalite.distributed.axes import EXPERTS, MODEL, Factoring
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
@@ -42,7 +43,7 @@ def record_unit(key: UnitKey) -> UnitRecord:
     Raises:
         UserError: the program's own model reads values, or has another error.
     """
-    topology = Topology.on_paper({"tp": key.tp})
+    topology = Topology.on_paper(*_axes(key))
     store = WeightGradientStore() if key.splits_backward else None
     with meta_tensors(), _planned(key), LiveBytes() as live:
         stage = _build(key, topology, store, live)
@@ -74,6 +75,13 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
     return tuple(first.setdefault(_signature(layer), int(number)) for number, layer in stage.layers.items())
 
 
+def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[Factoring, ...]]:
+    """Return the sizes of the axes of a key, and their factorings."""
+    if key.etp is None:
+        return {"tp": key.tp}, (MODEL,)
+    return {"tp": key.tp, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
+
+
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     return type(layer), getattr(layer, "kind", None), shapes
@@ -91,6 +99,7 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
         has_documents=key.has_documents,
         weight_gradient_store=store,
         fuses_weight_gradients=True,
+        moe_imbalance=key.moe_imbalance,
     )
 
 
@@ -266,6 +275,7 @@ class _Run:
                 spec.dim_cut_over("tp") is not None,
                 parameter is tied,
                 tuple(matrix.shape for matrix in matrices_of(spec)) if spec.is_matrix else (),
+                spec.parameter_axes.axes(self._topology).factoring.name,
             )
 
 

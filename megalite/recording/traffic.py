@@ -67,7 +67,10 @@ class Traffic(EagerMode):
         """Return what an operator of c10d does."""
         kind, tensors = message_of(func, args)
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        return CollectiveCall(self.axis_of(args), kind, dtype, sum(tensor.nbytes for tensor in tensors))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if kind == "all-to-all":
+            num_bytes = max(num_bytes, args[0].nbytes)  # what the rank receives
+        return CollectiveCall(self.axis_of(args), kind, dtype, num_bytes)
 
     def axis_of(self, args: Sequence[Any]) -> str:
         """Return the name of the axis whose group is among an operator's arguments.

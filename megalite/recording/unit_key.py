@@ -25,6 +25,8 @@ class UnitKey:
         recomputed_modules: parts of a layer that backward recomputes.
         recomputes_head: backward recomputes whole modules of multi-token prediction, which the head runs.
         cross_entropy_chunks: number of parts in which the head computes the loss.
+        ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
+        moe_imbalance: rows for the rank's experts, relative to even ones.
         mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
@@ -40,5 +42,8 @@ class UnitKey:
     recomputed_modules: tuple[Module, ...] = ()
     recomputes_head: bool = False
     cross_entropy_chunks: int = 1
+    ep: int = 1
+    etp: int | None = None
+    moe_imbalance: float = 1.0
     mlp_chunks: int = 1
     provider: Callable[..., Any] | None = None

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from megalite.distributed.axes import MODEL
+
 Phase = Literal["forward", "backward", "weight"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "weight")
 """Phases of a microbatch. `weight` are weight gradients that a schedule computes after the rest of backward;
@@ -25,9 +27,10 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         axis: name of the axis, "world" for all ranks.
-        kind: all-reduce, all-gather, reduce-scatter, send or receive.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive.
         dtype: dtype of the elements, such as "bfloat16".
-        num_bytes: size of the message, or of the tensor with the elements of all ranks.
+        num_bytes: size of the message, or of the tensor with the elements of all ranks. In an all-to-all, of
+            what the rank sends or of what it receives, whichever is larger.
     """
 
     axis: str
@@ -137,6 +140,7 @@ class WeightRecord(NamedTuple):
         is_cut: whether tensor parallelism cuts it.
         is_tied: the head uses it too, and it is recorded with the embedding and with the head.
         matrices: shapes of its matrices for Muon; none if it is not made of matrices.
+        factoring: name of the factoring of the ranks whose axes cut and replicate it.
     """
 
     name: str
@@ -145,6 +149,7 @@ class WeightRecord(NamedTuple):
     is_cut: bool
     is_tied: bool
     matrices: tuple[tuple[int, int], ...] = ()
+    factoring: str = MODEL.name
 
 
 INPUT = "input"
@@ -214,8 +219,8 @@ def from_json(found: dict[str, Any]) -> UnitRecord:
         KeyError, TypeError, ValueError: it is not such an object.
     """
     weights = tuple(
-        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices))
-        for name, shape, size, is_cut, is_tied, matrices in found.pop("weights")
+        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices), factoring)
+        for name, shape, size, is_cut, is_tied, matrices, factoring in found.pop("weights")
     )
     forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
     saved = tuple(SavedPart(*each) for each in found.pop("saved"))

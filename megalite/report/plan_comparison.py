@@ -22,7 +22,14 @@ _COMPUTING = {
     "offload": LAUNCHES,
 }
 """Term of a run that measures each kind of a plan's computation, on a rank of the median stage."""
-_WAITING = {"tp": "tp wait", "cp": "cp wait", "dp": "dp wait", "pp": "pp wait", "bubble": BUBBLE}
+_WAITING = {
+    "tp": "tp wait",
+    "cp": "cp wait",
+    "ep": "ep wait",
+    "dp": "dp wait",
+    "pp": "pp wait",
+    "bubble": BUBBLE,
+}
 """Term of a run that measures each of the other kinds, on the busiest rank."""
 _TOLERANCE = 0.01
 """Relative difference in a token's operations that the padding of the vocabulary may cause."""

@@ -165,6 +165,7 @@ class LayerContext:
         fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks.
+        moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
     """
 
     topology: Topology
@@ -180,6 +181,7 @@ class LayerContext:
     fp8_weights: Fp8Weights | None = None
     overlap: Overlap = SEPARATE
     cp_comm_type: str = "all_gather"
+    moe_imbalance: float = 1.0
 
     @property
     def tp(self) -> Axis:

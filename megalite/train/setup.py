@@ -126,6 +126,8 @@ def announce(trainer: Trainer) -> None:
             "optimizer state of rank 0: %s",
             describe_offload(config.optimizer, offload.bytes, keeps_gradients=offload.keeps_gradients),
         )
+    if config.model.has_experts and config.model.moe_router_force_load_balancing:
+        log.info("tokens go to random experts (--moe-router-force-load-balancing): routing is not learned")
     if config.training.fp8_format is not None:
         log.info("linear layers: FP8 GEMMs (%s)", config.training.fp8_format)
     if offloaded := config.recompute.cpu_offload_activations:

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from megalite import torch_private
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
+from megalite.model.grouped_linear import GroupedGemm
 from megalite.recording.meta_tensors import fused_attention
 from megalite.recording.operator_log import _ATTENTION, OperatorLog
 
@@ -214,6 +215,17 @@ def test_backward_of_attention_has_its_arguments_where_records_expect_them(
     calls = log.take().attention
     assert [call.is_backward for call in calls] == [False, True]
     assert all(call.is_causal == is_causal and call.scores == 150 / (1 + is_causal) for call in calls)
+
+
+def test_grouped_gemms_are_recorded_as_a_batch() -> None:
+    assert schema_names(torch_private.grouped_mm)[:3] == ["self", "mat2", "offs"]
+    x = torch.empty(24, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weight = torch.empty(4, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    with OperatorLog(Topology.on_paper({})) as log:
+        GroupedGemm.apply(x, weight, ends).sum().backward()
+    gemms = [gemm[:5] for gemm in log.take().gemms]
+    assert gemms == [(6, 8, 16, 4, 2), (6, 16, 8, 4, 2), (8, 16, 6, 4, 2)]
 
 
 def schema_names(operator: Any) -> list[str]:

@@ -152,6 +152,17 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
         )
 
 
+def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that no plan assumes busy experts for tokens that are forced to be even."""
+    factor = config.parallel.moe_imbalance
+    if config.model.has_experts and config.model.moe_router_force_load_balancing and factor != 1:
+        yield Problem(
+            ("moe_imbalance", "moe_router_force_load_balancing"),
+            f"--moe-imbalance {factor:g} with --moe-router-force-load-balancing, which makes tokens even: "
+            "remove one",
+        )
+
+
 def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
     model, parallel = config.model, config.parallel

@@ -96,6 +96,20 @@ def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) ->
             torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
 
 
+def test_forced_routing_is_that_of_one_rank() -> None:
+    config = replace(CONFIG, moe_router_force_load_balancing=True)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=4,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=True,
+    )
+    (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, config, "all tokens to two experts")
+    ranks = run_ranks(_experts, parallel.mesh, 4, config, "all tokens to two experts")
+    torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
+    assert (expected[2].flatten(1).abs().sum(1) > 0).all()  # every expert has tokens
+
+
 def test_a_rank_without_any_token_for_its_experts() -> None:
     """All tokens go to experts 4 and 5, which are on the last of three ranks."""
     router, parallel = "all tokens to two experts", ParallelConfig(expert_model_parallel_size=3)

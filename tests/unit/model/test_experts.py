@@ -117,6 +117,21 @@ def test_experts_are_in_the_best_groups(one_rank) -> None:
     torch.testing.assert_close(other.router(x).weights, 2.5 * weights, **EXACT)
 
 
+def test_forced_routing_is_even_and_weighs_as_the_router_does(one_rank) -> None:
+    fields = {"moe_router_force_load_balancing": True, "moe_router_pre_softmax": True}
+    block = experts_of(replace(CONFIG, **fields), one_rank)
+    x = hidden(2, 4096)
+    weights, experts, _ = block.router(x)
+    counts = experts.flatten().bincount(minlength=5)
+    assert counts.max() < 1.05 * counts.double().mean()
+    assert torch.equal(experts[:, 0], experts[:, 1])
+    assert (experts.sort(-1).values.diff(dim=-1) > 0).all()  # three different ones
+    shares = (x @ block.router.weight.t()).softmax(-1)
+    torch.testing.assert_close(weights, shares.gather(-1, experts), **EXACT)
+    learned = experts_of(CONFIG, one_rank).router(x).experts
+    assert torch.equal(block.eval().router(x).experts, learned) and not torch.equal(experts, learned)
+
+
 def test_a_shared_expert_is_an_mlp_beside_the_others(one_rank) -> None:
     block = experts_of(replace(CONFIG, moe_shared_expert_intermediate_size=11), one_rank)
     x = hidden()

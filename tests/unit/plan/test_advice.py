@@ -10,7 +10,7 @@ import pytest
 from megalite.config import Config
 from megalite.config.command_line import parse
 from megalite.hardware.gpus import GPUS
-from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes
+from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes, divided_further
 from megalite.plan.layout_fields import with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program
@@ -188,3 +188,32 @@ def test_lines_say_what_takes_it_and_what_would_help() -> None:
         "--sequence-parallel",
         "--micro-batch-size 2",
     ]
+
+
+def test_samples_and_experts_are_divided_further() -> None:
+    line = "--preset mixtral-8x7b --micro-batch-size 1 --seq-length 8192"
+
+    def flags(more: str) -> list[str]:
+        return [change.flags for change in divided_further(config_of(f"{line} {more}"), 16)]
+
+    assert flags("") == ["--ep 2", "--cp 2"]
+    assert flags("--ep 4 --cp 2") == ["--ep 8"]  # slices of 4096 tokens are short enough
+    assert flags("--tp 2 --sequence-parallel") == ["--ep 2 --etp 1", "--cp 2"]
+    assert flags("--tp 2 --sequence-parallel --ep 2") == ["--ep 4", "--cp 2"]
+    config = config_of(f"{line} --zero-stage 3 --recompute-granularity full --optimizer-cpu-offload")
+    advice = advise(config, 16, 0, replace(DEVICE, memory_bytes=40e9))
+    assert advice.routing is None
+    now, saved = totals(config, 16)[0], {each.change.kind: each.saved for each in advice.remedies}
+    for change in divided_further(config, 16):
+        if change.kind in saved:
+            assert saved[change.kind] == pytest.approx(now - max(totals(change.config, 16)))
+
+
+def test_advice_names_the_use_of_experts_that_it_assumes() -> None:
+    config = config_of("--preset mixtral-8x7b --seq-length 4096 --ep 8 --moe-imbalance 1.5")
+    lines = list(advise(config, 16, 0, DEVICE).lines())
+    assert lines[1].startswith(
+        "the plan assumes --moe-imbalance 1.5: the busiest rank's experts compute 1.5 "
+    )
+    even = config_of("--preset mixtral-8x7b --seq-length 4096 --ep 8")
+    assert totals(config, 16)[0] > totals(even, 16)[0]

@@ -71,6 +71,14 @@ def test_options_that_are_set_stay() -> None:
     assert config.recompute.recompute_granularity == "full"
 
 
+def test_experts_are_divided_and_their_use_is_named() -> None:
+    fixed = "--tp 1 --pp 1 --cp 1 --micro-batch-size 1 --recompute-granularity full --zero-stage 1"
+    flags = f"--preset olmoe-1b-7b --bf16 {BATCH} 64 {fixed} --moe-imbalance 1.25"
+    choice = choose(flags, 8, replace(H100, memory_bytes=50e9))
+    assert choice.apply(parse(flags.split())[0]).parallel.ep > 1
+    assert "it assumes --moe-imbalance 1.25: " in choice.lines[1]
+
+
 def test_a_flag_with_the_default_value_counts_as_set() -> None:
     config = chosen(f"--preset gpt2-124m --bf16 {BATCH} 64 --micro-batch-size 1", 1, H100)
     assert config.training.micro_batch_size == 1

@@ -33,6 +33,7 @@ from megalite.plan.layer_time import attention_seconds as seconds_of_call
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import Program, own_program
 from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.units import Sizes
 
 GPU = GPUS["a100-80"]
 CLUSTER = Cluster(GPU, 64, 8, 300.0, 25.0)
@@ -383,9 +384,10 @@ def test_recomputation_hides_the_gathering_of_weights() -> None:
 def test_the_first_gathering_is_never_hidden() -> None:
     run = run_of(zero_stage=3)
     group, layer = replicas_of(run), run.units.largest_layer
-    rest = run.ranks[0].size - MODEL.num_layers * layer
+    edges = run.ranks[0].edges
+    rest = edges.total()
     first, layers = group.gather_seconds(2 * rest), MODEL.num_layers * group.gather_seconds(2 * layer)
-    forward = zero3_communication(run, (0,) * MODEL.num_layers, rest).exposed(
+    forward = zero3_communication(run, (0,) * MODEL.num_layers, edges).exposed(
         ActionKind.FORWARD, WorkSeconds(gemms=1e6)
     )
     assert forward.dp == pytest.approx(first + CONTENTION * layers)
@@ -426,7 +428,7 @@ def test_kept_weights_are_gathered_once_an_iteration(schedule: str) -> None:
     )
     assert time_iteration(once).work.dp < time_iteration(often).work.dp
     layers = MODEL.num_layers // 4
-    sharding = zero3_communication(once, (0,) * layers, 0.0)
+    sharding = zero3_communication(once, (0,) * layers, Sizes())
     assert sharding.exposed(ActionKind.FORWARD, WorkSeconds(gemms=1.0)).dp == 0.0
     assert sharding.exposed(ActionKind.BACKWARD, WorkSeconds(gemms=1e-9)).dp == pytest.approx(
         layers * replicas_of(once).gather_seconds(4 * once.units.largest_layer), rel=1e-3
@@ -442,9 +444,10 @@ def test_groups_reduce_their_shards_after_the_last_microbatch(messages: str | No
     pipeline = {"pipeline_model_parallel_size": 4, "pipeline_schedule": schedule, "zero_stage": 3}
     run = run_of(data_parallel_shard_degree=8, grad_communication_dtype=messages, **pipeline)
     size = run.units.largest_layer * gradient_bytes(run)
-    of_layer = zero3_communication(run, (0,), 0.0).layer_gradients
+    of_layer = zero3_communication(run, (0,), Sizes()).layer_gradients
     assert of_layer == pytest.approx(sharing_of(run)[0].gather_seconds(size))
-    of_edge = zero3_communication(run, (), size / gradient_bytes(run)).edge_gradients
+    edges = Sizes({"model": run.units.largest_layer})
+    of_edge = zero3_communication(run, (), edges).edge_gradients
     assert of_edge == pytest.approx(of_layer)
     slow = replace(run, cluster=replace(CLUSTER, network_gbps=2.5))  # only what is between nodes takes longer
     extra = exchange_seconds(slow, 0.0).seconds - exchange_seconds(run, 0.0).seconds

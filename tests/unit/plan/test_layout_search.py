@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config import ParallelConfig
 from megalite.plan import layout_search
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_search import search
@@ -18,8 +19,8 @@ from megalite.plan.units import units_of
 NUM_LAYERS = 48
 LINE = (
     f"--num-layers {NUM_LAYERS} --hidden-size 1024 --num-attention-heads 16 --padded-vocab-size 1024 --bf16 "
-    "--attention-dropout 0 --gpu a100-40 --world-size 2 --global-batch-size 4 --pp 1 --micro-batch-size 1 "
-    "--recompute-granularity full --search --top 3"
+    "--attention-dropout 0 --gpu a100-40 --world-size 2 --global-batch-size 4 --pp 1 --cp 1 "
+    "--micro-batch-size 1 --recompute-granularity full --search --top 3"
 )
 LONG, SHORT = "--seq-length 262144", "--seq-length 131072"
 """With samples of the first length, the inputs of all layers do not fit beside the optimizer state."""
@@ -75,3 +76,46 @@ def test_layouts_share_only_what_is_the_same_in_each(flags: str) -> None:
         alone = RunPlan(replace(plan.run))
         assert (plan.memories, plan.time) == (alone.memories, alone.time)
         assert host_activations(plan.run) == host_activations(alone.run)
+
+
+CLUSTER = "--gpu h100-80 --world-size 8 --gpus-per-node 4 --global-batch-size 8"
+SMALL = (
+    f"--num-layers 2 --hidden-size 512 --num-attention-heads 8 --padded-vocab-size 1024 --bf16 {CLUSTER} "
+    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --zero-stage 1 --pp 1 "
+    "--recompute-granularity full --search"
+)
+
+
+def layouts(flags: str) -> list[ParallelConfig]:
+    """Return the layouts that fit."""
+    found = search(read_request(f"{SMALL} {flags}".split()))
+    return [plan.run.config.parallel for plan in found.fitting]
+
+
+def test_context_parallel_ranks_have_enough_tokens() -> None:
+    found = layouts("--seq-length 16384 --tp 1")
+    assert {each.cp for each in found} == {1, 2, 4}
+    assert {each.cp_comm_type for each in found if each.cp > 1} == {"all_gather", "a2a"}
+    assert {each.cp for each in layouts("--seq-length 4096 --tp 1")} == {1}
+    assert {each.cp for each in layouts("--seq-length 4096 --tp 1 --cp 8")} == {8}
+
+
+def test_experts_are_divided_among_half_a_node_and_more() -> None:
+    experts = "--num-experts 16 --moe-ffn-hidden-size 256 --swiglu --seq-length 2048"
+    found = layouts(experts)
+    assert {(each.tp, each.ep, each.etp) for each in found} == {
+        *((1, ep, 1) for ep in (1, 2, 4, 8)),
+        *((2, 1, 2), (4, 1, 4)),
+        *((tp, ep, 1) for tp in (2, 4) for ep in (2, 4, 8)),
+    }
+    assert all(each.sequence_parallel for each in found if each.tp > 1 and each.ep > 1)
+    assert {each.ep for each in layouts(f"{experts} --tp 1 --ep 4")} == {4}
+
+
+def test_long_samples_are_cut_by_the_search_itself() -> None:
+    run = "--preset llama3-8b --seq-length 131072 --bf16 --gpu h100 --world-size 64 --global-batch-size 64"
+    fixed = "--pp 1 --tp 1 --recompute-granularity selective --recompute-modules layernorm mlp_act"
+    lines = list(answer(f"{run} {fixed} --zero-stage 2 --search --top 1".split()))
+    assert "cp8" in lines[1]
+    command = " ".join(text.removesuffix("\\").strip() for text in lines)
+    assert "--cp 8 --cp-comm-type a2a" in command

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, ModelConfig, ParallelConfig
-from megalite.config.rules.expert_rules import expert_parallel, experts, options_without_experts
+from megalite.config.rules.expert_rules import (
+    expert_parallel,
+    experts,
+    imbalance,
+    options_without_experts,
+)
 from megalite.config.rules.parallel_rules import world
+from megalite.config.unused_options import unused_options
 
 
 @pytest.mark.parametrize(
@@ -78,6 +84,23 @@ def test_a_folding_whose_ranks_do_not_multiply_is_refused() -> None:
 def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
     (problem,) = expert_parallel(Config(parallel=ParallelConfig(expert_model_parallel_size=2)), None)
     assert problem.text.startswith("--expert-model-parallel-size 2 without experts: pass --num-experts")
+
+
+def test_even_tokens_are_not_planned_as_uneven() -> None:
+    model = ModelConfig(num_experts=8, moe_router_force_load_balancing=True)
+    for factor, number in ((1.0, 0), (1.5, 1)):
+        config = Config(model=model, parallel=ParallelConfig(moe_imbalance=factor))
+        problems = [problem.text for problem in imbalance(config, None)]
+        assert len(problems) == number
+        assert all(text.startswith("--moe-imbalance 1.5 with --moe-router-force") for text in problems)
+
+
+@pytest.mark.parametrize(("ep", "number"), [(1, 1), (2, 0)])
+def test_an_imbalance_between_ranks_needs_several(ep: int, number: int) -> None:
+    parallel = ParallelConfig(moe_imbalance=1.5, expert_model_parallel_size=ep)
+    config = Config(model=ModelConfig(num_experts=8), parallel=parallel)
+    found = [line for line in unused_options(config) if line.startswith("--moe-imbalance 1.5 has no effect")]
+    assert len(found) == number
 
 
 def test_a_gate_needs_a_shared_expert() -> None:

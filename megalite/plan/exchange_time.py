@@ -1,0 +1,69 @@
+"""Estimate the time of context- and expert-parallel communication. Only that of a ring is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megalite.distributed.axes import EXPERTS
+from megalite.plan.communication import Group
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.ring_time import exposed_ring_seconds
+from megalite.recording.unit_record import AttentionCall, PhaseRecord
+
+
+def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
+    """Return the seconds of the messages between the ranks that hold the experts of a group of tokens.
+
+    The busiest rank's messages count, for which the others wait.
+    """
+    if not run.config.parallel.has_expert_axes:
+        return 0.0
+    sizes = run.sizes_in(EXPERTS)
+    group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
+    exchanges = (each.call for each in phase.collectives if each.call.kind == "all-to-all")
+    return sum(group.all_to_all_seconds(call.num_bytes) for call in exchanges)
+
+
+def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Return the seconds that a call of attention waits for context-parallel communication.
+
+    Other programs than megalite are assumed to hide it, as ring attention does.
+
+    Args:
+        attention_seconds: seconds of the computation.
+    """
+    if run.cp == 1 or not run.program.is_own:
+        return 0.0
+    group = Group(run.cluster, run.cp, run.tp)
+    return CP_SECONDS[run.config.parallel.cp_comm_type](run, group, call, attention_seconds)
+
+
+def _gather_seconds(run: PlannedRun, group: Group, call: AttentionCall, _: float) -> float:
+    """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
+    return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
+
+
+def _exchange_seconds(run: PlannedRun, group: Group, call: AttentionCall, _: float) -> float:
+    """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
+    element = run.element_bytes
+    entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
+    leaving = call.heads * call.value_size * call.queries * element
+    return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
+
+
+def _ring_seconds(run: PlannedRun, group: Group, call: AttentionCall, attention_seconds: float) -> float:
+    """Pass keys and values around the ring under the computation."""
+    return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
+
+
+def _key_elements(call: AttentionCall) -> int:
+    """Return the elements of a token's keys and values."""
+    return call.kv_heads * (call.size + call.value_size)
+
+
+CP_SECONDS: Mapping[str, Callable[[PlannedRun, Group, AttentionCall, float], float]] = {
+    "all_gather": _gather_seconds,
+    "a2a": _exchange_seconds,
+    "p2p": _ring_seconds,
+}
+"""Seconds of the communication of a call of attention, by --cp-comm-type. A search tries these."""

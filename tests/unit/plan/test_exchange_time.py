@@ -1,0 +1,132 @@
+"""Planned messages of expert parallelism, compared with those of a dry run, and their time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.dry_run.counts import Counts
+from megalite.dry_run.dry_run import dry_run_of
+from megalite.hardware.gpus import GPUS
+from megalite.plan.communication import PROTOCOLS, Group
+from megalite.plan.exchange_time import ep_seconds
+from megalite.plan.iteration_time import time_iteration
+from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.programs import own_program
+from megalite.plan.rank_memory import RankMemory, rank_memories
+from megalite.recording.unit_record import CollectiveCall
+from megalite.verify.layouts import Layout
+
+MODEL = replace(
+    PRESETS["llama-tiny"],
+    **{"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 512},
+    **{"num_experts": 8, "moe_ffn_hidden_size": 128, "params_dtype": "bf16", "moe_layer_freq": (0, 1, 1, 1)},
+)
+GPU = GPUS["h100-80"]
+
+
+def config_of(layout: str, imbalance: float = 1.0) -> tuple[Config, int]:
+    """Return a run in a layout, with four microbatches, and its world size."""
+    parsed = Layout.parse(layout)
+    config = Config(
+        model=MODEL,
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(mock_data=True),
+        parallel=ParallelConfig(moe_imbalance=imbalance),
+        training=TrainingConfig(train_iters=1, micro_batch_size=2),
+    )
+    return parsed.apply(config, 8 * parsed.num_sample_ranks), parsed.world_size
+
+
+def both(layout: str, imbalance: float = 1.0) -> tuple[PlannedRun, Counts]:
+    """Return the plan of a run, and the counts of its rank in the last stage."""
+    config, world_size = config_of(layout, imbalance)
+    cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
+    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    return run, dry_run_of(config, world_size, world_size - 1).counts
+
+
+LAYOUTS = ["dp4ep4", "tp2pp2dp2ep4etp1+sp", "tp2dp2ep2etp2+sp+zero1", "dp2cp2ep2+zero3", "dp4ep2+zero2"]
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_messages_of_experts_are_those_of_a_dry_run(layout: str, imbalance: float) -> None:
+    run, counts = both(layout, imbalance)
+    planned: Counter[CollectiveCall] = Counter()
+    for kind in run.ranks[-1].kinds:
+        for phase in run.units.layers[kind].phases():
+            for each in phase.collectives:
+                if each.call.kind == "all-to-all":
+                    planned[each.call] += run.num_microbatches
+    assert planned
+    assert planned == {call: count for call, count in counts.calls.items() if call.kind == "all-to-all"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_holds_what_a_dry_run_counts(layout: str) -> None:
+    run, counts = both(layout)
+    memory: RankMemory = rank_memories(run)[-1]
+    assert run.ranks[-1].size == counts.num_parameters
+    buffers = counts.buffers
+    state = buffers.main_weights + buffers.moments
+    assert memory.gradients == pytest.approx(buffers.gradients, rel=0.03)  # with padding
+    if run.zero_stage == 3:  # the main weights are the weights
+        assert memory.optimizer == pytest.approx(buffers.weights + state, rel=0.03)
+    else:
+        assert memory.optimizer == pytest.approx(state, rel=0.03)
+        assert memory.weights == pytest.approx(buffers.weights, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", ["dp4ep4", "tp2pp2dp2ep4etp1+sp"])
+def test_the_busiest_rank_saves_what_a_dry_run_counts(layout: str) -> None:
+    """Compare what more tokens add at the peak: their activations, or their gradients in a layer."""
+    planned, counted = [], []
+    for imbalance in (1.0, 2.0):
+        run, counts = both(layout, imbalance)
+        memory = rank_memories(run)[-1]
+        planned.append(memory.activations + memory.logits + memory.workspace)
+        counted.append(counts.peak_bytes)
+    assert planned[1] - planned[0] == pytest.approx(counted[1] - counted[0], rel=0.2)
+
+
+def test_messages_within_a_node_and_between_nodes() -> None:
+    cluster = Cluster(GPU, 64, 8, 200.0, 40.0)
+    simple, share = PROTOCOLS[-1], GPU.link_share * 1e9
+    inside = Group(cluster, 8, 1).all_to_all_seconds(8e9)
+    assert inside == pytest.approx(simple.start + simple.node_hop + 7e9 / (200 * share))
+    # Of 64 parts, 7 stay in the node at the same time, and 56 leave it.
+    outside = Group(cluster, 64, 1).all_to_all_seconds(64e9)
+    assert outside == pytest.approx(simple.start + simple.network_hop + 56e9 / (40 * share))
+    assert Group(cluster, 1, 1).all_to_all_seconds(1e9) == 0.0
+
+
+def test_a_layer_sends_its_rows_there_and_back() -> None:
+    """Each of a token's two experts gets its hidden state and its weight, and returns the output."""
+    config, world_size = config_of("dp4ep4")
+    cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
+    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    rows = 2 * 2 * MODEL.seq_length
+    group = Group(cluster, 4, 1)
+    sizes = (8 * 4, 2 * 256 * rows, 2 * rows, 2 * 256 * rows)  # counts are int32
+    forward = ep_seconds(run, run.units.layers[1].forward)
+    assert forward == pytest.approx(sum(map(group.all_to_all_seconds, sizes)))
+    assert ep_seconds(run, run.units.layers[0].forward) == 0.0
+
+
+def test_experts_of_one_rank_are_not_summed() -> None:
+    """With ep over all ranks, only the other weights have replicas."""
+    seconds, reduced = [], []
+    for layout in ("dp4", "dp4ep2", "dp4ep4"):
+        config, world_size = config_of(layout)
+        cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
+        run = PlannedRun(config, cluster, own_program(config.model, GPU))
+        work = time_iteration(run).work
+        seconds.append(work.ep)
+        reduced.append(work.dp)
+    assert seconds[0] == 0.0 < seconds[1] < seconds[2]
+    assert reduced[0] > reduced[1] > reduced[2] > 0.0
