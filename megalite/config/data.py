@@ -124,6 +124,9 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Mask the loss where the input is an end-of-document token. The loss is the mean over the other
     tokens."""
+    document_packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How documents fill samples. concatenate: one after the other, and a sample ends anywhere; best_fit:
+    whole documents, apart from each other, and padding. Only longer documents are split."""
     sft: bool = False
     """Fine-tune on conversations, preprocessed with --chat: only the assistant's tokens have a loss."""
     sft_packing: bool = True
@@ -155,14 +158,19 @@ class DataConfig:
         return tuple(name for name in names if getattr(self, name))
 
     @property
+    def packs_documents(self) -> bool:
+        """Return whether samples hold whole documents."""
+        return self.document_packing == "best_fit"
+
+    @property
     def masks_loss(self) -> bool:
         """Return whether tokens have no loss, which are counted while a batch runs."""
-        return self.eod_mask_loss or self.sft
+        return self.eod_mask_loss or self.sft or self.packs_documents
 
     @property
     def masks_attention(self) -> bool:
         """Return whether attention stays within the documents of a sample."""
-        return self.reset_attention_mask or (self.sft and self.sft_packing)
+        return self.reset_attention_mask or self.packs_documents or (self.sft and self.sft_packing)
 
     def corpus_options(self) -> list[tuple[str, ...]]:
         """Return the ways in which corpora are set, each as a tuple of fields; a run must have one way."""

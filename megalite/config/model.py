@@ -406,8 +406,8 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
     """Width of one expert. By default that of the MLP."""
     moe_latent_size: int | None = field(default=None, metadata=option(allowed=SIZE, **_EXPERTS))
-    """Width of the experts' inputs and outputs, to and from which each token is projected before and after it
-    is sent to its experts (Nemotron 3). By default the hidden size."""
+    """Width of the experts' inputs and outputs: each token is projected to it before the experts, and back
+    after them (Nemotron 3). By default the hidden size."""
     moe_beside_mlp: bool = field(default=False, metadata=option(**_EXPERTS))
     """Let layers with experts have an MLP too: both outputs are normalized and added, and the router
     normalizes its input (Gemma 4)."""
@@ -445,7 +445,7 @@ class ModelConfig:
     )
     """Width of an MLP that computes all tokens beside the experts. By default there is none."""
     moe_shared_expert_gate: bool = field(default=False, metadata=option(**_EXPERTS))
-    """Multiply that MLP's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
+    """Multiply the shared expert's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
         metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
@@ -467,7 +467,8 @@ class ModelConfig:
     moe_expert_capacity_factor: float | None = field(
         default=None, metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
-    """In training, an expert drops the tokens of a sample above this many times the mean of the experts. By
+    """In training, limit an expert to this many times the mean number of tokens of an expert in a sample; it
+    drops the others. By
     default no token is dropped."""
     moe_token_drop_policy: DropPolicy = field(
         default="probs", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)

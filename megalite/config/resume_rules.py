@@ -27,7 +27,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.DATA: """
         mock_data fim_rate fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token
         reset_position_ids reset_attention_mask eod_mask_loss short_seq_prob
-        sft sft_packing sft_long_conversations""",
+        document_packing sft sft_packing sft_long_conversations""",
     OnResume.CORPUS: f"{' '.join(CORPUS_FIELDS)} aml_data_download_path split blend_by",
     OnResume.TOKENIZER: " ".join(TOKENIZER_FIELDS),
     OnResume.LOGGED: """

@@ -4,7 +4,7 @@ Preprocessing: `preprocessing/` reads text, and `tokenizers/` encode it -> `inde
 Training: `corpus_sources` (which parts of which corpora) -> `gpt_dataset` (samples) -> `blend` ->
 `build_datasets` -> `sampler`, `batch`.
 Fine-tuning: `preprocessing/conversations` marks answers in a `loss_mask`, and `packing` places whole
-conversations into the samples of `conversation_dataset`.
+conversations into the samples of `packed_dataset`.
 """
 
 import importlib.util

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from megalite.data.bert_dataset import BertDataset
 from megalite.data.blend import BlendedDataset
-from megalite.data.conversation_dataset import ConversationDataset
 from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
+from megalite.data.packed_dataset import PackedDataset
 from megalite.errors import UserError
 
 
@@ -39,8 +39,8 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
     """Return the spans that make up a sample, in order; their tokens joined are the sample's tokens.
 
     With fill-in-the-middle, they are the spans of the sample before its documents are cut. For BERT, they are
-    the complete sentences, in the document's order, before they are cut, swapped and masked. For
-    conversations, they are the parts of them that the sample holds.
+    the complete sentences, in the document's order, before they are cut, swapped and masked. In
+    packed samples, they are the parts of conversations or documents that the sample holds.
 
     Raises:
         UserError: the dataset does not come from a corpus.
@@ -57,8 +57,8 @@ def sample_spans(dataset: Dataset, index: int) -> list[SampleSpan]:
         return _bert_spans(dataset, index)
     if isinstance(dataset, Epochs):
         return sample_spans(dataset.dataset, dataset.number(index))
-    if isinstance(dataset, ConversationDataset):
-        return _conversation_spans(dataset, index)
+    if isinstance(dataset, PackedDataset):
+        return _packed_spans(dataset, index)
     raise UserError("these samples do not come from a corpus: their tokens are random (--mock-data)")
 
 
@@ -90,9 +90,15 @@ def _bert_spans(dataset: BertDataset, index: int) -> list[SampleSpan]:
     ]
 
 
-def _conversation_spans(dataset: ConversationDataset, index: int) -> list[SampleSpan]:
-    indexed, length = dataset.indexed, dataset.options.seq_length + 1
+def _packed_spans(dataset: PackedDataset, index: int) -> list[SampleSpan]:
+    indexed = dataset.indexed
     return [
-        SampleSpan(indexed.prefix, indexed.document_of(i), i, 0, indexed[i][:length])
-        for i in dataset.conversations(index)
+        SampleSpan(
+            indexed.prefix,
+            indexed.document_of(piece.sequence),
+            piece.sequence,
+            piece.start,
+            dataset.tokens_of(piece),
+        )
+        for piece in dataset.pieces(index)
     ]

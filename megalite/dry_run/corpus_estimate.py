@@ -72,6 +72,8 @@ def corpora_of(config: Config, dp: int) -> Corpora:
         )
     if config.data.sft:
         return Corpora(skipped=("the samples of --sft depend on how conversations fit into them",))
+    if config.data.packs_documents:
+        return Corpora(skipped=("the samples of --document-packing depend on how documents fit into them",))
     sources = find_sources(config.data)
     num_samples = dict(zip(SPLIT_NAMES, num_samples_of(config, dp), strict=True))
     draws = [

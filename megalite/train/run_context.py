@@ -12,10 +12,10 @@ from megalite.data.bert_dataset import BertOptions
 from megalite.data.bert_masking import WordPieces
 from megalite.data.bert_samples import BertSamples, word_pieces
 from megalite.data.build_datasets import DatasetSplits
-from megalite.data.conversation_dataset import ConversationOptions
-from megalite.data.conversation_samples import ConversationSamples
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
+from megalite.data.packed_dataset import PackingOptions
+from megalite.data.packed_samples import PackedSamples
 from megalite.data.samples import GPTSamples, Samples
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
@@ -118,29 +118,30 @@ def resolve_run(
     return RunContext(config, topology, timers, samples, tokenizer, sources, lease, providers)
 
 
-def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | ConversationSamples:
+def gpt_samples(config: Config, tokenizer: Tokenizer | None) -> GPTSamples | PackedSamples:
     """Return the samples of a GPT run.
 
     Raises:
         UserError: an option needs an end-of-document token, and the tokenizer has none.
     """
-    if config.data.sft:
-        return conversation_samples(config)
+    if config.data.sft or config.data.packs_documents:
+        return packed_samples(config)
     ends = document_ends(config, tokenizer)
     return GPTSamples(config.model.seq_length, config.training.seed, config.model.vocab_size, ends)
 
 
-def conversation_samples(config: Config) -> ConversationSamples:
-    """Return the samples of a run that fine-tunes on conversations."""
+def packed_samples(config: Config) -> PackedSamples:
+    """Return the samples of a run on whole conversations or documents."""
     model, data = config.model, config.data
     assert model.vocab_size is not None
-    return ConversationSamples(
-        ConversationOptions(
+    return PackedSamples(
+        PackingOptions(
             model.seq_length,
             config.training.seed,
             model.vocab_size,
-            packs=data.sft_packing,
-            drops_long=data.sft_long_conversations == "drop",
+            packs=data.sft_packing or data.packs_documents,
+            long=data.sft_long_conversations if data.sft else "split",
+            only_answers=data.sft,
         )
     )
 

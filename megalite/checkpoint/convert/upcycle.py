@@ -54,7 +54,9 @@ class ExpertSizes:
         if dense.has_experts:
             raise UserError(f"the model has {dense.num_experts} experts already: pass a dense checkpoint")
         if dense.has_mlp_bias:
-            raise UserError("the model's MLPs have biases, and experts have none: pass a model without them")
+            raise UserError(
+                "the model's MLPs have biases, which upcycling does not copy: pass a model without them"
+            )
         if dense.hybrid_override_pattern is not None or dense.kv_shared_ffn_hidden_size is not None:
             raise UserError(
                 "the model's layers differ in their MLPs: pass one whose layers all have the same"

@@ -75,7 +75,8 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that options for document boundaries have a tokenizer, whose end-of-document token marks them."""
     data = config.data
     options = data.document_options
-    if options and data.resolved_tokenizer_type is None and not data.mock_data and not data.sft:
+    is_packed = data.sft or data.packs_documents
+    if options and data.resolved_tokenizer_type is None and not data.mock_data and not is_packed:
         yield Problem(
             (*options, "tokenizer_type", "tokenizer_model", "vocab_file", "tokenizer_name_or_path"),
             f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "
@@ -84,12 +85,21 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that conversations are not also cut, masked or rearranged as documents of a corpus of text."""
+    """Check that packed sequences are not also cut, masked or rearranged as documents of a corpus of text."""
     data = config.data
-    names = [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])] if data.sft else []
-    for name in names:
-        reason = "rearranges text" if name == "fim_rate" else "is not needed: --sft separates conversations"
-        yield Problem(("sft", name), f"--sft with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
+    if not (data.sft or data.packs_documents):
+        return
+    field = "sft" if data.sft else "document_packing"
+    flag, kind = ("--sft", "conversations") if data.sft else ("--document-packing best_fit", "documents")
+    for name in [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])]:
+        reason = "rearranges text" if name == "fim_rate" else f"is not needed: {flag} separates {kind}"
+        yield Problem((field, name), f"{flag} with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
+    if data.sft and data.packs_documents:
+        yield Problem(
+            ("sft", "document_packing"),
+            "--sft with --document-packing best_fit: --sft packs conversations by itself; remove "
+            "--document-packing",
+        )
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:

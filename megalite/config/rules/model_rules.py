@@ -111,6 +111,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
     wrong = {
         "fim_rate": data.fim_rate > 0,
         "sft": data.sft,
+        "document_packing": data.packs_documents,
         **dict.fromkeys(data.document_options, True),
     }
     for name in (name for name, is_set in wrong.items() if is_set):

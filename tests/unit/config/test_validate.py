@@ -97,6 +97,13 @@ RULES = [
         None,
         "--sft with --fim-rate, which rearranges text: remove --fim-rate",
     ),
+    (
+        "--document-packing best_fit --eod-mask-loss",
+        None,
+        "--document-packing best_fit with --eod-mask-loss, which is not needed: --document-packing best_fit "
+        "separates documents: remove --eod-mask-loss",
+    ),
+    ("--document-packing best_fit --sft", None, "--sft packs conversations by itself; remove"),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
     ("--data-args-path f", None, "--data-path and --data-args-path both set the corpora: remove one"),
     (

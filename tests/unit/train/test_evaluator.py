@@ -3,8 +3,8 @@
 import pytest
 
 from megalite.config import Config, TrainingConfig
-from megalite.data.conversation_dataset import ConversationOptions
-from megalite.data.conversation_samples import ConversationSamples
+from megalite.data.packed_dataset import PackingOptions
+from megalite.data.packed_samples import PackedSamples
 from megalite.data.samples import GPTSamples
 from megalite.train.evaluator import Evaluator
 from megalite.train.run_context import RunContext
@@ -51,6 +51,6 @@ def test_eval_iters_determines_the_samples_of_a_run():
 def test_an_evaluation_of_conversations_starts_at_the_first_one(one_rank):
     """Each evaluation reads the same ones, at most once."""
     training = TrainingConfig(eval_interval=10, eval_iters=3, micro_batch_size=4, global_batch_size=8)
-    samples = ConversationSamples(ConversationOptions(8, seed=1, vocab_size=9))
+    samples = PackedSamples(PackingOptions(8, seed=1, vocab_size=9))
     evaluator = Evaluator(RunContext(Config(training=training), one_rank, Timers(), samples), [], None)
     assert [evaluator.first_sample("valid", iteration) for iteration in (10, 20, 30)] == [0, 0, 0]

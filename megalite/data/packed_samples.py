@@ -1,4 +1,4 @@
-"""Samples of conversations: only answers have a loss, and conversations do not see each other.
+"""Packed samples: conversations, of which only answers have a loss, or documents. They do not see each other.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
@@ -12,27 +12,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megalite.data.conversation_dataset import (
-    NUM_FIELDS,
-    ConversationDataset,
-    ConversationOptions,
-    conversations_row,
-)
 from megalite.data.epochs import Epochs
 from megalite.data.gpt_dataset import Dataset, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
+from megalite.data.packed_dataset import (
+    NUM_FIELDS,
+    PackedDataset,
+    PackingOptions,
+    sequences_row,
+)
 from megalite.kernels.visible_keys import document_starts
 from megalite.log import log
 from megalite.microbatch import Microbatch
 
 
 @dataclass(frozen=True)
-class ConversationSamples:
-    """Packs conversations into samples, or gives each a sample of its own."""
+class PackedSamples:
+    """Packs conversations or documents into samples, or gives each a sample of its own."""
 
-    options: ConversationOptions
+    options: PackingOptions
 
     are_masked = False  # --sft counts tokens while the batch runs
     are_of_documents = True
@@ -40,7 +40,7 @@ class ConversationSamples:
 
     @property
     def on_every_stage(self) -> bool:
-        """Return whether the layers must know the conversations."""
+        """Return whether the layers must know the documents."""
         return self.options.packs
 
     @property
@@ -48,7 +48,8 @@ class ConversationSamples:
         return self.options.seq_length
 
     def check(self, corpus: IndexedDataset) -> None:
-        LossMask(corpus).check(corpus.prefix)
+        if self.options.only_answers:
+            LossMask(corpus).check(corpus.prefix)
 
     def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
         """Return the positions of one epoch's samples."""
@@ -63,21 +64,21 @@ class ConversationSamples:
         split_name: str,
         cache: IndexCache | None,
     ) -> Epochs:
-        packed = ConversationDataset(corpus, sequences, self.options, split_name, cache)
+        packed = PackedDataset(corpus, sequences, self.options, split_name, cache)
         if num_samples is None:
             log.info("%s: %s", split_name, packed.use())
             return Epochs(packed, len(packed), self.options.seed)
         log.info("%s: %.3g epochs of %s", split_name, num_samples / len(packed), packed.use())
         return Epochs(packed, num_samples, self.options.seed)
 
-    def mock(self, num_samples: int, split: int) -> MockConversations:
-        return MockConversations(num_samples, split, self.options)
+    def mock(self, num_samples: int, split: int) -> MockSequences:
+        return MockSequences(num_samples, split, self.options)
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
         return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
 
     def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
-        """Return the microbatch of rows, int64 ``[b, 4 s]``; see `conversations_row`.
+        """Return the microbatch of rows, int64 ``[b, 4 s]``; see `sequences_row`.
 
         Without packing, a sample is one document whose padding comes last, so that a causal model needs
         neither positions nor documents.
@@ -93,10 +94,10 @@ class ConversationSamples:
         return microbatch
 
 
-class MockConversations:
-    """Generates conversations of random tokens; a sample depends on the seed, the split and its number."""
+class MockSequences:
+    """Generates sequences of random tokens; a sample depends on the seed, the split and its number."""
 
-    def __init__(self, num_samples: int, split: int, options: ConversationOptions) -> None:
+    def __init__(self, num_samples: int, split: int, options: PackingOptions) -> None:
         self._num_samples = num_samples
         self._split = split
         self._options = options
@@ -107,13 +108,14 @@ class MockConversations:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         options = self._options
         generator = np.random.default_rng((options.seed, self._split, index))
-        left, conversations = options.seq_length, []
+        left, sequences = options.seq_length, []
         while left > 0:
             length = min(left, int(generator.integers(1, options.seq_length // 2 + 2)))
             tokens = generator.integers(0, options.vocab_size, length + 1, dtype=np.int64)
-            is_answer = np.arange(length + 1) > int(generator.integers(0, length))
-            conversations.append((tokens, is_answer))
+            question = int(generator.integers(0, length))
+            has_loss = np.arange(length + 1) > (question if options.only_answers else 0)
+            sequences.append((tokens, has_loss))
             left -= length + int(generator.integers(0, 4))  # some samples end with padding
             if not options.packs:
                 break
-        return conversations_row(conversations, options.seq_length)
+        return sequences_row(sequences, options.seq_length)

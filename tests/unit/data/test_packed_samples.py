@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from megalite.data.build_datasets import BuildOptions
-from megalite.data.conversation_dataset import ConversationOptions
-from megalite.data.conversation_samples import ConversationSamples
 from megalite.data.corpus_sources import sources_of_one_blend
+from megalite.data.packed_dataset import PackingOptions
+from megalite.data.packed_samples import PackedSamples
 from megalite.errors import UserError
 from tests.chat import write_masked
 from tests.corpora import build_from_sources
 
 
-def _samples(**changes: object) -> ConversationSamples:
+def _samples(**changes: object) -> PackedSamples:
     values = {"seq_length": 8, "seed": 1, "vocab_size": 500, **changes}
-    return ConversationSamples(ConversationOptions(**values))  # type: ignore[arg-type]
+    return PackedSamples(PackingOptions(**values))  # type: ignore[arg-type]
 
 
 def test_conversations_of_a_sample_are_apart(tmp_path: Path) -> None:

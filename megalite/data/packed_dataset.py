@@ -1,0 +1,268 @@
+"""Pack conversations or documents into samples, apart from each other, and whole if they fit.
+
+Shapes: S positions of a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loss_mask import LossMask
+from megalite.data.packing import Packing, one_per_sample, pack_best_fit
+from megalite.data.storage import FilesInUse
+from megalite.errors import UserError
+
+_FORMAT = 2
+"""Part of a cached packing's digest: increase it when the same values give another one."""
+NUM_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """Holds the options of packed samples.
+
+    Attributes:
+        seq_length: S, number of positions of a sample. A sequence of n tokens takes n - 1 of them: its last
+            token is only predicted.
+        seed: seed of the samples' order.
+        vocab_size: reading a sample with a token id beyond it raises.
+        packs: whether samples hold several sequences, or one each.
+        long: whether a sequence that does not fit a sample loses its end, is dropped, or is split into
+            pieces that fit.
+        only_answers: whether only the tokens that the corpus's loss mask selects have a loss.
+    """
+
+    seq_length: int
+    seed: int
+    vocab_size: int
+    packs: bool = True
+    long: Literal["truncate", "drop", "split"] = "truncate"
+    only_answers: bool = True
+
+    def fitting(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+        """Return the positions that sequences take; 0 for those that are dropped for their length.
+
+        Args:
+            lengths: in tokens.
+        """
+        needed = (lengths.astype(np.int64) - 1).clip(0)
+        if self.long == "drop":
+            return np.where(needed <= self.seq_length, needed, 0)
+        return needed if self.long == "split" else needed.clip(0, self.seq_length)
+
+    def num_samples(self, lengths: npt.NDArray[np.int32]) -> int:
+        """Return the number of samples of one epoch; with packing, it is a lower bound."""
+        positions = self.fitting(lengths)
+        return -(-int(positions.sum()) // self.seq_length) if self.packs else int((positions > 0).sum())
+
+
+class SequencePiece(NamedTuple):
+    """Names consecutive tokens of a sequence of the corpus: those from `start` on that fit a sample."""
+
+    sequence: int
+    start: int
+
+
+def sequences_row(
+    sequences: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], seq_length: int
+) -> npt.NDArray[np.int64]:
+    """Place sequences one after the other into a sample, int64 ``[4 S]``.
+
+    The four parts are inputs, labels, whether a label has a loss, and the sequence's number in the sample.
+    The padding at the end is a document of its own, and has no loss.
+
+    Args:
+        sequences: tokens of each, and which of them have a loss.
+    """
+    row = np.zeros((NUM_FIELDS, seq_length), np.int64)
+    begin = 0
+    for number, (tokens, has_loss) in enumerate(sequences):
+        end = begin + len(tokens) - 1
+        row[:, begin:end] = tokens[:-1], tokens[1:], has_loss[1:], np.full(end - begin, number)
+        begin = end
+    row[-1, begin:] = len(sequences)
+    return row.reshape(-1)
+
+
+class PackedDataset:
+    """Reads the samples of one epoch of a corpus's sequences, in a fixed order.
+
+    Attributes:
+        indexed: the corpus; each of its sequences is a conversation or a document.
+        packing: pieces of each sample, by number: pieces are counted through the sequences.
+        num_long: number of sequences that do not fit a sample.
+        num_dropped: number of these that are in no sample.
+
+    Raises:
+        UserError: there is nothing to learn.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        options: PackingOptions,
+        split_name: str = "train",
+        cache: IndexCache | None = None,
+    ) -> None:
+        """Pack the sequences.
+
+        Args:
+            sequences: the split's sequences.
+            cache: stores and maps the packing; None to build it in memory.
+        """
+        self.indexed = indexed
+        self.sequences = sequences
+        self.mask = LossMask(indexed) if options.only_answers else None
+        self.options = options
+        lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
+        self._positions = options.fitting(lengths)
+        unanswered = self._unanswered()
+        self._positions[unanswered - sequences.start] = 0
+        counts = -(-self._positions // options.seq_length)
+        self._first_pieces = np.concatenate(([0], counts.cumsum()))  # of each sequence, and their number
+        cached = self._packed(lengths, unanswered, split_name, cache)
+        self.packing = Packing(cached.arrays["items"], cached.arrays["bounds"])
+        mask_files = () if self.mask is None else (self.mask.file,)
+        self._files = FilesInUse((*indexed.files, *mask_files, *cached.files))
+        self.num_long = len(self._long())
+        self.num_dropped = int((self._positions == 0).sum())
+        if len(self) == 0:
+            found = f"the {split_name} split of {indexed.prefix} has {len(sequences)}"
+            if not options.only_answers:
+                raise UserError(f"{found} documents, and none of them has two tokens: preprocess it again")
+            raise UserError(
+                f"{found} conversations, and none of them has an answer within --seq-length "
+                f"{options.seq_length}: pass a longer one"
+            )
+
+    def _packed(
+        self,
+        lengths: npt.NDArray[np.int32],
+        unanswered: npt.NDArray[np.int64],
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> CachedArrays:
+        def build() -> Arrays:
+            packing = self._pack()
+            self.indexed.check_files()
+            return packing._asdict()
+
+        if cache is None:
+            return CachedArrays(build())
+        values = {
+            **asdict(self.options),
+            "first_sequence": self.sequences.start,
+            "sequence_lengths_sha256": digest_of(lengths),
+            "unanswered_sha256": digest_of(unanswered),
+            "format": _FORMAT,
+        }
+        num_items = 2 * int(self._first_pieces[-1])
+        key = CacheKey("PackedDataset", split_name, values, num_items, self.indexed.prefix)
+        return cache.get(key, Packing._fields, build)
+
+    def _long(self) -> npt.NDArray[np.int64]:
+        """Return the sequences that do not fit a sample."""
+        lengths = self.indexed.sequence_lengths[self.sequences.start : self.sequences.stop]
+        return np.flatnonzero(lengths > self.options.seq_length + 1) + self.sequences.start
+
+    def _unanswered(self) -> npt.NDArray[np.int64]:
+        """Return the truncated sequences that have no answer in the part that fits a sample."""
+        if self.mask is None or self.options.long != "truncate":
+            return np.empty(0, np.int64)
+        length = self.options.seq_length + 1
+        found = [i for i in self._long().tolist() if not self.mask[i][1:length].any()]
+        return np.array(found, np.int64)
+
+    def _pack(self) -> Packing:
+        """Pack the pieces."""
+        size = self.options.seq_length
+        counts = np.diff(self._first_pieces)
+        lengths = np.full(self._first_pieces[-1], size)  # of the pieces: only a sequence's last is shorter
+        last = self._first_pieces[1:][counts > 0] - 1
+        lengths[last] = (self._positions - (counts - 1) * size)[counts > 0]
+        # Pieces of equal length are mixed, and then the samples.
+        order = np.random.default_rng(self.options.seed).permutation(len(lengths))
+        packing = pack_best_fit(lengths[order], size) if self.options.packs else one_per_sample(len(order))
+        return Packing(order[packing.items], packing.bounds)
+
+    def use(self) -> str:
+        """Describe how the sequences use the samples, for the log."""
+        options, size = self.options, self.options.seq_length
+        share = int(self._positions.sum()) / max(1, len(self) * size)
+        kind = "conversations" if options.only_answers else "documents"
+        text = (
+            f"{len(self.sequences) - self.num_dropped:,} {kind} of {self.indexed.prefix} in {len(self):,} "
+            f"samples, {100 * share:.1f}% of their positions filled"
+        )
+        if not self.num_long:
+            return text
+        if options.long == "split":
+            return f"{text}; {self.num_long:,} longer than --seq-length {size} are split"
+        dropped = min(self.num_dropped, self.num_long)
+        return (
+            f"{text}; {self.num_long - dropped:,} truncated and {dropped:,} dropped, "
+            f"longer than --seq-length {size} (--sft-long-conversations {options.long})"
+        )
+
+    def __len__(self) -> int:
+        return len(self.packing.bounds) - 1
+
+    def pieces(self, index: int) -> list[SequencePiece]:
+        """Return the pieces of a sample, in order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a dataset of {len(self)}")
+        first, last = self.packing.bounds[index : index + 2].tolist()
+        numbers = self.packing.items[first:last]
+        sequences = np.searchsorted(self._first_pieces, numbers, side="right") - 1
+        starts = (numbers - self._first_pieces[sequences]) * self.options.seq_length
+        return [
+            SequencePiece(sequence + self.sequences.start, start)
+            for sequence, start in zip(sequences.tolist(), starts.tolist(), strict=True)
+        ]
+
+    def tokens_of(self, piece: SequencePiece) -> npt.NDArray[np.int64]:
+        """Return the tokens of a piece; the first one of the next piece is its last one."""
+        tokens = self.indexed[piece.sequence][self._slice(piece)]
+        return np.asarray(tokens, np.int64)
+
+    def _slice(self, piece: SequencePiece) -> slice:
+        return slice(piece.start, piece.start + self.options.seq_length + 1)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        """Return a sample, int64 ``[4 S]``; see `sequences_row`.
+
+        Raises:
+            UserError: a token id is outside the vocabulary, or a file was changed since it was opened.
+            IndexError: there is no such sample.
+        """
+        read = []
+        for piece in self.pieces(index):
+            tokens = self.tokens_of(piece)
+            self._check(piece, tokens)
+            read.append((tokens, self._has_loss(piece, tokens)))
+        self._files.check()
+        return sequences_row(read, self.options.seq_length)
+
+    def _has_loss(self, piece: SequencePiece, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if self.mask is None:
+            return np.ones(len(tokens), np.bool_)
+        return self.mask[piece.sequence][self._slice(piece)]
+
+    def _check(self, piece: SequencePiece, tokens: npt.NDArray[np.int64]) -> None:
+        wrong = tokens[(tokens < 0) | (tokens >= self.options.vocab_size)]
+        if len(wrong):
+            raise UserError(
+                f"document {self.indexed.document_of(piece.sequence)} of {self.indexed.prefix} has token id "
+                f"{wrong[0]}, outside the vocabulary of {self.options.vocab_size}: preprocess it with the "
+                "tokenizer of this model, or pass a larger --vocab-size"
+            )
+
+    def verify_files(self) -> None:
+        self._files.verify()
