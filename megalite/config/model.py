@@ -463,7 +463,7 @@ class ModelConfig:
     moe_input_jitter_eps: float | None = field(
         default=None, metadata=option(allowed=OPEN_SHARE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
-    """In training, multiply the router's input by random numbers from 1 - this to 1 + this."""
+    """In training, multiply the router's input by random numbers from 1 - EPS to 1 + EPS."""
     moe_expert_capacity_factor: float | None = field(
         default=None, metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )

@@ -177,6 +177,11 @@ class ParallelConfig:
         return self.cp > 1 and self.cp_comm_type == "all_gather"
 
     @property
+    def planned_imbalance(self) -> float:
+        """Return `moe_imbalance`, or 1 if each rank has a part of every expert."""
+        return self.moe_imbalance if self.ep > 1 else 1.0
+
+    @property
     def has_ring(self) -> bool:
         """Return whether a rank's attention receives keys and values from one rank after another."""
         return self.cp > 1 and self.cp_comm_type == "p2p"

@@ -179,7 +179,7 @@ def as_object(found: DryRun) -> dict[str, Any]:
     return {
         "world_size": found.world_size,
         "rank": found.rank,
-        "moe_imbalance": found.config.parallel.moe_imbalance,
+        "moe_imbalance": found.config.parallel.planned_imbalance,
         "axes": {name: {"rank": rank, "size": size} for name, (rank, size) in found.axes.items()},
         "parameters": {"rank": counts.num_parameters, "model": found.model_parameters},
         "buffer_bytes": {**asdict(counts.buffers), "total": counts.buffers.total},

@@ -218,6 +218,8 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
         kv_shared_ffn_hidden_size=_scaled_ffn(model.kv_shared_ffn_hidden_size, growth),
         ffn_hidden_size=_scaled_ffn(model.ffn_hidden_size, growth),
         moe_ffn_hidden_size=_scaled_ffn(model.moe_ffn_hidden_size, growth),
+        moe_shared_expert_intermediate_size=_scaled_ffn(model.moe_shared_expert_intermediate_size, growth),
+        moe_latent_size=_scaled_ffn(model.moe_latent_size, growth),
         # Gemma's factor is the root of the width.
         embedding_multiplier=hidden**0.5 if math.isclose(factor, model.hidden_size**0.5) else factor,
     )

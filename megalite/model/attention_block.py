@@ -27,7 +27,7 @@ from megalite.torch_private import (
 
 
 class Block(NamedTuple):
-    """The sample positions of consecutive queries and keys."""
+    """Holds the sample positions of consecutive queries and keys."""
 
     queries: range
     keys: range
@@ -73,7 +73,7 @@ class Blocks(Protocol):
         """
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention, block: Block, softmax: CausalSoftmax
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values; the other arguments are those of `forward`.
 
@@ -82,8 +82,8 @@ class Blocks(Protocol):
         """
 
 
-class Whole(NamedTuple):
-    """What backward of a block needs from attention of its queries with all keys, and with a sink.
+class MergedAttention(NamedTuple):
+    """Holds what backward of a block needs: the results of its queries with all keys, and with a sink.
 
     Attributes:
         grad: gradient of the output, ``[b, n, m, d']``.
@@ -123,7 +123,7 @@ class PlainBlocks:
         return out, log_sums
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention, block: Block, softmax: CausalSoftmax
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a block, in at least fp32; see `Blocks`."""
         wide = whole.log_sums.dtype
@@ -164,19 +164,19 @@ class FlashBlocks:
         return out.to(wide), log_sums.to(wide)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: Whole, block: Block, softmax: CausalSoftmax
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention, block: Block, softmax: CausalSoftmax
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
         grad, out, log_sums, _ = whole
         is_causal, scale = block.queries == block.keys, softmax.scale
-        given = grad, q, k, v, out, log_sums.contiguous()
+        arguments = grad, q, k, v, out, log_sums.contiguous()
         if q.device.type == "cpu":
-            grads = cpu_attention_backward(*given, 0.0, is_causal, scale=scale)
+            grads = cpu_attention_backward(*arguments, 0.0, is_causal, scale=scale)
         else:  # the empty tensors are of samples without padding, and the state of a dropout that is off
             none, state = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
             lengths = none, none, len(block.queries), len(block.keys)
             grads = flash_attention_backward(
-                *given, *lengths, 0.0, is_causal, state, q.new_zeros(()), scale=scale
+                *arguments, *lengths, 0.0, is_causal, state, q.new_zeros(()), scale=scale
             )
         return grads
 

@@ -17,7 +17,7 @@ def capacity_of(num_positions: int, topk: int, num_experts: int, factor: float) 
 
 
 def within_capacity(experts: Tensor, priorities: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return which of the samples' choices their experts have a place for, bool ``[S, b, k]``.
+    """Return which choices are within their expert's capacity, bool ``[S, b, k]``.
 
     An expert takes the choices with the highest priorities. Of equal ones, earlier positions come first.
 

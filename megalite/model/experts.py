@@ -230,7 +230,7 @@ class Router(nn.Module):
         if self.expert_bias is None and self.statistics is None:
             return
         counts = self._counts(experts.flatten())
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and not self.config.moe_router_force_load_balancing:
             self.num_tokens += counts
         if self.statistics is not None:
             self.statistics.add(counts, scores)
@@ -334,9 +334,9 @@ class MixtureOfExperts(nn.Module):
     @communication_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
-        return self.of_experts(x, self.router(x, sample_numbers))
+        return self.compute_experts(x, self.router(x, sample_numbers))
 
-    def of_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
+    def compute_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
         """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
         shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = routing

@@ -1,4 +1,4 @@
-"""Let a function that backward runs again choose what it chose in forward, such as the experts of a token.
+"""Repeat forward's choices when backward recomputes a function.
 
 Between two runs, scores that differ by rounding errors alone may change places. Without the kept choice, a
 gradient would combine tensors of one choice with those of the other.

@@ -49,5 +49,5 @@ class NormedExperts(MixtureOfExperts):
     @communication_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
-        y, terms = self.of_experts(self.input_norm(x), self.router(x, sample_numbers))
+        y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers))
         return self.output_norm(y), terms

@@ -23,13 +23,13 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
-from megalite.model.attention_block import Block, Blocks, Whole, merge_
+from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
 from megalite.model.attention_core import SoftmaxCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class RingStep(NamedTuple):
-    """What a rank does with the keys of the rank `distance` places before it in the ring.
+    """Describes one step: what a rank does with the keys of the rank `distance` places before it in the ring.
 
     Slices are those that a rank holds, by their place among them.
 
@@ -51,7 +51,7 @@ class RingStep(NamedTuple):
 def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
     """Return the steps of one rank, the first of which is with its own keys.
 
-    A step in which no rank needs anything is left out on all ranks.
+    A step in which no rank needs anything is skipped on all ranks.
 
     Args:
         s: length of a whole sample.
@@ -93,7 +93,7 @@ def _sees(queries: range, keys: range, window: int | None, is_causal: bool) -> b
 
 
 class Ring(NamedTuple):
-    """The arguments of ring attention besides tensors.
+    """Holds the arguments of ring attention besides tensors.
 
     Attributes:
         own: positions that this rank holds.
@@ -198,7 +198,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
     deltas = (grad.to(log_sums.dtype) * out).sum(-1)
-    whole = [Whole(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)]
+    whole = [
+        MergedAttention(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)
+    ]
     queries = ring.parts(q)
     runs = ring.own.runs(q.shape[2])
     sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))

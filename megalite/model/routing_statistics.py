@@ -14,7 +14,7 @@ class RoutingStatistics:
 
     Attributes:
         num_tokens: number of tokens that selected each expert, ``[e]``, int64.
-        num_dropped: number of these choices that experts without a place dropped.
+        num_dropped: number of these choices that were dropped because the expert was at capacity.
         entropy: sum over the tokens of the entropy of their probabilities, in nats, a fp64 scalar.
     """
 

@@ -56,12 +56,17 @@ class ExpertBias:
         if not self.routers:
             return
         counts = torch.stack([router.num_tokens for router in self.routers])  # [L, e]
-        axes = spec_of(self.routers[0].weight).parameter_axes
-        for axis in (axes.replicas(self.topology), axes.partial_axis(self.topology)):
-            if axis is not None:
-                all_reduce(counts, axis, of="tokens of each expert")
+        sum_over_tokens(counts, self.routers[0].weight, self.topology)
         above = counts * counts.shape[1] - counts.sum(1, keepdim=True)
         for router, sign in zip(self.routers, above.sign(), strict=True):
             assert router.expert_bias is not None
             change = torch.where(is_good, sign, 0).to(router.expert_bias.dtype)
             router.expert_bias -= change * self.rate
+
+
+def sum_over_tokens(totals: Tensor, weight: nn.Parameter, topology: Topology) -> None:
+    """Sum in place over the ranks of a stage whose routers, with this weight, route different tokens."""
+    axes = spec_of(weight).parameter_axes
+    for axis in (axes.replicas(topology), axes.partial_axis(topology)):
+        if axis is not None:
+            all_reduce(totals, axis, of="tokens of each expert")

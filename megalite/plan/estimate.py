@@ -165,7 +165,7 @@ def _experts_object(run: PlannedRun) -> dict[str, Any]:
     if not parallel.has_expert_axes:
         return {}
     sizes = {"ep": parallel.ep, "etp": parallel.etp, "edp": run.replicas[EXPERTS.name].size}
-    return {"experts": {**sizes, "moe_imbalance": parallel.moe_imbalance}}
+    return {"experts": {**sizes, "moe_imbalance": parallel.planned_imbalance}}
 
 
 def _by_kind(work: WorkSeconds) -> dict[str, float]:

@@ -201,7 +201,7 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
         return _unfused_attention(run, call)
     program = run.program
     kernel: FusedKernel = "cudnn" if program.cudnn_attention else "flash"
-    if program.triton_attention and call.kernel == "triton":
+    if program.triton_attention and (call.kernel == "triton" or run.config.parallel.has_slice_of_queries):
         kernel = "triton"
     forward, backward = fused_attention_seconds(
         run.cluster.gpu,

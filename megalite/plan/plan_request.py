@@ -136,8 +136,9 @@ def read_request(arguments: Sequence[str]) -> Request:
     config = replace(config, parallel=replace(config.parallel, layout=None))
     num_layouts = own.top or (DEFAULT_TOP if own.search else 1)
     own.search = own.search or layout == "auto"
-    if own.search:  # which tries other --ep
-        notices = [text for text in notices if not text.startswith("--moe-imbalance ")]
+    if own.search:  # which tries other --ep and --cp
+        of_axes = ("--moe-imbalance ", "--cp-comm-type ")
+        notices = [text for text in notices if not text.startswith(of_axes)]
     notices += unused_options(own, config)
     table, (flags, _) = fields_by_flag(), split_tokens(rest)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}

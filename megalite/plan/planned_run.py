@@ -222,7 +222,7 @@ class PlannedRun:
         parallel = self.config.parallel
         if not parallel.has_expert_axes:
             return {}
-        return {"ep": parallel.ep, "etp": parallel.etp, "moe_imbalance": parallel.moe_imbalance}
+        return {"ep": parallel.ep, "etp": parallel.etp, "moe_imbalance": parallel.planned_imbalance}
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,8 @@ class Program:
     Attributes:
         fused_attention: attention scores are never stored in GPU memory.
         cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
-        triton_attention: with dropout, ALiBi or documents, fused attention is megalite's own.
+        triton_attention: with dropout, ALiBi, documents or a slice of the queries, fused attention is
+            megalite's own.
         attention_slowdown: time of fused attention, relative to FlashAttention-2 or cuDNN.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
         is_own: the program is megalite, whose layers are as recorded.
@@ -72,29 +73,41 @@ class Program:
     copies_slices: bool = False
 
 
-def own_program(model: ModelConfig, gpu: Gpu, *, has_slice_of_queries: bool = False) -> Program:
+def own_program(
+    model: ModelConfig, gpu: Gpu, *, has_ring: bool = False, has_documents: bool = False
+) -> Program:
     """Return megalite as a program, with the attention that this GPU runs.
 
     Args:
-        has_slice_of_queries: a rank's attention has some of the queries, with all keys of a sample or those
-            of one rank after another.
+        has_ring: attention is computed in blocks of keys, one rank's after another's.
+        has_documents: attention stays within the documents of a sample.
     """
     has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
     fits_triton = model.params_dtype != "fp64" and not is_large
-    can_run_triton = gpu.has_triton and fits_triton and not has_slice_of_queries
+    can_run_triton = gpu.has_triton and fits_triton and not has_ring
     is_written_out = model.attention_backend in ("unfused", "local") or is_large
     is_written_out |= has_dropout and not can_run_triton
+    is_written_out |= has_ring and (has_documents or not _has_flash_blocks(model))
+    has_cudnn = model.attention_backend not in ("flash", "efficient") and not has_ring
     return Program(
         fused_attention=not is_written_out,
         is_own=True,
         copies_heads=False,
-        cudnn_attention=model.attention_backend not in ("flash", "efficient"),
+        cudnn_attention=has_cudnn,
         triton_attention=can_run_triton,
         overlaps_tp=True,
         stops_recomputing=True,
         fused_accumulation=True,
         gathers_under_forward=True,
     )
+
+
+def _has_flash_blocks(model: ModelConfig) -> bool:
+    """Return whether FlashAttention computes the blocks of a ring, for whole samples as documents."""
+    has_bias = model.position_embedding_type == "alibi" or model.attn_logit_softcapping is not None
+    has_bias |= any(kind.window is not None for kind in model.layer_kinds)
+    sizes = {model.for_kind(kind).head_dim for kind in model.head_kinds}
+    return not has_bias and sizes == {model.value_dim} and model.value_dim % 8 == 0
 
 
 MEGATRON_LOSS_BYTES = (6 + 4 + 8 + 8 + 4 + 8, 8 + 6)
@@ -136,9 +149,8 @@ PROGRAMS: Mapping[str, Program] = {
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     if name == OWN:
-        parallel = config.parallel
-        has_slice = parallel.has_slice_of_queries or parallel.has_ring
-        return own_program(config.model, gpu, has_slice_of_queries=has_slice)
+        has_documents = config.data.masks_attention or not config.model.is_causal
+        return own_program(config.model, gpu, has_ring=config.parallel.has_ring, has_documents=has_documents)
     return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 

@@ -118,7 +118,7 @@ def _layer_context(
             is_fp8=config.training.fp8_format is not None,
         ),
         cp_comm_type=config.parallel.cp_comm_type,
-        moe_imbalance=config.parallel.moe_imbalance,
+        moe_imbalance=config.parallel.planned_imbalance,
     )
 
 

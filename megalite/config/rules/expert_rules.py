@@ -153,8 +153,14 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
 
 
 def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that no plan assumes busy experts for tokens that are forced to be even."""
-    factor = config.parallel.moe_imbalance
+    """Check that no plan assumes busier experts than there can be."""
+    factor, capacity = config.parallel.moe_imbalance, config.model.moe_expert_capacity_factor
+    if config.model.has_experts and capacity is not None and factor > max(1.0, capacity):
+        yield Problem(
+            ("moe_imbalance", "moe_expert_capacity_factor"),
+            f"--moe-imbalance {factor:g} is above --moe-expert-capacity-factor {capacity:g}, which limits "
+            f"every expert: pass at most --moe-imbalance {max(1.0, capacity):g}",
+        )
     if config.model.has_experts and config.model.moe_router_force_load_balancing and factor != 1:
         yield Problem(
             ("moe_imbalance", "moe_router_force_load_balancing"),

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from megalite.config import Config, ModelConfig
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.model.routing_statistics import RoutingStatistics
-from megalite.tensor_parallel.parameter_spec import spec_of
+from megalite.optim.expert_bias import sum_over_tokens
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
 from megalite.train.telemetry.writers import Writers
@@ -87,7 +85,7 @@ def loads_of_layers(counted: Mapping[int, RoutingStatistics], trainer: Trainer) 
         others = torch.stack((statistics.num_dropped.double(), statistics.entropy))
         totals[row] = torch.cat((statistics.num_tokens.double(), others))
     for router in list(_routers(trainer).values())[:1]:
-        _sum_over_tokens(totals, router, topology)
+        sum_over_tokens(totals, router.weight, topology)
     all_reduce(totals, topology.pp, of="tokens of each expert")
     found = {}
     for row, (*counts, dropped, entropy) in enumerate(topology.to_host(totals).tolist()):
@@ -96,14 +94,6 @@ def loads_of_layers(counted: Mapping[int, RoutingStatistics], trainer: Trainer) 
             tokens = tuple(map(int, counts))
             found[_name(row, model)] = LayerLoads(tokens, entropy / num_tokens, int(dropped))
     return found
-
-
-def _sum_over_tokens(totals: Tensor, router: Router, topology: Topology) -> None:
-    """Sum in place over the ranks of the stage that route different tokens."""
-    axes = spec_of(router.weight).parameter_axes
-    for axis in (axes.replicas(topology), axes.partial_axis(topology)):
-        if axis is not None:
-            all_reduce(totals, axis, of="tokens of each expert")
 
 
 def _routers(trainer: Trainer) -> dict[int, Router]:

@@ -14,7 +14,7 @@ class LayerLoads:
     Attributes:
         tokens: number of tokens that selected each expert.
         entropy: mean over the tokens of the entropy of the router's probabilities, in nats.
-        dropped: number of these choices that experts without a place dropped.
+        dropped: number of these choices that were dropped because the expert was at capacity.
     """
 
     tokens: tuple[int, ...]

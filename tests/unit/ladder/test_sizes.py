@@ -118,8 +118,11 @@ def test_sizes_of_kinds_of_layers_keep_their_ratios() -> None:
 
 
 def test_experts_grow_with_the_width() -> None:
-    model = replace(PRESETS["llama-tiny"], num_experts=4, moe_ffn_hidden_size=96)
-    assert scaled_model(Config(model=model), "width", 128).moe_ffn_hidden_size == 192
+    widths = {"moe_shared_expert_intermediate_size": 64, "moe_latent_size": 32}
+    model = replace(PRESETS["llama-tiny"], num_experts=4, moe_ffn_hidden_size=96, **widths)
+    scaled = scaled_model(Config(model=model), "width", 128)
+    assert scaled.moe_ffn_hidden_size == 192
+    assert (scaled.moe_shared_expert_intermediate_size, scaled.moe_latent_size) == (128, 64)
     assert scaled_model(Config(model=model), "width", 64) == model
 
 

@@ -152,8 +152,13 @@ def test_slices_of_samples_need_less_memory_and_communication() -> None:
     assert exchanged["layout"] == {"tp": 2, "pp": 1, "dp": 2, "cp": 4}
     seconds = [each["seconds_by_kind"] for each in (alone, gathered, exchanged)]
     assert seconds[0]["cp"] == 0.0 < seconds[1]["cp"] < seconds[2]["cp"]  # few key/value heads
-    # The last slice sees 7/4 times as many keys as the average one.
-    assert seconds[1]["attention"] == pytest.approx(7 / 4 * seconds[2]["attention"], rel=1e-3)
+    # The last slice sees 7/4 times as many keys as the average one. With dropout, one kernel serves both.
+    gathered, exchanged = (
+        plan(f"{line} --attention-dropout 0.1 --cp 4 --cp-comm-type {kind}")["seconds_by_kind"]["attention"]
+        for kind in ("all_gather", "a2a")
+    )
+    assert gathered == pytest.approx(7 / 4 * exchanged, rel=1e-3)
+    assert seconds[1]["attention"] > 7 / 4 * seconds[2]["attention"]  # Triton's kernel is slower than cuDNN's
 
 
 def test_a_search_shards_over_all_replicas() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
+from megalite.hardware.gpus import GPUS
 from megalite.model.ring_attention import ring_steps
+from megalite.plan.programs import own_program
 from megalite.plan.ring_time import ring_slices
 from megalite.recording.unit_record import AttentionCall
 
@@ -34,3 +37,17 @@ def test_ranks_of_a_causal_ring_compute_the_same_number_of_blocks(num_ranks: int
         for rank in range(num_ranks)
     ]
     assert counts == [[3] + [2] * (num_ranks - 1)] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("preset", "has_documents", "is_fused"),
+    [("llama3-8b", False, True), ("llama3-8b", True, False), ("gemma3-1b", False, False)],
+)
+def test_a_ring_is_planned_with_the_kernels_of_its_blocks(
+    preset: str, has_documents: bool, is_fused: bool
+) -> None:
+    model, gpu = PRESETS[preset], GPUS["h100-80"]
+    program = own_program(model, gpu, has_ring=True, has_documents=has_documents)
+    assert (program.fused_attention, program.cudnn_attention) == (is_fused, False)
+    alone = own_program(model, gpu, has_documents=has_documents)
+    assert alone.fused_attention and alone.cudnn_attention

@@ -12,7 +12,7 @@ from megalite.checkpoint.convert.families.deepseek_experts import (
     read_experts_after,
     write_experts_after,
 )
-from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, modules_with_some_experts
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.latent_attention import (
     LATENT_ATTENTION,
@@ -52,7 +52,7 @@ DEEPSEEK_V3 = replace(
     read=_read,
     write=_write,
     layer=(
-        *some_with_experts((module for module in LLAMA.layer if module.kind != "qkv"), EXPERTS),
+        *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), EXPERTS),
         *LATENT_ATTENTION,
     ),
     without_effect=(*_OF_TRAINING, "qk_head_dim"),  # the last is a sum of sizes

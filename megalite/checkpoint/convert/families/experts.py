@@ -76,7 +76,7 @@ def expert_bias(name: str) -> Module:
     )
 
 
-def some_with_experts(dense: Iterable[Module], of_experts: Iterable[Module]) -> tuple[Module, ...]:
+def modules_with_some_experts(dense: Iterable[Module], of_experts: Iterable[Module]) -> tuple[Module, ...]:
     """Return the modules of the layers of a model of which some may have experts.
 
     Args:
@@ -85,11 +85,12 @@ def some_with_experts(dense: Iterable[Module], of_experts: Iterable[Module]) -> 
     """
     return (
         *(replace(each, only_in=_has_mlp) if ".mlp." in each.ours else each for each in dense),
-        *(replace(each, only_in=_has_experts) for each in of_experts),
+        *(replace(each, only_in=has_experts) for each in of_experts),
     )
 
 
-def _has_experts(kind: LayerKind) -> bool:
+def has_experts(kind: LayerKind) -> bool:
+    """Return whether a layer has experts."""
     return kind.has_experts
 
 

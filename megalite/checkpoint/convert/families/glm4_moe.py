@@ -12,7 +12,7 @@ from megalite.checkpoint.convert.families.deepseek_experts import (
     read_experts_after,
     write_experts_after,
 )
-from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, modules_with_some_experts
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
 from megalite.checkpoint.convert.families.qwen3 import QK_NORMS
@@ -53,7 +53,7 @@ GLM4_MOE = replace(
     read=_read,
     write=_write,
     layer=(
-        *some_with_experts(LLAMA.layer, EXPERTS),
+        *modules_with_some_experts(LLAMA.layer, EXPERTS),
         *(replace(each, only_if=lambda config: config.qk_layernorm) for each in QK_NORMS),
     ),
     experts=FUSED_EXPERTS,

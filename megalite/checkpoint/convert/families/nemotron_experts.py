@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import SEPARATE
+from megalite.checkpoint.convert.families.deepseek_experts import read_biased_scores
+from megalite.checkpoint.convert.families.experts import SEPARATE, has_experts
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.config import LayerKind, ModelConfig
-from megalite.errors import UserError
+from megalite.config import ModelConfig
 
 SETTINGS = (
     *("n_routed_experts", "num_local_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
@@ -21,21 +21,14 @@ SETTINGS = (
 
 def read_nemotron_experts(hf: HFSettings) -> dict[str, Any]:
     """Return our fields for the layers with experts."""
-    hf.require("nemotron_h", norm_topk_prob=True, output_router_logits=False, n_shared_experts=1)
-    if hf["num_experts_per_tok"] == 1:
-        raise UserError("nemotron_h with num_experts_per_tok 1, whose weight is its score here and 1 there")
-    groups, selected = hf.get("n_group", 1), hf.get("topk_group", 1)
-    has_groups = (groups, selected) != (1, 1)
+    hf.require("nemotron_h", output_router_logits=False, n_shared_experts=1)
     return {
+        **read_biased_scores(hf, "nemotron_h", hf["num_experts_per_tok"]),
         "num_experts": hf.first("n_routed_experts", "num_local_experts"),
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_latent_size": hf.get("moe_latent_size"),
         "moe_shared_expert_intermediate_size": hf["moe_shared_expert_intermediate_size"],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": groups if has_groups else None,
-        "moe_router_group_topk": selected if has_groups else None,
         "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
         "moe_router_load_balancing_type": "none",
     }
@@ -57,10 +50,6 @@ def write_nemotron_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _has_experts(kind: LayerKind) -> bool:
-    return kind.has_experts
-
-
 def _has_latents(config: ModelConfig) -> bool:
     return config.moe_latent_size is not None
 
@@ -73,7 +62,7 @@ def nemotron_expert_modules(block: str) -> tuple[Module, ...]:
     """
 
     def module(kind: Any, ours: str, theirs: str) -> Module:
-        return Module(kind, f"layers.{{}}.mlp.{ours}", (f"{block}.{theirs}",), only_in=_has_experts)
+        return Module(kind, f"layers.{{}}.mlp.{ours}", (f"{block}.{theirs}",), only_in=has_experts)
 
     return (
         module("table", "router", "gate"),

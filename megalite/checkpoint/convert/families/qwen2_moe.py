@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, modules_with_some_experts
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
 from megalite.checkpoint.convert.families.sparse_experts import (
@@ -46,6 +46,6 @@ QWEN2_MOE = replace(
     architecture="Qwen2MoeForCausalLM",
     read=_read,
     write=_write,
-    layer=some_with_experts(LLAMA.layer, GATED_EXPERTS),
+    layer=modules_with_some_experts(LLAMA.layer, GATED_EXPERTS),
     experts=FUSED_EXPERTS,
 )

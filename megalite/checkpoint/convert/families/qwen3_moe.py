@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, modules_with_some_experts
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.qwen3 import QWEN3, read_qwen3_like, write_qwen3_like
 from megalite.checkpoint.convert.families.sparse_experts import (
@@ -41,6 +41,6 @@ QWEN3_MOE = replace(
     architecture="Qwen3MoeForCausalLM",
     read=_read,
     write=_write,
-    layer=some_with_experts(QWEN3.layer, EXPERTS),
+    layer=modules_with_some_experts(QWEN3.layer, EXPERTS),
     experts=FUSED_EXPERTS,
 )

@@ -11,7 +11,7 @@ from megalite.checkpoint.convert.families.delta_net import (
     read_delta_net,
     write_delta_net,
 )
-from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, some_with_experts
+from megalite.checkpoint.convert.families.experts import FUSED_EXPERTS, modules_with_some_experts
 from megalite.checkpoint.convert.families.gated_attention import GATED_ATTENTION
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import read_llama_like, write_llama_like
@@ -77,7 +77,7 @@ QWEN3_NEXT = replace(
     read=_read,
     write=_write,
     layer=(
-        *some_with_experts(_SHARED, GATED_EXPERTS),
+        *modules_with_some_experts(_SHARED, GATED_EXPERTS),
         *GATED_ATTENTION,
         *delta_net_modules("model.layers.{}.linear_attn", ("in_proj_qkvz", "in_proj_ba"), TWO_PROJECTIONS),
     ),

@@ -81,7 +81,9 @@ def test_weights_that_the_config_does_not_name_are_refused(folder, tmp_path):
         convert(folder, tmp_path / "again")
 
 
-@pytest.mark.parametrize("kind", [name for name, family in FAMILIES.items() if family.mtp])
+@pytest.mark.parametrize(
+    "kind", [name for name, family in FAMILIES.items() if family.mtp and name == family.model_type]
+)
 def test_a_family_reads_what_it_writes(kind, one_rank):
     settings = CONFIGS[kind.removesuffix("_text")](lambda values: values[-1]).to_dict()
     config = config_of(settings | {"num_nextn_predict_layers": 1})

@@ -95,6 +95,15 @@ def test_even_tokens_are_not_planned_as_uneven() -> None:
         assert all(text.startswith("--moe-imbalance 1.5 with --moe-router-force") for text in problems)
 
 
+@pytest.mark.parametrize(("capacity", "number"), [(1.25, 1), (1.5, 0), (None, 0)])
+def test_no_expert_is_planned_above_its_capacity(capacity: float | None, number: int) -> None:
+    model = ModelConfig(num_experts=8, moe_expert_capacity_factor=capacity)
+    config = Config(model=model, parallel=ParallelConfig(moe_imbalance=1.5))
+    problems = [problem.text for problem in imbalance(config, None)]
+    assert len(problems) == number
+    assert all(text.endswith("limits every expert: pass at most --moe-imbalance 1.25") for text in problems)
+
+
 @pytest.mark.parametrize(("ep", "number"), [(1, 1), (2, 0)])
 def test_an_imbalance_between_ranks_needs_several(ep: int, number: int) -> None:
     parallel = ParallelConfig(moe_imbalance=1.5, expert_model_parallel_size=ep)
