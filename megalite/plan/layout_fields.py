@@ -12,7 +12,7 @@ from megalite.config.stage_layers import SPLITS, even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 
-MIN_SLICE = 4096
+MIN_SLICE = 8192
 """Fewest tokens of a sample on each context-parallel rank, for which its GEMMs are large."""
 _SHORT = {
     "tensor_model_parallel_size": "--tp",

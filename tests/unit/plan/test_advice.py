@@ -191,13 +191,13 @@ def test_lines_say_what_takes_it_and_what_would_help() -> None:
 
 
 def test_samples_and_experts_are_divided_further() -> None:
-    line = "--preset mixtral-8x7b --micro-batch-size 1 --seq-length 8192"
+    line = "--preset mixtral-8x7b --micro-batch-size 1 --seq-length 16384"
 
     def flags(more: str) -> list[str]:
         return [change.flags for change in divided_further(config_of(f"{line} {more}"), 16)]
 
     assert flags("") == ["--ep 2", "--cp 2"]
-    assert flags("--ep 4 --cp 2") == ["--ep 8"]  # slices of 4096 tokens are short enough
+    assert flags("--ep 4 --cp 2") == ["--ep 8"]  # slices of 8192 tokens are short enough
     assert flags("--tp 2 --sequence-parallel") == ["--ep 2 --etp 1", "--cp 2"]
     assert flags("--tp 2 --sequence-parallel --ep 2") == ["--ep 4", "--cp 2"]
     config = config_of(f"{line} --zero-stage 3 --recompute-granularity full --optimizer-cpu-offload")
