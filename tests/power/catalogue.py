@@ -675,8 +675,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("a block of a ring sees later keys", "cp2+p2p", attention_block, "_hide_",
          before(lambda scores, queries, keys, softmax: (
              scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
-        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "_sees",
-         after(lambda sees, queries, keys, *_: sees and keys.stop != queries.start)),
+        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
+         after(lambda steps, own, s, *_: tuple(_blind_to_the_slice_before(step, own, s) for step in steps))),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
@@ -1093,6 +1093,14 @@ def _rolled(pending: Pending, halves: bool = False) -> Pending:
 def _swap_in_place(whole: Tensor) -> Pending:
     whole.copy_(whole.roll(len(whole) // 2, 0).clone())
     return Pending(whole, None)
+
+
+def _blind_to_the_slice_before(step: Any, own: HeldPositions, s: int) -> Any:
+    """Return a step of a ring without its blocks whose keys end where the queries begin."""
+    runs = own.runs(s // own.count)
+    return step._replace(
+        blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].start)
+    )
 
 
 def _own(collectives: Any, x: Tensor) -> Pending:
