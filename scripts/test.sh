@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the test dependencies into .venv and run all tests except the slow ones. Arguments are passed to pytest.
 #   scripts/test.sh -k layout
-#   scripts/test.sh -m slow      # the slow tests; .ci/run runs a third of them
+#   scripts/test.sh -m slow      # the slow tests; .ci/run runs a part of them
 #   scripts/test.sh -n 0 --pdb   # in one process; by default two share the tests
 set -euo pipefail
 cd "$(dirname "$0")/.."
