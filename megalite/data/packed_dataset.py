@@ -123,7 +123,8 @@ class PackedDataset:
         self.options = options
         lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
         self._positions = options.fitting(lengths)
-        unanswered = self._unanswered()
+        long = np.flatnonzero(lengths > options.seq_length + 1) + sequences.start
+        unanswered = self._unanswered(long)
         self._positions[unanswered - sequences.start] = 0
         counts = -(-self._positions // options.seq_length)
         self._first_pieces = np.concatenate(([0], counts.cumsum()))  # of each sequence, and their number
@@ -131,7 +132,7 @@ class PackedDataset:
         self.packing = Packing(cached.arrays["items"], cached.arrays["bounds"])
         mask_files = () if self.mask is None else (self.mask.file,)
         self._files = FilesInUse((*indexed.files, *mask_files, *cached.files))
-        self.num_long = len(self._long())
+        self.num_long = len(long)
         self.num_dropped = int((self._positions == 0).sum())
         if len(self) == 0:
             found = f"the {split_name} split of {indexed.prefix} has {len(sequences)}"
@@ -167,17 +168,16 @@ class PackedDataset:
         key = CacheKey("PackedDataset", split_name, values, num_items, self.indexed.prefix)
         return cache.get(key, Packing._fields, build)
 
-    def _long(self) -> npt.NDArray[np.int64]:
-        """Return the sequences that do not fit a sample."""
-        lengths = self.indexed.sequence_lengths[self.sequences.start : self.sequences.stop]
-        return np.flatnonzero(lengths > self.options.seq_length + 1) + self.sequences.start
+    def _unanswered(self, long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the truncated sequences that have no answer in the part that fits a sample.
 
-    def _unanswered(self) -> npt.NDArray[np.int64]:
-        """Return the truncated sequences that have no answer in the part that fits a sample."""
+        Args:
+            long: the sequences that do not fit a sample.
+        """
         if self.mask is None or self.options.long != "truncate":
             return np.empty(0, np.int64)
         length = self.options.seq_length + 1
-        found = [i for i in self._long().tolist() if not self.mask[i][1:length].any()]
+        found = [i for i in long.tolist() if not self.mask[i][1:length].any()]
         return np.array(found, np.int64)
 
     def _pack(self) -> Packing:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.loss_terms import WithTerms
+from megalite.loss_terms import Terms, WithTerms
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
@@ -143,11 +143,16 @@ class SandwichNormLayer(TransformerLayer):
 
         # x = x + dropout(norm(mlp(norm(x)) + bias))
         normed, x = self.mlp_norm(total)
-        y, bias, terms, _ = self.mlp(normed, sample_numbers)
-        y = self.mlp_output_norm(y if bias is None else y + bias)
+        y, terms = self.feed_forward(x, normed, sample_numbers)
+        y = self.mlp_output_norm(y)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
         )
+
+    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: Tensor) -> tuple[Tensor, Terms]:
+        """Return mlp(normed) + bias, ``[s, b, h]``, of the residual stream x and its norm."""
+        y, bias, terms, _ = self.mlp(normed, sample_numbers)
+        return y if bias is None else y + bias, terms
 
 
 class ExpertsBesideMLPLayer(SandwichNormLayer):
@@ -158,26 +163,11 @@ class ExpertsBesideMLPLayer(SandwichNormLayer):
         self.mlp_own_norm = build_norm(config, context)
         self.experts = NormedExperts(config, context, layer)
 
-    @wrap_point
-    def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
-    ) -> Tensor | WithTerms:
-        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        # x = x + dropout(norm(mixer(norm(x)) + bias))
-        normed, x = self.attention_norm(x)
-        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
-        y = self.attention_output_norm(y if bias is None else y + bias)
-        total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
-
-        # x = x + dropout(norm(norm(mlp(norm(x)) + bias) + experts(x)))
-        normed, x = self.mlp_norm(total)
-        y, bias, _, _ = self.mlp(normed, sample_numbers)
-        of_mlp = self.mlp_own_norm(y if bias is None else y + bias)
+    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: Tensor) -> tuple[Tensor, Terms]:
+        """Return norm(mlp(normed) + bias) + experts(x), ``[s, b, h]``, of the stream x and its norm."""
+        of_mlp, _ = super().feed_forward(x, normed, sample_numbers)
         of_experts, _, terms, _ = self.experts(x, sample_numbers)
-        y = self.mlp_output_norm(of_mlp + of_experts)
-        return WithTerms.if_any(
-            self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
-        )
+        return self.mlp_own_norm(of_mlp) + of_experts, terms
 
 
 class ParallelLayer(TransformerLayer):

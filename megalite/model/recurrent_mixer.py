@@ -1,4 +1,4 @@
-"""What recurrent mixers share: a recurrence between two projections.
+"""The base class of recurrent mixers: a recurrence between two projections.
 
 Shapes: s sequence, b microbatch, h hidden size, c features of this rank, tp = tp.size.
 """

@@ -1,4 +1,4 @@
-"""How the tokens of a global batch were divided among the experts of each layer."""
+"""Hold the division of a global batch's tokens among the experts of each layer."""
 
 from __future__ import annotations
 
