@@ -125,8 +125,8 @@ class DataConfig:
     """Mask the loss where the input is an end-of-document token. The loss is the mean over the other
     tokens."""
     document_packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """How documents fill samples. concatenate: one after the other, and a sample ends anywhere; best_fit:
-    whole documents, apart from each other, and padding. Only longer documents are split."""
+    """How documents fill samples. concatenate: one after the other, cut where a sample ends; best_fit: whole
+    documents, apart from each other, and padding."""
     sft: bool = False
     """Fine-tune on conversations, preprocessed with --chat: only the assistant's tokens have a loss."""
     sft_packing: bool = True
