@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # It would start a process to compile in, which imports torch again.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each program that a test starts would compile all modules again, in seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Data of lm-evaluation-harness' tasks: each worker of pytest has its own folder. It is read at import, too.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="megalite-tests-")
 
@@ -95,13 +97,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [each for each in items if each not in left_out]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Let Python's collector pass over imported modules: each run in this process collects several times."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one worker run the tests of several ranks, and the other workers run the rest.
@@ -119,6 +114,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if FOLDERS_OF_RANKS.intersection(folders) else nodeid
 
     return RanksOnOneWorker(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def objects_of_earlier_modules() -> None:
+    """Let Python's collector pass over what exists before a module's tests: imports, caches, collected items.
+
+    Each run in this process collects several times. After a thousand tests, these visits take most of its
+    time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
