@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from megalite.recording.nested_tensors import tensors_in
 from megalite.torch_private import EagerMode, storage_number
 
 OTHER = "other"
@@ -106,7 +107,7 @@ class LiveBytes(EagerMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self._see(tensor)
         return out
 
@@ -129,12 +130,3 @@ class LiveBytes(EagerMode):
         self.by_part[part] += size
         if self.now > self.peak:
             self.start_peak()
-
-
-def _tensors(out: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operator's result, which can have nested lists."""
-    if isinstance(out, torch.Tensor):
-        yield out
-    elif isinstance(out, list | tuple):
-        for each in out:
-            yield from _tensors(each)

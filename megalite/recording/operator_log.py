@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megalite import torch_private
 from megalite.distributed.topology import Topology
+from megalite.recording.nested_tensors import tensors_in
 from megalite.recording.traffic import Traffic
 from megalite.recording.unit_record import (
     ATTENTION,
@@ -23,7 +25,7 @@ from megalite.recording.unit_record import (
     KernelKind,
     PhaseRecord,
 )
-from megalite.torch_private import EagerMode, schema_of, storage_number, tree_leaves
+from megalite.torch_private import EagerMode, schema_of, storage_number
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.megalite
 
@@ -189,13 +191,13 @@ class OperatorLog(EagerMode):
         elif packet not in _LAUNCH_NOTHING and not _is_view(func, args, out):
             self._kernels += 1
             read = (args, kwargs) if packet is not _ATEN.embedding else (args[1], out)
-            written = _tensors(out) or _overwritten(func, args)
-            self._bytes += sum(map(_num_bytes, _tensors(read))) + sum(map(_num_bytes, written))
+            written = tensors_in(out) or _overwritten(func, args)
+            self._bytes += sum(map(_num_bytes, tensors_in(read))) + sum(map(_num_bytes, written))
         return out
 
     def _add_gemm(self, call: GemmCall, args: Sequence[Any], out: Any) -> None:
         index = len(self._gemms)
-        for operand in _tensors(args):
+        for operand in tensors_in(args):
             gathered = self._gathered.pop(operand)
             if gathered is not None:
                 number, before = gathered
@@ -209,10 +211,10 @@ class OperatorLog(EagerMode):
         call = self._traffic.call_of(func, args)
         gemm = None
         if call.kind == "all-gather":
-            (whole, *_) = _tensors(args[0])
+            (whole, *_) = tensors_in(args[0])
             self._gathered.put(whole, (len(self._collectives), len(self._gemms)))
         else:
-            (operand, *_) = _tensors(args[0] if call.kind == "all-reduce" else args[1])
+            (operand, *_) = tensors_in(args[0] if call.kind == "all-reduce" else args[1])
             gemm = self._products.pop(operand)
         self._collectives.append(JoinedCollective(call, gemm, False))
 
@@ -233,10 +235,6 @@ class _StorageMap:
         return None if reference() is None else value
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _num_bytes(tensor: Tensor) -> int:
     """Return the bytes to read a tensor, whose elements may be the same ones many times."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
@@ -245,14 +243,19 @@ def _num_bytes(tensor: Tensor) -> int:
 def _overwritten(func: Any, args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that an operator without results writes its results to."""
     arguments = zip(schema_of(func).arguments, args, strict=False)
-    return _tensors([arg for value, arg in arguments if value.alias_info and value.alias_info.is_write])
+    return tensors_in([arg for value, arg in arguments if value.alias_info and value.alias_info.is_write])
 
 
 def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
     """Return whether an operator's results share the memory of its arguments, and nothing is written."""
-    schema = schema_of(func)
-    if any(value.alias_info is not None and value.alias_info.is_write for value in schema.arguments):
+    if _writes(func):
         return False
-    inputs = {storage_number(each.untyped_storage()) for each in _tensors(args)}
-    results = _tensors(out)
+    inputs = {storage_number(each.untyped_storage()) for each in tensors_in(args)}
+    results = tensors_in(out)
     return all(storage_number(each.untyped_storage()) in inputs for each in results)
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Return whether an operator writes to one of its arguments."""
+    return any(value.alias_info and value.alias_info.is_write for value in schema_of(func).arguments)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megalite.recording.nested_tensors import tensors_in
+from megalite.torch_private import EagerMode
 
 ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ NO_KERNEL = {
 """Operators of aten that start no kernel, besides views."""
 
 
-class DeviceChecks(TorchDispatchMode):
+class DeviceChecks(EagerMode):
     """Checks operators on fake tensors.
 
     Attributes:
@@ -98,7 +99,7 @@ class DeviceChecks(TorchDispatchMode):
             return None
         if func is aten.addmm.dtype_out:  # not for fake tensors in torch 2.11
             return kwargs["out"]
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if func in READS:
             return self._read(func, args, tensors)
         self._check_devices(func, tensors)
@@ -108,7 +109,7 @@ class DeviceChecks(TorchDispatchMode):
         if func in COPIES:
             self._check_copy(func, args, kwargs, out)
         starts_kernel = not func.is_view and _name(func) not in NO_KERNEL
-        if starts_kernel and any(map(_is_on_device, [*tensors, *_tensors(out)])):
+        if starts_kernel and any(map(_is_on_device, [*tensors, *tensors_in(out)])):
             self.launches[self.phase][_name(func)] += 1
         return out
 
@@ -160,10 +161,6 @@ class InlineExecutor:
         return done
 
     def shutdown(self, *_: object, **__: object) -> None: ...
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_on_device(tensor: Tensor) -> bool:
