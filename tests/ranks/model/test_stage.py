@@ -200,8 +200,10 @@ def reference():
     return run_ranks(loss_and_gradients, ParallelConfig().mesh, 1)[0]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel"),
+    [(2, False), (2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)],
+)
 def test_tensor_parallel_ranks_agree_with_one(tp, sequence_parallel, reference):
     parallel = ParallelConfig(tensor_model_parallel_size=tp)
     results = run_ranks(loss_and_gradients, parallel.mesh, tp, sequence_parallel)
