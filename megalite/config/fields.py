@@ -155,7 +155,8 @@ def normalised(name: str) -> str:
     return name.replace("_", "-")
 
 
-def field_docs(group: str) -> dict[str, str]:
+@functools.cache
+def field_docs(group: str) -> Mapping[str, str]:
     """Return the docstring under each field of a group, as one line, read from the source of the class."""
     source = textwrap.dedent(inspect.getsource(_GROUPS[group]))
     (definition,) = ast.parse(source).body
