@@ -22,7 +22,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
 from megalite.verify.record_run import RunRecord, record_run
 
-NUM_ITERATIONS = 5
+NUM_ITERATIONS = 3
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZE = 2
 LAYOUTS = ("tp2", "pp2", "dp2", "tp2pp2", "tp2dp2", "pp2dp2", "tp4", "pp4", "dp4", "tp2pp2dp2")

@@ -13,7 +13,7 @@ from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
 NUM_ITERATIONS = 50
-NUM_IN_CORE = 15
+NUM_IN_CORE = 6
 PLACES = ("memory", "half", "file", "all")
 """Of the optimizer's state; with "all" it is in a file, and activations are in host memory."""
 CORE = [("bf16", "dp2+zero1", "memory"), ("fp32", "dp2+zero3", "all")]
