@@ -144,7 +144,7 @@ THEIRS |= {
             **COMMON,
             **{"head_dim": 10, "global_head_dim": 12, "num_global_key_value_heads": 1},
             **{"attention_k_eq_v": True, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-            hidden_size_per_layer_input=0,
+            **{"hidden_size_per_layer_input": 9, "vocab_size_per_layer_input": VOCAB},
             **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12},
             experts_implementation="eager",
             sliding_window=6,

@@ -84,14 +84,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _with_embeddings(kind: Any, ours: str, theirs: str, transform: Transform = SAME) -> Module:
-    return Module(
-        kind,
-        ours,
-        (theirs,),
-        transform,
-        only_if=lambda config: config.hidden_size_per_layer_input is not None,
-    )
+def _has_embeddings(config: ModelConfig) -> bool:
+    return config.hidden_size_per_layer_input is not None
+
+
+def _of_embeddings(kind: Any, ours: str, theirs: str, transform: Transform = SAME) -> Module:
+    return Module(kind, ours, (theirs,), transform, only_if=_has_embeddings)
 
 
 _LAYER, _GATE = "model.layers.{}.", "layers.{}.embedding_gate."
@@ -103,18 +101,18 @@ GEMMA4 = replace(
     write=_write,
     ends=(
         *GEMMA2.ends,
-        _with_embeddings("table", "embedding.layer_table", "model.embed_tokens_per_layer", VOCABULARY),
-        _with_embeddings("table", "embedding.layer_projection", "model.per_layer_model_projection"),
-        _with_embeddings("norm", "embedding.layer_norm", "model.per_layer_projection_norm"),
+        _of_embeddings("table", "embedding.layer_table", "model.embed_tokens_per_layer", VOCABULARY),
+        _of_embeddings("table", "embedding.layer_projection", "model.per_layer_model_projection"),
+        _of_embeddings("norm", "embedding.layer_norm", "model.per_layer_projection_norm"),
     ),
     layer=(
         *(module for module in GEMMA2.layer if module.kind != "qkv"),
         *ATTENTION,
         *EXPERTS,
         Module("vector", "layers.{}.output_scale.weight", (_LAYER + "layer_scalar",)),
-        _with_embeddings("table", _GATE + "gate", _LAYER + "per_layer_input_gate"),
-        _with_embeddings("table", _GATE + "projection", _LAYER + "per_layer_projection"),
-        _with_embeddings("norm", _GATE + "norm", _LAYER + "post_per_layer_input_norm"),
+        _of_embeddings("table", _GATE + "gate", _LAYER + "per_layer_input_gate"),
+        _of_embeddings("table", _GATE + "projection", _LAYER + "per_layer_projection"),
+        _of_embeddings("norm", _GATE + "norm", _LAYER + "post_per_layer_input_norm"),
     ),
     without_effect=("vocab_size_per_layer_input",),
 )

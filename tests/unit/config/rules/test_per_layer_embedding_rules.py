@@ -24,7 +24,11 @@ def test_what_fits() -> None:
         ("--activation geglu", 1, "with --norm-position pre is not supported: pass --norm-position sandwich"),
         (f"{LAYERS} --mtp-num-layers 1", 1, "with --mtp-num-layers 1 is not supported: remove one"),
         (f"{LAYERS} --mup-base-width 32", 1, "with --mup-base-width 32 is not supported: remove one"),
-        ("--norm-position sandwich --activation relu", 1, "with --activation relu: its gate has the function"),
+        (
+            "--norm-position sandwich --activation relu",
+            1,
+            "with --activation relu: its gate has",
+        ),
         (f"{LAYERS} --pp 2", 2, "with several pipeline stages"),
     ],
 )
