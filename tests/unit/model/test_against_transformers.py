@@ -615,7 +615,7 @@ def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
     more = {"experts_implementation": "eager"} if can_have_experts(hf_config) else {}
     model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
-    if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
+    if kind == "gemma4":  # it would drop positions of embeddings for each layer, which not every draw has
         model.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -350,7 +350,13 @@ HUB = {
         "vocab_size": 200064,
     },
 }
-"""As the hub has them; all but Gemma 4 in the form of versions before 5."""
+"""As the hub has them; all but Gemma 4 in the form of versions before 5.
+
+Compared with copies of the published files in other projects: gemma4-e2b, gemma4-e4b, gemma4-31b (but for
+max_position_embeddings), nemotron-h-8b, glm-4.5-air and minimax-m2 with every number; kimi-k2 with every
+number but rms_norm_eps, which is 1e-5 in Kimi K2 Thinking; qwen3-next-80b-a3b with its sizes and its number
+of parameters; gpt-j-6b with the defaults of transformers' GPTJConfig.
+"""
 
 
 @pytest.mark.parametrize("preset", HUB)
