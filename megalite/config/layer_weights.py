@@ -25,6 +25,7 @@ def layer_weights(model: ModelConfig, kind: LayerKind, *, active: bool = False) 
         "none": 0,
     }[kind.mixer]
     rows = model.ffn_size * num_halves if kind.has_mlp else 0
+    rows += 2 * (model.hidden_size_per_layer_input or 0)  # of the gate of the layer's own embedding
     if kind.has_experts:
         assert model.num_experts is not None
         count = model.moe_router_topk if active else model.num_experts

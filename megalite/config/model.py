@@ -109,6 +109,11 @@ class ModelConfig:
         default=None, metadata=option(allowed=SIZE, in_megatron=False)
     )
     """Width of the MLP in layers of --num-kv-shared-layers. By default --ffn-hidden-size."""
+    hidden_size_per_layer_input: int | None = field(
+        default=None, metadata=option(allowed=SIZE, in_megatron=False)
+    )
+    """Size of the embedding of each token that a layer has of its own, and adds through a gate (Gemma 4 E2B).
+    By default layers have none."""
     multi_latent_attention: bool = False
     """Compute keys and values from one narrow vector per token, the latent, which is all that generation
     keeps (DeepSeek-V2 and V3; docs/attention.md)."""
@@ -468,8 +473,7 @@ class ModelConfig:
         default=None, metadata=option(allowed=POSITIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
     """In training, limit an expert to this many times the mean number of tokens of an expert in a sample; it
-    drops the others. By
-    default no token is dropped."""
+    drops the others. By default no token is dropped."""
     moe_token_drop_policy: DropPolicy = field(
         default="probs", metadata=option(on_resume=OnResume.SETTING, **_EXPERTS)
     )

@@ -32,6 +32,7 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     of_mixers = {"gated_delta_net": model.delta_net.multiply_adds, "mamba": model.mamba.multiply_adds}
     recurrences = sum(of_mixers.get(kind.mixer, 0) for kind in kinds)
     joining = 2 * hidden * hidden * model.mtp_num_layers
+    joining += hidden * (model.hidden_size_per_layer_input or 0) * model.num_layers
     multiply_adds = layers + recurrences + joining + scores_and_context + head * _logits_per_token(model)
     return 3 * 2 * multiply_adds
 

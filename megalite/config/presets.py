@@ -150,6 +150,7 @@ _GEMMA3 = replace(
 )
 _GEMMA4 = replace(
     _GEMMA3,
+    seq_length=131072,
     zero_centered_norms=False,
     full_attention_kv_channels=512,
     value_layernorm=True,
@@ -159,6 +160,15 @@ _GEMMA4 = replace(
     query_pre_attn_scalar=1.0,
     final_logit_softcapping=30.0,
 )
+_GEMMA4_SMALL = replace(_GEMMA4, hidden_size_per_layer_input=256)
+_GEMMA4_LARGE = replace(_GEMMA4, seq_length=262144, window_size=(1023, 0), keys_as_values="full_attention")
+
+
+def _gemma4(family: ModelConfig, layers: int, hidden: int, heads: int, ffn: int, groups: int) -> ModelConfig:
+    model = _sized(family, layers, hidden, heads, family.seq_length)
+    return replace(model, ffn_hidden_size=ffn, num_query_groups=groups, embedding_multiplier=hidden**0.5)
+
+
 _NEMOTRON_H = ModelConfig(
     position_embedding_type="none",
     normalization="RMSNorm",
@@ -417,23 +427,19 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_query_groups=1,
         embedding_multiplier=1152**0.5,
     ),
+    "gemma4-e2b": replace(
+        _gemma4(_GEMMA4_SMALL, 35, 1536, 8, ffn=6144, groups=1),
+        num_kv_shared_layers=20,
+        kv_shared_ffn_hidden_size=12288,
+        window_attn_skip_freq=(5,),
+    ),
+    "gemma4-e4b": replace(_gemma4(_GEMMA4_SMALL, 42, 2560, 8, ffn=10240, groups=2), num_kv_shared_layers=18),
     "gemma4-31b": replace(
-        _sized(_GEMMA4, 60, 5376, 32, 262144),
-        ffn_hidden_size=21504,
-        num_query_groups=16,
-        full_attention_query_groups=4,
-        keys_as_values="full_attention",
-        window_size=(1023, 0),
-        embedding_multiplier=5376**0.5,
+        _gemma4(_GEMMA4_LARGE, 60, 5376, 32, ffn=21504, groups=16), full_attention_query_groups=4
     ),
     "gemma4-26b-a4b": replace(
-        _sized(_GEMMA4, 30, 2816, 16, 262144),
-        ffn_hidden_size=2112,
-        num_query_groups=8,
+        _gemma4(_GEMMA4_LARGE, 30, 2816, 16, ffn=2112, groups=8),
         full_attention_query_groups=2,
-        keys_as_values="full_attention",
-        window_size=(1023, 0),
-        embedding_multiplier=2816**0.5,
         num_experts=128,
         moe_router_topk=8,
         moe_ffn_hidden_size=704,

@@ -18,6 +18,7 @@ from megalite.config.rules import (
     model_rules,
     multi_token_rules,
     parallel_rules,
+    per_layer_embedding_rules,
     recurrent_rules,
     training_rules,
 )
@@ -44,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     hybrid_rules.hybrid_features,
     hybrid_rules.mamba_heads,
     multi_token_rules.multi_token_prediction,
+    per_layer_embedding_rules.per_layer_embedding,
     model_rules.norm_position,
     model_rules.shared_norm,
     model_rules.qk_norm,

@@ -73,12 +73,11 @@ class NoTokenTypeTable(nn.Module):
         return x
 
 
-def word_table(config: ModelConfig, context: LayerContext) -> VocabParallelEmbedding:
-    """Return the embedding of the padded vocabulary."""
+def word_table(config: ModelConfig, context: LayerContext, size: int | None = None) -> VocabParallelEmbedding:
+    """Return an embedding of the padded vocabulary, of the hidden size or another one."""
     rows, padding = config.padded_vocab_size(context.tp.size), config.num_padding_rows(context.tp.size)
-    return VocabParallelEmbedding(
-        rows, config.hidden_size, context, std=config.init_method_std, num_padding=padding
-    )
+    columns = config.hidden_size if size is None else size
+    return VocabParallelEmbedding(rows, columns, context, std=config.init_method_std, num_padding=padding)
 
 
 class Multiply(nn.Module):
@@ -114,6 +113,14 @@ class Embedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Map the tokens ``[b, s]`` to ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
-        x = self.multiply(self.word(microbatch.tokens.t().contiguous()))
-        x = self.token_type(self.position(x, microbatch.position_ids), microbatch.token_types)
+        return self.hidden_states(self.words(microbatch), microbatch)
+
+    def words(self, microbatch: Microbatch) -> Tensor:
+        """Return m word[tokens], as in `forward`."""
+        x: Tensor = self.multiply(self.word(microbatch.tokens.t().contiguous()))
+        return x
+
+    def hidden_states(self, words: Tensor, microbatch: Microbatch) -> Tensor:
+        """Return the result of `forward` from that of `words`."""
+        x = self.token_type(self.position(words, microbatch.position_ids), microbatch.token_types)
         return self.dropout(self.norm(x), microbatch.sample_numbers)

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.loss_terms import Terms, WithTerms
+from megalite.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
+from megalite.model.per_layer_embedding import EmbeddingGate
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -135,6 +136,13 @@ class SandwichNormLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
+        x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
+        return WithTerms.if_any(self.output_scale(x), terms, given)
+
+    def run_blocks(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+    ) -> tuple[Tensor, Terms, SharedKeys]:
+        """Return x plus both blocks, ``[s, b, h]`` as in `forward`, and what these compute besides."""
         # x = x + dropout(norm(mixer(norm(x)) + bias))
         normed, x = self.attention_norm(x)
         y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
@@ -145,9 +153,7 @@ class SandwichNormLayer(TransformerLayer):
         normed, x = self.mlp_norm(total)
         y, terms = self.feed_forward(x, normed, sample_numbers)
         y = self.mlp_output_norm(y)
-        return WithTerms.if_any(
-            self.output_scale(self.mlp_output_dropout.add_to(x, y, None, sample_numbers)), terms, given
-        )
+        return self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms, given
 
     def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: Tensor) -> tuple[Tensor, Terms]:
         """Return mlp(normed) + bias, ``[s, b, h]``, of the residual stream x and its norm."""
@@ -168,6 +174,32 @@ class ExpertsBesideMLPLayer(SandwichNormLayer):
         of_mlp, _ = super().feed_forward(x, normed, sample_numbers)
         of_experts, _, terms, _ = self.experts(x, sample_numbers)
         return self.mlp_own_norm(of_mlp) + of_experts, terms
+
+
+class OwnEmbeddingLayer(SandwichNormLayer):
+    """Computes one layer that also adds an embedding of its own of each token (Gemma 4 E2B and E4B)."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+        super().__init__(config, context, core, layer)
+        self.number = layer
+        self.embedding_gate = EmbeddingGate(config, context)
+
+    @wrap_point
+    def forward(
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *given: Tensor
+    ) -> Tensor | WithTerms:
+        """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
+
+        Args:
+            given: the layer's own embedding ``[s, b, e]``, and keys and values that it shares.
+        """
+        embedding, *keys = given
+        x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
+        return WithTerms.if_any(self.output_scale(x + self.embedding_gate(x, embedding)), terms, given)
+
+
+class OwnEmbeddingExpertsLayer(ExpertsBesideMLPLayer, OwnEmbeddingLayer):
+    """Computes one layer with an embedding of its own, and with experts beside its MLP."""
 
 
 class ParallelLayer(TransformerLayer):
@@ -266,6 +298,7 @@ def layer_class(config: ModelConfig, kind: LayerKind) -> type[TransformerLayer]:
         return MixerLayer
     if config.parallel_residual and config.norm_position == "pre":
         return SharedNormLayer if config.parallel_shared_norm else ParallelLayer
+    has_own_embedding = config.hidden_size_per_layer_input is not None
     if kind.has_experts and config.moe_beside_mlp:
-        return ExpertsBesideMLPLayer
-    return LAYERS[config.norm_position]
+        return OwnEmbeddingExpertsLayer if has_own_embedding else ExpertsBesideMLPLayer
+    return OwnEmbeddingLayer if has_own_embedding else LAYERS[config.norm_position]

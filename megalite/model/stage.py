@@ -21,6 +21,7 @@ from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, SharedKeys, Terms, Wi
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.head import OutputLayer, VocabHead
+from megalite.model.per_layer_embedding import Embedded
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
@@ -235,9 +236,9 @@ class Stage(nn.Module, ABC):
 
     def hidden_and_terms(self, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, Terms]:
         """Return the output of this stage's last layer, and the terms of the loss that layers compute."""
-        x = self.embedding(microbatch) if hidden is None else hidden
+        x, for_layers = Embedded.of(self.embedding(microbatch) if hidden is None else hidden)
         result: tuple[Tensor, Terms] = self.run_layers(
-            [*self.layers.values()], x, *self.layer_inputs(microbatch)
+            [*self.layers.values()], x, *self.layer_inputs(microbatch), *for_layers
         )
         return result
 
@@ -338,9 +339,13 @@ class Stage(nn.Module, ABC):
         terms: Terms = {}
         for i in group:
             shared = keys[source] if (source := self.key_source(layers[i])) is not None else ()
-            y, more, given = WithTerms.of(layers[i](x, *inputs, *shared))
+            y, more, given = WithTerms.of(layers[i](x, *self.own_inputs(layers[i], inputs), *shared))
             x, terms, keys = self.checked(y, x, layers[i]), add_terms(terms, more), {**keys, **given}
         return x, terms, keys
+
+    def own_inputs(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of one layer besides x from those of all layers."""
+        return inputs
 
     def key_source(self, layer: nn.Module) -> int | None:
         """Return the number of the layer whose keys and values a layer gets besides its inputs, if any."""

@@ -16,12 +16,13 @@ from megalite.loss_terms import LM_LOSS, LossTerm
 from megalite.microbatch import Microbatch
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core
-from megalite.model.embedding import word_table
+from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
-from megalite.model.layer import TransformerLayer, layer_class
+from megalite.model.layer import OwnEmbeddingLayer, TransformerLayer, layer_class
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names
 from megalite.model.norm import build_norm
+from megalite.model.per_layer_embedding import EmbeddingForLayers
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -55,10 +56,22 @@ class TransformerStage(Stage):
         if self.is_last and not self.is_first and self.shares_embedding:
             self.embedding = nn.ModuleDict({"word": word or word_table(self.config, self.context)})
 
+    def build_embedding(self) -> nn.Module:
+        """Return the embedding, which with --hidden-size-per-layer-input also has one for each layer."""
+        has_more = self.config.hidden_size_per_layer_input is not None
+        return (EmbeddingForLayers if has_more else Embedding)(self.config, self.context)
+
     def build_layer(self, number: int) -> nn.Module:
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
         build = layer_class(self.config, self.config.layer_kind(number))
         return build(self.config, self.context, self.core, number)
+
+    def own_inputs(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of one layer besides x; of embeddings for all layers, only its own."""
+        if not isinstance(layer, OwnEmbeddingLayer):
+            return inputs
+        *common, embeddings = inputs
+        return *common, embeddings[layer.number]
 
     def key_source(self, layer: nn.Module) -> int | None:
         """Return the number of the layer whose keys and values a layer attends to; None for its own."""

@@ -23,6 +23,7 @@ from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core, TritonCore
 from megalite.model.layer import TransformerLayer
+from megalite.model.per_layer_embedding import Embedded
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.recording.live_bytes import LiveBytes
@@ -53,7 +54,7 @@ def record_unit(key: UnitKey) -> UnitRecord:
             stage.prepare_tables(stage.config.seq_length)
         hidden_shape = (key.positions // (key.tp if key.sequence_parallel else 1), key.micro_batch_size)
         run = _Run(live, topology, stage, store, (*hidden_shape, key.model.hidden_size))
-        return run.record(*_function_of(key, stage, microbatch))
+        return run.record(*_function_of(key, stage, microbatch, hidden_shape))
 
 
 def layer_kinds(key: UnitKey) -> tuple[int, ...]:
@@ -179,20 +180,36 @@ def microbatch_of(key: UnitKey) -> Microbatch:
 
 
 def _function_of(
-    key: UnitKey, stage: Stage, microbatch: Microbatch
+    key: UnitKey, stage: Stage, microbatch: Microbatch, hidden_shape: tuple[int, int]
 ) -> tuple[Callable[[Any], Any], Iterable[nn.Parameter]]:
-    """Return the unit as a function of hidden states, and its parameters."""
+    """Return the unit as a function of hidden states, and its parameters.
+
+    Args:
+        hidden_shape: ``[s, b]`` of the hidden states.
+    """
     if key.unit == EMBEDDING:
-        return lambda _: stage.embedding(microbatch), stage.embedding.parameters()
+        return lambda _: Embedded.of(stage.embedding(microbatch)), stage.embedding.parameters()
     if key.unit == HEAD:
         return (
             lambda x: stage.losses(stage.last_module(x), microbatch),
             stage.last_parameters(),
         )
     (layer,) = stage.layers.values()
-    inputs, keys = stage.layer_inputs(microbatch), _shared_keys(key, stage, layer)
+    inputs = (*stage.layer_inputs(microbatch), *_embeddings_for_layers(key, stage, hidden_shape))
+    keys = _shared_keys(key, stage, layer)
     # Keys that the layer computes for later ones are dropped: what outlives forward is saved anyway.
     return lambda x: stage.run_group(range(1), [layer], x, keys, *inputs)[:2], layer.parameters()
+
+
+def _embeddings_for_layers(
+    key: UnitKey, stage: Stage, hidden_shape: tuple[int, int]
+) -> tuple[Mapping[int, Tensor], ...]:
+    """Return the layer's own embedding, which the record of the embedding counts, if the model has them."""
+    size = key.model.hidden_size_per_layer_input
+    if size is None or not isinstance(key.unit, int):
+        return ()
+    shape = (*hidden_shape, size)
+    return ({key.unit: torch.empty(shape, dtype=stage.context.dtype, device="meta", requires_grad=True)},)
 
 
 def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
@@ -242,9 +259,8 @@ class _Run:
             forward = log.take()
             parts = live.by_part.copy()
             parts.subtract(before)
-            for each in outputs:
-                if each.dim():  # the next unit, or the stage after it, counts the output
-                    parts[live.part_of(each)] -= each.nbytes
+            if outputs[0].dim():  # the next unit, or the stage after it, counts the output
+                parts[live.part_of(outputs[0])] -= outputs[0].nbytes
             saved = sum(parts.values())
             workspace = live.peak - lasting - saved
             live.start_peak()
@@ -281,6 +297,11 @@ class _Run:
 
 def _results(output: Any) -> Iterator[Tensor]:
     """Yield the tensors that backward starts from."""
+    if isinstance(output, Embedded):
+        yield output.hidden
+        for embeddings in output.for_layers:
+            yield from embeddings
+        return
     if isinstance(output, Mapping):
         terms = output
     elif isinstance(output, tuple):

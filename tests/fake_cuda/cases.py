@@ -122,6 +122,11 @@ CASES = {
         rope_scaling="proportional",
         window_rope_scaling=False,
     ),
+    "gemma 4 e2b": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"norm_position": "sandwich", "activation": "geglu", "hidden_size_per_layer_input": 12},
+    ),
     "nemotron-h": Case(preset="nemotron-h-tiny"),
     "nemotron-h documents pp2": Case("pp2dp2", preset="nemotron-h-tiny", options=PACKED),
     "recurrence": _small("tp2", preset="llama-tiny", **HYBRID),

@@ -146,6 +146,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }
 """Fields of models with other options than their preset."""
+GEMMA4_E2B = "llama-tiny, gemma 4 e2b"
+OF_ONE_STAGE: dict[str, dict[str, Any]] = {
+    GEMMA4_E2B: {
+        **{"activation": "geglu", "norm_position": "sandwich", "layer_output_scale": True},
+        **{"hidden_size_per_layer_input": 6, "embedding_multiplier": 8.0},
+        **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96},
+    },
+}
+"""Fields of models that a pipeline cannot have."""
 MUON = "llama-tiny, muon"
 AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
@@ -158,7 +167,7 @@ WITH_DROPOUT = {
         GPT_OSS,
         "gpt-tiny, sigmoid",
     ),
-    *(LATENT, GEMMA4, "gpt-tiny, gpt-j", HYBRID, NEMOTRON, "llama-tiny, mtp"),
+    *(LATENT, GEMMA4, GEMMA4_E2B, "gpt-tiny, gpt-j", HYBRID, NEMOTRON, "llama-tiny, mtp"),
 }
 ROWS = (
     [
@@ -224,12 +233,20 @@ ROWS += [
     (DROPPING, "fp64", name)
     for name in ("tp2dp2ep2+sp+full", "cp2dp2ep4", "pp2zbvdp2ep2+zero3", "tp4ep4etp1+sp", "dp2ep2mbs1")
 ]
+ROWS += [
+    (GEMMA4_E2B, "fp64", name)
+    for name in (
+        *("tp2", "tp2+sp", "tp4", "dp4", "dp2+zero3", "tp2dp2+sp+full+zero1", "tp1+selective", "dp2+offload"),
+        *("cp2", "cp4+a2a", "tp2cp2+sp", "cp2+p2p"),
+    )
+]
 ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
     *((model, "fp64", "tp2pp2dp2") for model in SWITCHES),
+    (GEMMA4_E2B, "fp64", "tp2dp2+sp+zero3"),
     (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1"),
     (GPT_OSS, "fp64", "tp2dp2ep2+sp+full"),
     *(
@@ -247,7 +264,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
     return Config(
         model=replace(
             PRESETS[preset],
-            **SWITCHES.get(model, {}),
+            **{**SWITCHES, **OF_ONE_STAGE}.get(model, {}),
             hidden_dropout=dropout,
             attention_dropout=dropout,
             vocab_size=2048,

@@ -738,6 +738,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda _, self, *args: setattr(self, "adds_bias", True)), "biased experts"),
         ("gradients of a shared expert's gate are not summed", "tp2+sp", uncut_linear.UncutLinear, "__init__",
          complete_over("weight"), "gated"),
+        ("gradients of the gates of layers' own embeddings are not summed", "tp2+sp",
+         uncut_linear.UncutLinear, "__init__", complete_over("weight"), "gemma4 e2b"),
         ("ranks after the first have a shared expert without its gate", "tp2", shared_expert.SharedExpert,
          "transform", lambda original, topology: mlp.MLP.transform if topology.tp.rank else original,
          "gated"),

@@ -137,6 +137,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "each rank with a slice of an expert adds its bias": (r"^gradient of layers\.3\.mlp\.down\.bias", WHOLE),
     "gradients of a shared expert's gate are not summed": (
         r"^gradient of layers\.\d\.mlp\.shared\.gate\.weight", MISSING_TP),
+    "gradients of the gates of layers' own embeddings are not summed": (
+        r"^gradient of .*(layer_projection|embedding_gate\.(gate|projection))\.weight", MISSING_TP),
     "ranks after the first have a shared expert without its gate": (
         r"output( \d)? of layers\.0\.mlp\.(shared|transform)", WHOLE),
     "attention dropout is keyed by the local head": (r"output of layers\.0\.attention\.attend", WHOLE),

@@ -37,7 +37,7 @@ MODELS = (
     | {"experts": "llama-tiny", "biased experts": "llama-tiny", "gated": "llama-tiny"}
     | {"experts beside MLPs": "llama-tiny", "dropping": "llama-tiny"}
     | {"latent": "llama-tiny", "deepseek": "llama-tiny"}
-    | {"gemma4": "llama-tiny"}
+    | {"gemma4": "llama-tiny", "gemma4 e2b": "llama-tiny"}
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
@@ -91,6 +91,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"keys_as_values": "full_attention", "value_layernorm": True, "layer_output_scale": True},
         **{"rope_scaling": "proportional", "window_rope_scaling": False, "window_rotary_base": 100.0},
         "proportional_rotary_share": 0.5,
+    },
+    "gemma4 e2b": {
+        **{"hidden_size_per_layer_input": 6, "activation": "geglu", "norm_position": "sandwich"},
     },
     "neox": {"parallel_residual": True, "position_embedding_type": "rope", "ffn_hidden_size": 160},
 }

@@ -44,7 +44,7 @@ FOUND = [
     ("model", "layout"),
     [
         *itertools.product(["gpt", "llama", "bloom", "bert", "qwen", "neox", "nemotron-h", "later"], LAYOUTS),
-        ("gemma4", "tp2+sp"),
+        *((model, "tp2+sp") for model in ("gemma4", "gemma4 e2b")),
         # With four ranks, the keys of two are the same, and the norm over all heads has no rule for that.
         *(("olmo", layout) for layout in LAYOUTS if "tp4" not in layout),
     ],

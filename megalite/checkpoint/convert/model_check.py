@@ -28,6 +28,7 @@ from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
+from megalite.model.per_layer_embedding import Embedded
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 
 TOLERANCE = 1e-4
@@ -97,9 +98,9 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
         token_types=types,
     )
     with filled(stage, stage.embedding.parameters(), load):
-        x = stage.embedding(batch)  # [s, 1, h]
+        x, for_layers = Embedded.of(stage.embedding(batch))  # [s, 1, h]
     yield EMBEDDING, x[:, 0]
-    inputs = stage.layer_inputs(batch)
+    inputs = (*stage.layer_inputs(batch), *for_layers)
     keys: SharedKeys = {}
     for number, layer in stage.layers.items():
         with filled(stage, layer.parameters(), load):

@@ -49,6 +49,7 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "embeddin
 CAPS |= {"softmax_type": "learnable"}
 CAPS |= {"window_size": (9, 0), "window_attn_skip_freq": (2,), "window_rotary_base": 100.0}
 GEMMA = {**LLAMA, "activation": "geglu", "norm_position": "sandwich", "zero_centered_norms": True, **CAPS}
+GEMMA |= {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 1}
 NEOX = {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True}
 SHARED = {
     **{**GEMMA, "norm_position": "pre", "num_kv_shared_layers": 2, "value_layernorm": True},

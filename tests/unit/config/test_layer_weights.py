@@ -60,3 +60,14 @@ def test_a_module_counts_as_one_more_layer_a_projection_and_logits(kind: str) ->
     longer = replace(model, num_layers=5, mtp_num_layers=0, **more)
     added = 2 * model.hidden_size**2 + model.hidden_size * model.padded_vocab_size(1)
     assert flops_per_token(model, 1) == pytest.approx(flops_per_token(longer, 1) + 6 * added, rel=1e-12)
+
+
+def test_embeddings_for_layers_count_their_matrices() -> None:
+    fields = {"norm_position": "sandwich", "activation": "geglu", "vocab_size": 256}
+    without = replace(PRESETS["llama-tiny"], **fields)
+    model = replace(without, hidden_size_per_layer_input=12)
+    stage = build_stage(model, Topology.alone(), range(4), seed=1, has_weights=False)
+    parts = ("embedding.layer_projection", "embedding_gate.gate", "embedding_gate.projection")
+    matrices = [each for name, each in stage.named_parameters() if any(part in name for part in parts)]
+    added = sum(each.numel() for each in matrices)
+    assert flops_per_token(model, 1) == pytest.approx(flops_per_token(without, 1) + 6 * added, rel=1e-12)

@@ -320,8 +320,9 @@ def gemma4_config(choose):
         use_double_wide_mlp=choose((True, False)),
         hidden_size=choose((16, 36, 64)),  # see gemma_fields
         intermediate_size=choose((30, 37)),
-        vocab_size=choose((97, 301, 384)),
-        hidden_size_per_layer_input=0,
+        vocab_size=(vocab_size := choose((97, 301, 384))),
+        vocab_size_per_layer_input=vocab_size,
+        hidden_size_per_layer_input=choose((25, 16, 0)),  # squares, for the same reason
         enable_moe_block=choose((False, True)),
         num_experts=choose((3, 5)),
         top_k_experts=choose((2, 3)),
@@ -614,7 +615,7 @@ def build_theirs(kind, hf_config, seed):
     """Their model with weights large enough that every part of it matters."""
     more = {"experts_implementation": "eager"} if can_have_experts(hf_config) else {}
     model = MODELS[kind]._from_config(hf_config, attn_implementation="eager", **more)
-    if kind == "gemma4":  # it would drop positions of embeddings of each layer, which the model does not have
+    if kind == "gemma4":  # it would drop positions of embeddings for each layer, which not every draw has
         model.model._maybe_slice_kv_shared_inputs = lambda *values, **_: values[:4]
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -726,12 +727,12 @@ def test_padding_rows_get_no_gradient(kind, one_rank):
     hf_config = CONFIGS[kind](lambda values: values[1])
     ours = build_ours(build_theirs(kind, hf_config, 0), one_rank)
     assert ours.vocab_size == 301
+    names = {"embedding.word.weight", "embedding.layer_table.weight", "output.weight", "output.bias"}
     with torch.no_grad():  # whatever stands in them
-        for name in ("embedding.word.weight", "output.weight", "output.bias"):
-            if name in dict(ours.named_parameters()):
-                ours.get_parameter(name)[301:] = 1e4
+        for name in names & set(dict(ours.named_parameters())):
+            ours.get_parameter(name)[301:] = 1e4
     _, _, gradients = run_ours(ours, random_ids(hf_config, 2, 18, 0))
-    for name in {"embedding.word.weight", "output.weight", "output.bias"} & set(gradients):
+    for name in names & set(gradients):
         assert gradients[name].shape[0] == 384
         assert torch.count_nonzero(gradients[name][301:]) == 0
         assert torch.isfinite(gradients[name]).all()

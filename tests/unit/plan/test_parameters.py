@@ -98,6 +98,13 @@ MODELS = {
 }
 
 
+def test_embeddings_for_layers_are_counted() -> None:
+    model = replace(PRESETS["gemma4-e2b"], **GEMMA4, hidden_size_per_layer_input=12)
+    for tp in (1, 2):
+        run = run_of(model, tp, 1)
+        assert run.ranks[0].size == _built(run, 0)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_a_ranks_parameters_are_those_of_the_model(name: str, tp: int, pp: int) -> None:
@@ -144,6 +151,8 @@ def test_published_sizes(preset: str, billions: float) -> None:
         ("gemma3-1b", 999_885_952),
         ("smollm3-3b", 3_075_098_624),
         ("ministral3-8b", 8_489_553_920),
+        ("gemma4-e2b", 4_628_569_379),  # 2.3 billion without the table for the layers, as published
+        ("gemma4-e4b", 7_463_013_418),
         ("gpt-j-6b", 6_050_882_784),
         ("pythia-6.9b", 6_857_302_016),
         ("nemotron-h-8b", 8_100_852_736),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
+from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.windows import FULL
 from megalite.config import LayerKind, ModelConfig
@@ -80,30 +81,19 @@ def delta_net_modules(block: str, in_projections: Sequence[str], grouping: Trans
     )
 
 
-def _split_groups(full: Tensor, config: ModelConfig) -> list[Tensor]:
-    """Split our rows ``[g (2 d + 2 r e + 2 r), ...]`` by kind, ``[g, ..., ...]`` each."""
-    sizes = config.delta_net
-    return list(full.unflatten(0, (sizes.key_heads, -1)).split(sizes.group_rows, dim=1))
-
-
-def _join_groups(parts: Parts, config: ModelConfig) -> Tensor:
-    heads = config.delta_net.key_heads
-    return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
 def _to_two(full: Tensor, config: ModelConfig) -> Parts:
-    parts = _split_groups(full, config)
-    return [torch.cat(each, dim=1).flatten(0, 1) for each in (parts[:4], parts[4:])]
+    rows = config.delta_net.group_rows
+    return split_kinds(full, config.delta_net.key_heads, (sum(rows[:4]), sum(rows[4:])))
 
 
 def _to_four(full: Tensor, config: ModelConfig) -> Parts:
-    parts = [part.flatten(0, 1) for part in _split_groups(full, config)]
+    parts = split_kinds(full, config.delta_net.key_heads, config.delta_net.group_rows)
     return [torch.cat(parts[:3]), *parts[3:]]
 
 
 def _from_four(parts: Parts, config: ModelConfig) -> Tensor:
     qkv, *others = parts
-    return _join_groups([*_split_mixed(qkv, config), *others], config)
+    return join_kinds([*_split_mixed(qkv, config), *others], config.delta_net.key_heads)
 
 
 def _split_mixed(qkv: Tensor, config: ModelConfig) -> Parts:
@@ -114,15 +104,15 @@ def _split_mixed(qkv: Tensor, config: ModelConfig) -> Parts:
 
 def _ungroup_channels(full: Tensor, config: ModelConfig) -> Parts:
     """Order the channels of a convolution ``[g (2 d + r e), k]`` as queries, keys and values of all heads."""
-    sizes = config.delta_net
-    parts = full.unflatten(0, (sizes.key_heads, -1)).split(sizes.group_rows[:3], dim=1)
-    return [torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(1)]
+    parts = split_kinds(full, config.delta_net.key_heads, config.delta_net.group_rows[:3])
+    return [torch.cat(parts).unsqueeze(1)]
 
 
 def _group_channels(parts: Parts, config: ModelConfig) -> Tensor:
-    return _join_groups(_split_mixed(parts[0].squeeze(1), config), config)
+    return join_kinds(_split_mixed(parts[0].squeeze(1), config), config.delta_net.key_heads)
 
 
-TWO_PROJECTIONS, FOUR_PROJECTIONS = Transform(_to_two, _join_groups), Transform(_to_four, _from_four)
+TWO_PROJECTIONS = Transform(_to_two, lambda parts, config: join_kinds(parts, config.delta_net.key_heads))
+FOUR_PROJECTIONS = Transform(_to_four, _from_four)
 """Rows of two projections by key head, and of four: of queries, keys and values, gates, rates, and decays."""
 _CONVOLUTION = Transform(_ungroup_channels, _group_channels)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
 from megalite.config import LayerKind, ModelConfig
@@ -28,14 +29,12 @@ class Transform:
 
 def _split_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
     """Split ``[g (r + 2) d, ...]``, grouped by key/value head, into ``[n d, ...]`` and two ``[g d, ...]``."""
-    grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))  # [g, r + 2, d, ...]
-    queries = config.num_attention_heads // config.num_kv_heads
-    return [part.flatten(0, 2) for part in grouped.split((queries, 1, 1), dim=1)]
+    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
+    return split_kinds(qkv, config.num_kv_heads, (queries * d, d, d))
 
 
 def _join_qkv(parts: Parts, config: ModelConfig) -> Tensor:
-    grouped = [part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
+    return join_kinds(parts, config.num_kv_heads)
 
 
 def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:

@@ -1,11 +1,11 @@
-"""transformers' Gemma 4 for text, without embeddings of each layer."""
+"""transformers' Gemma 4 for text."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from megalite.checkpoint.convert.families.family import Module
+from megalite.checkpoint.convert.families.family import SAME, VOCABULARY, Module, Transform
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma4_attention import ATTENTION, read_heads
 from megalite.checkpoint.convert.families.gemma4_experts import (
@@ -23,8 +23,9 @@ from megalite.errors import UserError
 
 def _read(hf: HFSettings) -> dict[str, Any]:
     hf.require("gemma4_text", attention_bias=False)
-    if hf.get("hidden_size_per_layer_input", 256):
-        raise UserError("gemma4_text with hidden_size_per_layer_input cannot be converted: only 0 can")
+    embedding_size = hf.get("hidden_size_per_layer_input", 256) or None
+    if embedding_size is not None:
+        hf.require_equal("vocab_size_per_layer_input", "vocab_size", 262144)
     if hf.get("use_bidirectional_attention") not in (None, "vision"):  # text is causal with "vision"
         raise UserError("gemma4_text with use_bidirectional_attention all cannot be converted")
     rotary = read_rotary_by_layer(hf, 1000000.0, window_base=10000.0)
@@ -33,6 +34,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
     fields = {
         **sizes,
         **read_heads(hf, sizes),
+        "hidden_size_per_layer_input": embedding_size,
         "num_kv_shared_layers": hf.get("num_kv_shared_layers", 0),
         "kv_shared_ffn_hidden_size": 2 * sizes["ffn_hidden_size"] if is_double else None,
         **read_gemma4_experts(hf),
@@ -75,23 +77,42 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "num_kv_shared_layers": config.num_kv_shared_layers,
         "use_double_wide_mlp": config.kv_shared_ffn_hidden_size == 2 * config.ffn_size,
         "hidden_activation": THEIR_GATES.get(config.activation, "gelu_pytorch_tanh"),
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "vocab_size_per_layer_input": config.vocab_size,
         "final_logit_softcapping": config.final_logit_softcapping,
         **(write_gemma4_experts(config) if config.has_experts else {}),
     }
 
 
+def _has_embeddings(config: ModelConfig) -> bool:
+    return config.hidden_size_per_layer_input is not None
+
+
+def _of_embeddings(kind: Any, ours: str, theirs: str, transform: Transform = SAME) -> Module:
+    return Module(kind, ours, (theirs,), transform, only_if=_has_embeddings)
+
+
+_LAYER, _GATE = "model.layers.{}.", "layers.{}.embedding_gate."
 GEMMA4 = replace(
     GEMMA2,
     model_type="gemma4_text",
     architecture="Gemma4ForCausalLM",
     read=_read,
     write=_write,
+    ends=(
+        *GEMMA2.ends,
+        _of_embeddings("table", "embedding.layer_table", "model.embed_tokens_per_layer", VOCABULARY),
+        _of_embeddings("table", "embedding.layer_projection", "model.per_layer_model_projection"),
+        _of_embeddings("norm", "embedding.layer_norm", "model.per_layer_projection_norm"),
+    ),
     layer=(
         *(module for module in GEMMA2.layer if module.kind != "qkv"),
         *ATTENTION,
         *EXPERTS,
-        Module("vector", "layers.{}.output_scale.weight", ("model.layers.{}.layer_scalar",)),
+        Module("vector", "layers.{}.output_scale.weight", (_LAYER + "layer_scalar",)),
+        _of_embeddings("table", _GATE + "gate", _LAYER + "per_layer_input_gate"),
+        _of_embeddings("table", _GATE + "projection", _LAYER + "per_layer_projection"),
+        _of_embeddings("norm", _GATE + "norm", _LAYER + "post_per_layer_input_norm"),
     ),
     without_effect=("vocab_size_per_layer_input",),
 )

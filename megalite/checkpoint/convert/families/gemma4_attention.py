@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.family import Module, Parts, Transform
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
+from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.windows import FULL
 from megalite.checkpoint.convert.model_settings import none_if_default
@@ -42,13 +42,12 @@ def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _split_queries_keys(full: Tensor, config: ModelConfig) -> Parts:
     """Split ``[g (r + 1) d, ...]`` into ``[n d, ...]`` and ``[g d, ...]``."""
-    grouped = full.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
-    return [part.flatten(0, 2) for part in grouped.split((grouped.shape[1] - 1, 1), dim=1)]
+    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
+    return split_kinds(full, config.num_kv_heads, (queries * d, d))
 
 
 def _join_queries_keys(parts: Parts, config: ModelConfig) -> Tensor:
-    grouped = [part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts]
-    return torch.cat(grouped, dim=1).flatten(0, 2)
+    return join_kinds(parts, config.num_kv_heads)
 
 
 _ATTENTION, _OURS = "model.layers.{}.self_attn.", "layers.{}.attention."

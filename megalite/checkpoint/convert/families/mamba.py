@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
+from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL
@@ -24,15 +25,17 @@ _LETTERS = {
 """Our letter for each of their names of a layer's block; the last two are of older files."""
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 """Their name for each of our letters that they have."""
+_SIZES = {
+    **{"num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim"},
+    **{"num_groups": "n_groups", "state_dim": "ssm_state_size"},
+}
+"""Their name for each of our sizes of Mamba-2."""
 
 
 def read_pattern(hf: HFSettings) -> str:
     """Return our letters of the layers, which newer files have as a list of names."""
     blocks = hf.first("layers_block_type", "layer_types", "hybrid_override_pattern")
-    if isinstance(blocks, str):
-        letters = list(blocks)
-    else:
-        letters = [_LETTERS.get(block, str(block)) for block in blocks]
+    letters = [_LETTERS.get(block, str(block)) for block in blocks]  # of older files, a string of our letters
     if unknown := sorted({*letters} - _BLOCKS.keys()):
         raise UserError(f"nemotron_h with layers {', '.join(unknown)} cannot be converted: M, *, - and E can")
     return "".join(letters)
@@ -50,25 +53,14 @@ def write_pattern(config: ModelConfig) -> dict[str, Any]:
 def read_mamba(hf: HFSettings) -> dict[str, Any]:
     """Return our fields for the layers with Mamba-2."""
     hf.require("nemotron_h", use_bias=False, use_conv_bias=True, conv_kernel=KERNEL, mamba_hidden_act="silu")
-    return {
-        "mamba_num_heads": hf["mamba_num_heads"],
-        "mamba_head_dim": hf["mamba_head_dim"],
-        "mamba_num_groups": hf["n_groups"],
-        "mamba_state_dim": hf["ssm_state_size"],
-        "mamba_min_time_step": hf.get("time_step_min", 0.001),
-    }
+    sizes = {f"mamba_{ours}": hf[theirs] for ours, theirs in _SIZES.items()}
+    return {**sizes, "mamba_min_time_step": hf.get("time_step_min", 0.001)}
 
 
 def write_mamba(config: ModelConfig) -> dict[str, Any]:
     """Return their settings for the layers with Mamba-2."""
-    sizes = config.mamba
-    return {
-        "mamba_num_heads": sizes.num_heads,
-        "mamba_head_dim": sizes.head_dim,
-        "n_groups": sizes.num_groups,
-        "ssm_state_size": sizes.state_dim,
-        "time_step_min": sizes.min_time_step,
-    }
+    sizes = {theirs: getattr(config.mamba, ours) for ours, theirs in _SIZES.items()}
+    return {**sizes, "time_step_min": config.mamba.min_time_step}
 
 
 def _has_mamba(kind: LayerKind) -> bool:
@@ -104,14 +96,11 @@ def _ungrouped(kinds: slice) -> Transform:
     """
 
     def to_hf(full: Tensor, config: ModelConfig) -> Parts:
-        rows = config.mamba.group_rows[kinds]
-        parts = full.unflatten(0, (config.mamba.num_groups, -1)).split(rows, dim=1)
-        return [torch.cat([part.flatten(0, 1) for part in parts])]
+        return [torch.cat(split_kinds(full, config.mamba.num_groups, config.mamba.group_rows[kinds]))]
 
     def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
         groups = config.mamba.num_groups
-        by_kind = parts[0].split([groups * rows for rows in config.mamba.group_rows[kinds]])
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in by_kind], dim=1).flatten(0, 1)
+        return join_kinds(parts[0].split([groups * rows for rows in config.mamba.group_rows[kinds]]), groups)
 
     return Transform(to_hf, from_hf)
 

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from megalite.checkpoint.convert.families.family import (
-    OUTPUT,
-    QKV,
-    VOCABULARY,
-    Family,
-    Module,
-)
+from megalite.checkpoint.convert.families import mamba, nemotron_experts
+from megalite.checkpoint.convert.families.family import OUTPUT, QKV, VOCABULARY, Family, Module
 from megalite.checkpoint.convert.families.hf_settings import THEIR_ACTIVATIONS, HFSettings
-from megalite.checkpoint.convert.families.mamba import (
-    mamba_modules,
-    read_mamba,
-    read_pattern,
-    write_mamba,
-    write_pattern,
-)
-from megalite.checkpoint.convert.families.nemotron_experts import (
-    SETTINGS,
-    nemotron_expert_modules,
-    read_nemotron_experts,
-    write_nemotron_experts,
-)
 from megalite.checkpoint.convert.model_settings import none_if_default
 from megalite.config import LayerKind, ModelConfig
 
@@ -32,9 +15,9 @@ from megalite.config import LayerKind, ModelConfig
 def _read(hf: HFSettings) -> dict[str, Any]:
     hf.require("nemotron_h", attention_bias=False, mlp_bias=False, sliding_window=None)
     hf.require("nemotron_h", num_nextn_predict_layers=0)
-    pattern = read_pattern(hf)
+    pattern = mamba.read_pattern(hf)
     if "E" not in pattern:
-        hf.names_read.update(SETTINGS)
+        hf.names_read.update(nemotron_experts.SETTINGS)
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     return {
         "num_layers": len(pattern),
@@ -44,8 +27,8 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_query_groups": none_if_default(hf.get("num_key_value_heads"), heads),
         "kv_channels": none_if_default(hf.get("head_dim", 128), hidden // heads),
-        **read_mamba(hf),
-        **(read_nemotron_experts(hf) if "E" in pattern else {}),
+        **mamba.read_mamba(hf),
+        **(nemotron_experts.read_nemotron_experts(hf) if "E" in pattern else {}),
         "seq_length": hf.get("max_position_embeddings", 4096),
         "vocab_size": hf["vocab_size"],
         "position_embedding_type": "none",
@@ -62,9 +45,9 @@ def _read(hf: HFSettings) -> dict[str, Any]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_pattern(config),
-        **write_mamba(config),
-        **(write_nemotron_experts(config) if config.has_experts else {}),
+        **mamba.write_pattern(config),
+        **mamba.write_mamba(config),
+        **(nemotron_experts.write_nemotron_experts(config) if config.has_experts else {}),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_size,
         "num_attention_heads": config.num_attention_heads,
@@ -92,18 +75,15 @@ def _has_attention(kind: LayerKind) -> bool:
     return kind.mixer == "attention"
 
 
-def _has_mixer(kind: LayerKind) -> bool:
-    return kind.mixer != "none"
-
-
-def _has_mlp(kind: LayerKind) -> bool:
-    return kind.has_mlp
-
-
 def _is_dense(kind: LayerKind) -> bool:
     return kind.has_mlp and not kind.has_experts
 
 
+def _linear(ours: str, theirs: str, only_in: Callable[[LayerKind], bool]) -> Module:
+    return Module("linear", f"layers.{{}}.{ours}", (f"{_LAYER}mixer.{theirs}_proj",), only_in=only_in)
+
+
+_NORM, _QKV = (_LAYER + "norm",), tuple(f"{_LAYER}mixer.{part}_proj" for part in "qkv")
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
@@ -117,22 +97,16 @@ NEMOTRON_H = Family(
         OUTPUT,
     ),
     (
-        Module("norm", "layers.{}.attention_norm", (_LAYER + "norm",), only_in=_has_mixer),
-        *mamba_modules(_LAYER + "mixer"),
         Module(
-            "qkv",
-            "layers.{}.attention.qkv",
-            tuple(f"{_LAYER}mixer.{part}_proj" for part in "qkv"),
-            QKV,
-            only_in=_has_attention,
+            "norm", "layers.{}.attention_norm", (_LAYER + "norm",), only_in=lambda kind: kind.mixer != "none"
         ),
-        Module(
-            "linear", "layers.{}.attention.projection", (_LAYER + "mixer.o_proj",), only_in=_has_attention
-        ),
-        Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=_has_mlp),
-        Module("linear", "layers.{}.mlp.up", (_LAYER + "mixer.up_proj",), only_in=_is_dense),
-        Module("linear", "layers.{}.mlp.down", (_LAYER + "mixer.down_proj",), only_in=_is_dense),
-        *nemotron_expert_modules(_LAYER + "mixer"),
+        Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=lambda kind: kind.has_mlp),
+        *mamba.mamba_modules(_LAYER + "mixer"),
+        Module("qkv", "layers.{}.attention.qkv", _QKV, QKV, only_in=_has_attention),
+        _linear("attention.projection", "o", _has_attention),
+        _linear("mlp.up", "up", _is_dense),
+        _linear("mlp.down", "down", _is_dense),
+        *nemotron_experts.nemotron_expert_modules(_LAYER + "mixer"),
     ),
     without_effect=tuple(_WITHOUT_EFFECT.split()),
     experts={"experts.up_proj": ("up_proj",), "experts.down_proj": ("down_proj",)},

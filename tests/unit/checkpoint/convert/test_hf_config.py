@@ -38,6 +38,12 @@ FAMILIES = {"gpt2": "gpt2-124m", "bloom": "bloom-560m", "llama": "llama2-7b"}
 LLAMA = LlamaConfig().to_dict()
 GEMMA3 = Gemma3TextConfig().to_dict()
 GEMMA4 = Gemma4TextConfig(hidden_size_per_layer_input=0).to_dict()
+GEMMA4_ROTARY = {
+    "full_attention": {
+        **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    },
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 PROPORTIONAL = {"rope_type": "proportional", "factor": 2.0}
 DEEPSEEK_V3 = DeepseekV3Config().to_dict()
 
@@ -163,6 +169,28 @@ HUB = {
         **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6},
         **{"vocab_size": 262144},
     },
+    "gemma4-e2b": {
+        **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": False, "head_dim": 256},
+        **{"enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536, "hidden_size_per_layer_input": 256},
+        **{"intermediate_size": 6144, "max_position_embeddings": 131072, "num_attention_heads": 8},
+        **{"num_global_key_value_heads": None, "num_hidden_layers": 35, "num_key_value_heads": 1},
+        **{"num_kv_shared_layers": 20, "rms_norm_eps": 1e-6, "sliding_window": 512, "vocab_size": 262144},
+        **{"use_bidirectional_attention": None, "use_double_wide_mlp": True},
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "rope_parameters": GEMMA4_ROTARY,
+    },
+    "gemma4-e4b": {
+        **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": False, "head_dim": 256},
+        **{"enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512},
+        **{"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2560, "hidden_size_per_layer_input": 256},
+        **{"intermediate_size": 10240, "max_position_embeddings": 131072, "num_attention_heads": 8},
+        **{"num_global_key_value_heads": None, "num_hidden_layers": 42, "num_key_value_heads": 2},
+        **{"num_kv_shared_layers": 18, "rms_norm_eps": 1e-6, "sliding_window": 512, "vocab_size": 262144},
+        **{"use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144},
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+        "rope_parameters": GEMMA4_ROTARY,
+    },
     "gemma4-31b": {
         **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "head_dim": 256},
         **{"enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512},
@@ -173,12 +201,7 @@ HUB = {
         **{"use_bidirectional_attention": "vision", "use_double_wide_mlp": False},
         **{"vocab_size_per_layer_input": 262144, "num_experts": None, "top_k_experts": None},
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
-        "rope_parameters": {
-            "full_attention": {
-                **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-            },
-            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-        },
+        "rope_parameters": GEMMA4_ROTARY,
     },
     "gemma4-26b-a4b": {
         **{"model_type": "gemma4_text", "attention_bias": False, "attention_k_eq_v": True, "head_dim": 256},
@@ -189,12 +212,7 @@ HUB = {
         **{"num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024, "vocab_size": 262144},
         **{"moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8},
         "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
-        "rope_parameters": {
-            "full_attention": {
-                **{"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-            },
-            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-        },
+        "rope_parameters": GEMMA4_ROTARY,
     },
     "gpt-oss-20b": {  # without quantization_config, which the published file has
         **{"model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 64},
@@ -332,7 +350,13 @@ HUB = {
         "vocab_size": 200064,
     },
 }
-"""As the hub has them; all but Gemma 4 in the form of versions before 5."""
+"""As the hub has them; all but Gemma 4 in the form of versions before 5.
+
+Compared with copies of the published files in other projects: gemma4-e2b, gemma4-e4b, gemma4-31b (but for
+max_position_embeddings), nemotron-h-8b, glm-4.5-air and minimax-m2 with every number; kimi-k2 with every
+number but rms_norm_eps, which is 1e-5 in Kimi K2 Thinking; qwen3-next-80b-a3b with its sizes and its number
+of parameters; gpt-j-6b with the defaults of transformers' GPTJConfig.
+"""
 
 
 @pytest.mark.parametrize("preset", HUB)
@@ -364,7 +388,10 @@ def test_a_converted_config_is_of_its_family(config):
                 "kimi_linear",
             )
         ),
-        ({**GEMMA4, "hidden_size_per_layer_input": 256}, "gemma4_text with hidden_size_per_layer_input"),
+        (
+            {**GEMMA4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 128},
+            "vocab_size_per_layer_input 128 and vocab_size 262144 must be equal",
+        ),
         ({**GEMMA4, "use_bidirectional_attention": "all"}, "use_bidirectional_attention all"),
         ({**GEMMA4, "altup_num_inputs": 4}, "gemma4_text with altup_num_inputs 4"),
         ({**GEMMA4, "per_layer_config": {"5": {"head_dim": 9}}}, "other sizes than one for all layers"),
