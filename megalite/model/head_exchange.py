@@ -1,7 +1,7 @@
 """Give each context-parallel rank all tokens of a part of a recurrent layer's heads.
 
 A recurrence needs the tokens of a sample one after another. As in DeepSpeed-Ulysses (Jacobs et al. 2023),
-ranks exchange tokens for heads before it, and heads for tokens after it. This does not depend on how attention
+ranks exchange tokens for heads before it, and heads for tokens after it. It does not matter how attention
 reaches the keys of other ranks: if they hold zigzag slices, tokens are put into the order of positions.
 
 Shapes: s sequence, b microbatch, c features of one tensor-parallel rank, grouped by head, cp = cp.size.
