@@ -77,9 +77,10 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
 
 def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[Factoring, ...]]:
     """Return the sizes of the axes of a key, and their factorings."""
+    sizes = {"tp": key.tp, "cp": key.cp}
     if key.etp is None:
-        return {"tp": key.tp}, (MODEL,)
-    return {"tp": key.tp, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
+        return sizes, (MODEL,)
+    return {**sizes, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -162,7 +163,7 @@ def microbatch_of(key: UnitKey) -> Microbatch:
 
     b, s = key.micro_batch_size, key.positions
     if key.model.architecture != "bert":
-        ids = numbers(b, s) if key.has_documents else None
+        ids = numbers(b, s * key.cp) if key.has_documents else None
         plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
         return plain.with_later_tokens(key.model.mtp_num_layers)
     k = max(1, round(s * key.model.predicted_share))

@@ -20,6 +20,8 @@ class UnitKey:
         unit: EMBEDDING, HEAD or the number of a layer.
         tp: tensor-parallel size.
         positions: positions of a sample on a rank.
+        cp: number of ranks that hold the positions of a sample, if the unit exchanges tokens for heads with
+            them, as recurrent layers do; otherwise 1.
         has_documents: attention stays within documents.
         splits_backward: weight gradients are computed after the rest of backward.
         recomputed_modules: parts of a layer that backward recomputes.
@@ -46,4 +48,5 @@ class UnitKey:
     etp: int | None = None
     moe_imbalance: float = 1.0
     mlp_chunks: int = 1
+    cp: int = 1
     provider: Callable[..., Any] | None = None
