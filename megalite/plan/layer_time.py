@@ -13,6 +13,7 @@ from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.recurrence_time import recurrence_seconds
 from megalite.plan.saved_activations import group_bytes
 from megalite.recording.unit_record import (
     AttentionCall,
@@ -37,7 +38,7 @@ class WorkSeconds:
     Attributes:
         gemms: GEMMs outside of attention.
         attention: core attention, including softmax.
-        memory_bound: memory-bound kernels: norms, activations, additions, the optimizer.
+        memory_bound: memory-bound kernels: norms, activations, additions, the optimizer; and recurrences.
         tp: waiting for tensor-parallel communication.
         dp: waiting for data-parallel communication.
         pp: waiting for messages between stages.
@@ -283,13 +284,18 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
     work = WorkSeconds(
         gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
         attention=sum(attention),
-        memory_bound=memory_seconds(run, phase.kernel_bytes),
+        memory_bound=memory_seconds(run, phase.kernel_bytes) + _recurrences(run, phase),
         tp=sum(tp_seconds(run, phase, name)),
         cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True))
         + recurrent_cp_seconds(run, phase),
         ep=ep_seconds(run, phase),
     )
     return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
+
+
+def _recurrences(run: PlannedRun, phase: PhaseRecord) -> float:
+    gpu = run.cluster.gpu
+    return sum(recurrence_seconds(gpu, call, memory_bandwidth(gpu)) for call in phase.recurrences)
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+from megalite.recording.operator_log import recurrence_call
 from megalite.torch_private import EagerMode, storage_number
 
 OTHER = "other"
@@ -30,7 +31,8 @@ class _Held:
 class LiveBytes(EagerMode):
     """Counts the bytes of storages that operators in this block created and that are still referenced.
 
-    This includes tensors saved by autograd, but not workspace that a kernel allocates while it runs.
+    This includes tensors saved by autograd. Of workspace that a kernel allocates while it runs, it includes
+    only that of recurrences.
 
     Attributes:
         now: current bytes.
@@ -108,7 +110,14 @@ class LiveBytes(EagerMode):
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
             self._see(tensor)
+        if recurrence := recurrence_call(func, args):
+            self._note_workspace(int(recurrence.workspace_bytes))
         return out
+
+    def _note_workspace(self, size: int) -> None:
+        """Count bytes that existed until now."""
+        self._add(size, OTHER)
+        self._add(-size, OTHER)
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -24,6 +24,7 @@ from megalite.model.attention_backends import build_core
 from megalite.model.attention_core import Core, TritonCore
 from megalite.model.layer import TransformerLayer
 from megalite.model.recompute import apply_recompute
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.recording.live_bytes import LiveBytes
 from megalite.recording.meta_tensors import meta_tensors
@@ -124,6 +125,10 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, 
         is_first=key.unit == EMBEDDING,
         is_last=key.unit == HEAD,
     )
+    if key.triton_recurrence:
+        for module in stage.modules():
+            if isinstance(module, RecurrentMixer):
+                module.kernel_problem = ""
     watch_parts(stage, live)
     apply_recompute(
         stage,

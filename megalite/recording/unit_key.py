@@ -30,6 +30,7 @@ class UnitKey:
         ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
         moe_imbalance: rows for the rank's experts, relative to even ones.
         mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
+        triton_recurrence: megalite's kernels compute recurrences, as on a GPU; otherwise plain PyTorch.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
@@ -49,4 +50,5 @@ class UnitKey:
     moe_imbalance: float = 1.0
     mlp_chunks: int = 1
     cp: int = 1
+    triton_recurrence: bool = False
     provider: Callable[..., Any] | None = None
