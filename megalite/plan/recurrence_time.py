@@ -21,8 +21,6 @@ def recurrence_seconds(gpu: Gpu, call: RecurrenceCall, bandwidth: float) -> floa
     rate = gpu.tflops * 1e12 * gpu.attention_share * 2 / call.element_bytes
     rate *= min(1.0, (call.key_size + 64) / (FULL_SIZE + 64))
     return sum(
-        max(
-            kernel.flops / (rate * min(1.0, kernel.num_programs / gpu.num_sms)), kernel.num_bytes / bandwidth
-        )
+        max(kernel.flops / (rate * min(1.0, kernel.num_programs / gpu.num_sms)), kernel.num_bytes / bandwidth)
         for kernel in call.kernels
     )

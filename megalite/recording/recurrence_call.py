@@ -61,7 +61,9 @@ class RecurrenceCall(NamedTuple):
         of_errors = self._values + self._all_inverses if self.is_delta else 0.0
         if not self.is_backward:
             return self._all_states + of_errors
-        return 2 * self._all_states + of_errors + self._wide(self._values) + 2 * self._wide(self._head_keys)
+        of_heads = self._wide(self._values) + 2 * self._wide(self._head_keys)
+        sums = 2 * self._keys if self.element_bytes == 2 else 0.0  # of heads, before they are rounded
+        return 2 * self._all_states + of_errors + of_heads + sums
 
     @property
     def _num_chunks(self) -> int:

@@ -102,3 +102,14 @@ def test_training_ranks_score_as_a_checkpoint_does(
         assert [is_best for _, is_best in found] == [is_best for _, is_best in wanted]
         assert next_loss == pytest.approx(loss, rel=1e-12)
         assert num_runs == 3  # of 8 samples of the global batch
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_slices_is_scored_without_them(
+    tmp_path: Path, expected: tuple[list[tuple[float, bool]], float]
+) -> None:
+    config = config_of({"context_parallel_size": 2, "cp_comm_type": "p2p"})
+    config = replace(config, checkpoint=CheckpointConfig(save=str(tmp_path)))
+    run_ranks(scores, config.mesh, 2, config)
+    (found,) = run_ranks(harness_scores, ParallelConfig().mesh, 1, tmp_path)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected[0]], rel=1e-10)
