@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +80,6 @@ def test_products_of_a_chunk() -> None:
     # (B_last W)^T E; Q W^T, its product with E, and Q S
     assert [each.flops for each in call.kernels] == [state, keys + values + state]
     backward = call._replace(is_backward=True).kernels
-    # U: K Q^T, its product with dY; K dS', (c Q)^T dY; dY E^T, dY S^T, E dS'^T, A W and A^T Q; sums over heads
+    # K Q^T, its product with dY; K dS', (c Q)^T dY; dY E^T, dY S^T, E dS'^T, A W, A^T Q; sums over heads
     flops = [state, keys + values, 2 * state, values + 2 * state + 2 * keys, 0]
     assert [each.flops for each in backward] == flops
