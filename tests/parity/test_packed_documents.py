@@ -87,6 +87,8 @@ def _reference(model: str, *options: str) -> RunRecord:
         # A recurrence starts anew with each document.
         pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(HYBRID, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("nemotron-h-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
         # Slices of samples, whose documents begin on other ranks.
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
