@@ -24,7 +24,12 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
 
 
 def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
-    """Return the seconds in which recurrent layers exchange tokens for heads, and heads for tokens."""
+    """Return the seconds in which recurrent layers exchange tokens for heads, and heads for tokens.
+
+    Other programs than megalite are assumed to hide it.
+    """
+    if not run.program.is_own:
+        return 0.0
     return _exchanges_seconds(Group(run.cluster, run.cp, run.tp), phase, lambda axis: axis == "cp")
 
 

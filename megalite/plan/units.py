@@ -184,9 +184,9 @@ def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
     edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, **_NO_EXPERT_AXES)
-    head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
+    head = replace(edge, unit=HEAD)
     if whole.model.mtp_num_layers:
-        head = replace(head, cp=_exchanging_ranks(key, whole.model.num_layers))
+        head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
