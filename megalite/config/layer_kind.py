@@ -38,6 +38,11 @@ class LayerKind:
     mixer: Literal["attention", "gated_delta_net", "mamba", "none"] = "attention"
     has_mlp: bool = True
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether the layer has a recurrent mixer."""
+        return self.mixer not in ("attention", "none")
+
 
 HYBRID_KINDS: Mapping[str, LayerKind] = {
     "M": LayerKind(mixer="mamba", has_mlp=False),

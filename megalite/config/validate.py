@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     expert_rules.options_without_experts,
     recurrent_rules.recurrent_layers,
     recurrent_rules.delta_net_heads,
+    recurrent_rules.exchanged_recurrent_heads,
     recurrent_rules.recurrent_features,
     hybrid_rules.hybrid_pattern,
     hybrid_rules.hybrid_features,

@@ -71,3 +71,25 @@ class HeldPositions:
         runs = self.runs(x.shape[dim] // self.count)
         parts = [x.narrow(dim, run.start, len(run)) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def restored(self, x: Tensor) -> Tensor:
+        """Return ``[s, ...]``, the tokens of one rank after those of another, in the order of positions."""
+        order = self._slices_by_rank
+        return _reordered(x, [order.index(number) for number in range(len(order))])
+
+    def by_rank(self, x: Tensor) -> Tensor:
+        """Return the tokens of a sample, ``[s, ...]``, in the order of the ranks that hold them."""
+        return _reordered(x, self._slices_by_rank)
+
+    @property
+    def _slices_by_rank(self) -> list[int]:
+        """Return the numbers of the sample's slices in the order of the ranks that hold them."""
+        return [each.index for rank in range(self.count) for each in self.slices_of(rank)]
+
+
+def _reordered(x: Tensor, order: list[int]) -> Tensor:
+    """Return equal slices of the first dim in this order; x itself if they are in it."""
+    if order == sorted(order):
+        return x
+    slices = x.chunk(len(order))
+    return torch.cat([slices[number] for number in order])

@@ -1,7 +1,8 @@
 """Evaluate a model on tasks of lm-evaluation-harness while it trains, on the ranks that train it.
 
 The pipeline of the training run computes the scores, with its layout, ZeRO stage and kernels. Sequences of
-similar length run together, padded on the right: a causal model does not see the padding.
+similar length run together, padded on the right: a causal model does not see the padding. Context-parallel
+ranks score the tokens of their slices.
 
 Shapes: s sequence, b microbatch, v padded vocabulary, tp = tp.size.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from megalite.config import TrainingConfig
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
+from megalite.distributed.collectives import all_reduce
 from megalite.errors import UserError
 from megalite.generate.benchmark_tasks import (
     ROWS,
@@ -50,7 +52,8 @@ from megalite.train.trainer import Trainer, build_pipeline
 
 FLAG = "--eval-tasks"
 _LENGTH_STEP = 64
-"""Sequences are padded to a multiple of this number of tokens per rank of tp, so that few shapes occur."""
+"""Sequences are padded to a multiple of this number of tokens per rank of tp and cp, so that few shapes
+occur."""
 _MAX_MICROBATCHES = 8
 """Largest number of microbatches of a replica that the pipeline runs together."""
 
@@ -224,15 +227,17 @@ class TrainingModel(TaskModel):
         return [merged[i] for i in range(len(windows))]
 
     def _padded(self, length: int) -> int:
-        step = _LENGTH_STEP * self.trainer.topology.tp.size
+        topology = self.trainer.topology
+        step = _LENGTH_STEP * topology.tp.size * topology.positions.count
         return min(-(-max(1, length) // step) * step, self.max_length)
 
     def _run(self, batches: Sequence[Sequence[TokenWindow]], length: int) -> list[tuple[float, bool]]:
         """Return the scores of this replica's windows on the last stage; nothing on the others."""
         topology = self.trainer.topology
+        runs = topology.positions.runs(length // topology.positions.count)
 
         def load(index: int) -> Microbatch:
-            return self._microbatch(batches[index], length).to(topology.device)
+            return self._microbatch(batches[index], length).cut(runs).to(topology.device)
 
         self._pipeline(length).evaluate(len(batches), load)
         if self.last is None:
@@ -309,5 +314,7 @@ class _ScoringStage:
             part, targets = logits[positions, rows], microbatch.labels[rows, positions]  # [n, v/tp], [n]
             value, is_best = token_scores(part, targets, stage.vocab_size, stage.context.tp)
             values[rows, positions], are_best[rows, positions] = value, is_best
-        self.results.append((values.sum(1), are_best.all(1)))
+        sums = torch.stack((values.sum(1), are_best.logical_not().sum(1).double()))
+        value, num_others = all_reduce(sums, stage.context.cp, of="scores of tasks")
+        self.results.append((value, num_others == 0))
         return torch.zeros((), dtype=torch.float32, device=logits.device)

@@ -222,14 +222,14 @@ def launch(
         return out, last.zero_() if state is None else last.copy_(state)
     q, k, v, decay, rate = _for_kernels(q, k, v, decay, rate)
     starts, state = (None if x is None else x.contiguous() for x in (starts, state))
-    sizes, numbers = _sizes(q), _numbers(q, v)
+    sizes, numbers = sizes_for(q), _numbers(q, v)
     with torch.cuda.device_of(q):
         states, errors, _ = _states(last, q, k, v, decay, rate, starts, state, is_delta)
         kernels.outputs_kernel[_by_chunk(q, v)](
             *(q, k, errors, decay, rate, starts, states, out),
             *(_strides(x) for x in (q, k, errors, out)),
             *numbers,
-            **_constants(q, D=padded(q.shape[-1]), V=_block(sizes.values, v)),
+            **_constants(q, D=padded(q.shape[-1]), V=block_size(sizes.values, v)),
         )
     return out, last
 
@@ -259,8 +259,8 @@ def launch_backward(
     of_keys, grad_v, grad_decay, grad_rate, of_state = results[1], *results[2:]
     wide = of_state.dtype
     of_queries, of_keys = (q.new_empty(b, g, r, s, d, dtype=wide) for _ in range(2))
-    sizes, numbers, grid = _sizes(q), _numbers(q, v), _by_chunk(q, v)
-    in_chunk = _constants(q, D=padded(d), V=_block(sizes.values, v))
+    sizes, numbers, grid = sizes_for(q), _numbers(q, v), _by_chunk(q, v)
+    in_chunk = _constants(q, D=padded(d), V=block_size(sizes.values, v))
     with torch.cuda.device_of(q):
         states, errors, inverses = _states(
             torch.empty_like(of_state), q, k, v, decay, rate, starts, state, is_delta
@@ -272,7 +272,7 @@ def launch_backward(
             *numbers,
             **in_chunk,
         )
-        columns = _block(sizes.columns, v)
+        columns = block_size(sizes.columns, v)
         kernels.state_gradients_kernel[-(-e // columns), g * r, b](
             *(q, k, grad, decay, rate, starts, inverses, of_changes, of_last, grad_v, of_states, of_state),
             *(_strides(x) for x in (q, k, grad, grad_v)),
@@ -313,8 +313,8 @@ def _states(
     from megalite.kernels import triton_recurrence as kernels
 
     (b, g, r, s, e), d, n = v.shape, q.shape[-1], v.shape[1] * v.shape[2]
-    sizes, numbers = _sizes(q), _numbers(q, v)
-    m, columns = -(-s // sizes.tokens), _block(sizes.columns, v)
+    sizes, numbers = sizes_for(q), _numbers(q, v)
+    m, columns = -(-s // sizes.tokens), block_size(sizes.columns, v)
     inverses, errors = None, v
     if is_delta:
         inverses, errors = q.new_empty(b, n, m, sizes.tokens, sizes.tokens), v.new_empty(b, g, r, s, e)
@@ -331,11 +331,12 @@ def _states(
     return states, errors, inverses
 
 
-def _sizes(q: Tensor) -> RecurrenceSizes:
+def sizes_for(q: Tensor) -> RecurrenceSizes:
+    """Return the block sizes of the kernels for queries ``[..., d]``."""
     return SIZES[q.dtype.itemsize, max(64, padded(q.shape[-1]))]
 
 
-def _block(size: int, v: Tensor) -> int:
+def block_size(size: int, v: Tensor) -> int:
     """Return the value elements in a block of at most this size."""
     return min(size, padded(v.shape[-1]))
 
@@ -343,7 +344,7 @@ def _block(size: int, v: Tensor) -> int:
 def _by_chunk(q: Tensor, v: Tensor) -> tuple[int, int, int]:
     """Return the grid of a kernel whose programs have a chunk of a head."""
     b, g, r, s, _ = v.shape
-    return -(-s // _sizes(q).tokens), g * r, b
+    return -(-s // sizes_for(q).tokens), g * r, b
 
 
 def _numbers(q: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -354,7 +355,7 @@ def _numbers(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def _constants(q: Tensor, **options: int) -> dict[str, Any]:
     """Return the compile-time constants and the options of a kernel."""
-    sizes = _sizes(q)
+    sizes = sizes_for(q)
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "PRECISION": "tf32" if is_tf32 or q.dtype != torch.float32 else "ieee",

@@ -65,6 +65,11 @@ def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Head
     return q, k, v
 
 
+def all_tokens_of_heads(x: Tensor, cp: Axis) -> Tensor:
+    """Return all tokens of a part of the heads: ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``."""
+    return x if cp.size == 1 else _ToHeads.apply(x, cp)
+
+
 def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
     """Return the rank's tokens of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
     return y if cp.size == 1 else _ToTokens.apply(y, cp)

@@ -1,7 +1,8 @@
-"""Gated DeltaNet, a recurrent mixer, over the heads of one tensor-parallel rank (Qwen3-Next, Qwen3.5).
+"""Gated DeltaNet, a recurrent mixer, over the heads of one rank (Qwen3-Next, Qwen3.5).
 
 Shapes: s sequence, b microbatch, h hidden size, g query and key heads, r value heads that share one, n = g r
-value heads, d size of a key head, e size of a value head, tp = tp.size. A rank has g/tp of the heads.
+value heads, d size of a key head, e size of a value head, tp = tp.size. A rank has g/tp of the heads, and
+computes g' = g/(tp cp) and n' = n/(tp cp) of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class GatedDeltaNet(RecurrentMixer):
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
-        super().__init__()
+        super().__init__(context)
         self.sizes = sizes = config.delta_net
         self.saved = core.recurrent_state(layer)
         heads = sizes.key_dim, sizes.value_dim
@@ -66,22 +67,23 @@ class GatedDeltaNet(RecurrentMixer):
 
     @wrap_point
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n/tp e]``.
+        """Compute norm(delta rule(convolution(q, k, v))) * silu(gate), ``[s, b, n' e]``.
 
         Args:
-            projected: ``[s, b, g/tp (2 d + 2 r e + 2 r)]``.
+            projected: ``[s, b, g' (2 d + 2 r e + 2 r)]``.
         """
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
-        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
+        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g', ...]
         qkv, gate, rate, step = grouped.split((sizes.num_mixed, *sizes.group_rows[3:]), dim=-1)
         mixed, inputs = self.convolution(qkv.flatten(2), starts, None if saved is None else saved.inputs)
         q, k, v = mixed.unflatten(-1, qkv.shape[2:]).split(sizes.group_rows[:3], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
-        q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g/tp, s, d]
-        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g/tp, r, s, e]
-        A_log, dt_bias = (each.to(wide).view(-1, sizes.sharers) for each in (self.A_log, self.dt_bias))
-        decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g/tp, r]
+        q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g', s, d]
+        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g', r, s, e]
+        own = map(self.exchange.own, (self.A_log, self.dt_bias))
+        A_log, dt_bias = (each.to(wide).view(-1, sizes.sharers) for each in own)  # [g', r]
+        decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g', r]
         decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
         q = q * sizes.key_dim**-0.5
         state = None if saved is None else saved.state
@@ -92,7 +94,7 @@ class GatedDeltaNet(RecurrentMixer):
             y, state = recurrence(q, k, v, decay, rate, starts, state, is_delta=True)
         if saved is not None:
             saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
-        y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n/tp, e]
+        y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n', e]
         return self.norm(y, gate.unflatten(-1, (-1, sizes.value_dim)).flatten(2, 3)).flatten(2)
 
 
@@ -107,7 +109,7 @@ class GatedNorm(nn.Module):
         self.normalize = rms_norm_on(context.device.type).alone
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalize ``[s, b, n/tp, e]`` and multiply it by its gate, of the same shape."""
+        """Normalize ``[s, b, n', e]`` and multiply it by its gate, of the same shape."""
         normed = self.normalize(x, self.weight, self.epsilon)
         wide = torch.promote_types(x.dtype, torch.float32)
         return (normed * F.silu(gate.to(wide))).to(x.dtype)

@@ -1,7 +1,8 @@
-"""Mamba-2, a recurrent mixer, over the heads of one tensor-parallel rank.
+"""Mamba-2, a recurrent mixer, over the heads of one rank.
 
 Shapes: s sequence, b microbatch, h hidden size, g groups, r heads of a group, n = g r heads, p head size,
-d state size, tp = tp.size. A rank has g/tp of the groups with their heads.
+d state size, tp = tp.size. A rank has g/tp of the groups with their heads, and computes g' = g/(tp cp) groups
+with n' heads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Mamba(RecurrentMixer):
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
-        super().__init__()
+        super().__init__(context)
         self.sizes = sizes = config.mamba
         self.epsilon = config.norm_epsilon
         self.saved = core.recurrent_state(layer)
@@ -77,29 +78,29 @@ class Mamba(RecurrentMixer):
 
     @wrap_point
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n/tp p]``, of convolved x, B and C.
+        """Compute norm((state space(x) + D x) silu(gate)), ``[s, b, n' p]``, of convolved x, B and C.
 
         Args:
-            projected: ``[s, b, g/tp (2 r p + 2 d + r)]``.
+            projected: ``[s, b, g' (2 r p + 2 d + r)]``.
         """
         sizes, starts, saved = self.sizes, positions.document_starts, self.saved
         inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
-        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g/tp, ...]
+        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g', ...]
         gate, mixed, step = grouped.split((sizes.group_rows[0], sizes.num_mixed, sizes.group_heads), dim=-1)
         convolved, inputs = self.convolution(mixed.flatten(2), starts, inputs)
         x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(sizes.group_rows[1:4], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
-        heads = (-1, sizes.group_heads)
-        A_log, dt_bias, D = (each.to(wide).view(heads) for each in (self.A_log, self.dt_bias, self.D))
-        dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g/tp, r]
-        x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g/tp, r, p]
+        own = map(self.exchange.own, (self.A_log, self.dt_bias, self.D))
+        A_log, dt_bias, D = (each.to(wide).view(-1, sizes.group_heads) for each in own)  # [g', r]
+        dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g', r]
+        x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g', r, p]
         run = scan if self.kernel_problem else fused_scan
         y, state = run(x, dt, -A_log.exp(), of_input, of_output, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs, state
-        y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g/tp, r p]
-        weight = self.norm.view(-1, sizes.group_rows[0])
+        y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
+        weight = self.exchange.own(self.norm).view(-1, sizes.group_rows[0])
         return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
 
 

@@ -1,6 +1,7 @@
 """The base class of recurrent mixers: a recurrence between two projections.
 
-Shapes: s sequence, b microbatch, h hidden size, c features of this rank, tp = tp.size.
+Shapes: s sequence, b microbatch, h hidden size, c features of a tensor-parallel rank, tp = tp.size,
+cp = cp.size. With context parallelism, every s is s/cp outside of the recurrence.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 
 from megalite.model.block import BlockOutput
+from megalite.model.head_exchange import HeadExchange
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.wrapping import communication_point
 
 
@@ -30,17 +33,25 @@ class RecurrentMixer(nn.Module, ABC):
     in_projection: ColumnParallelLinear
     projection: RowParallelLinear
 
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.exchange = HeadExchange(context)
+
     def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y = self.recur(self.project_in(x), positions)
+        y = self.keep_own_tokens(self.recur(self.project_in(x), positions))
         return BlockOutput(self.projection(y), self.projection.bias)
 
     @communication_point
     def project_in(self, x: Tensor) -> Tensor:
-        """Map ``[s, b, h]`` to the features of this rank's heads, ``[s, b, c]``."""
-        projected: Tensor = self.in_projection(x)
-        return projected
+        """Map ``[s, b, h]`` to the features of this rank's heads for all tokens, ``[s, b, c/cp]``."""
+        return self.exchange.to_heads(self.in_projection(x))
+
+    @communication_point
+    def keep_own_tokens(self, y: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens, ``[s, b, c]``, of the result of `recur`."""
+        return self.exchange.to_tokens(y)
 
     @abstractmethod
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:
-        """Compute the output's features from ``[s, b, c]``; a wrap point."""
+        """Compute the output's features from ``[s, b, c/cp]``, with all tokens; a wrap point."""

@@ -1,6 +1,6 @@
 """The causal convolution before a recurrence: each channel mixes a token with the few tokens before it.
 
-Shapes: s tokens, b microbatch, c channels of this rank, k tokens that the convolution sees.
+Shapes: s tokens, b microbatch, c channels that this rank computes, k tokens that the convolution sees.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.model.head_exchange import HeadExchange
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
 
 
 class ShortConvolution(nn.Module):
     """Computes silu(sum_i weight_i * x[t - k + 1 + i] + bias) for each channel; tp cuts the channels.
+
+    A context-parallel rank computes the channels of its heads.
 
     Tokens before the start of a document count as zeros. The sums are in at least fp32, and backward keeps x
     in its own dtype.
@@ -29,12 +32,13 @@ class ShortConvolution(nn.Module):
         self, channels: int, kernel: int, std: float, context: LayerContext, *, bias: bool = False
     ) -> None:
         super().__init__()
+        self.exchange = HeadExchange(context)
         cut = Cut("tp", 0)
         spec = ParameterSpec((channels, kernel), cut, std=std, maps_features=False)
-        self.weight = new_parameter(spec, context)  # [c, k]
+        self.weight = new_parameter(spec, context)  # [channels/tp, k]
         self.bias = (
             new_parameter(ParameterSpec((channels,), cut, decay=False), context) if bias else None
-        )  # [c]
+        )  # [channels/tp]
 
     def forward(
         self, x: Tensor, starts: Tensor | None = None, before: Tensor | None = None
@@ -48,12 +52,12 @@ class ShortConvolution(nn.Module):
         Returns:
             The result, ``[s, b, c]``, and the last inputs, ``[b, k - 1, c]``.
         """
-        num_tokens, past = x.shape[0], self.weight.shape[1] - 1
+        own, wide = self.exchange.own, torch.promote_types(x.dtype, torch.float32)
+        weight = own(self.weight).to(wide)  # [c, k]
+        num_tokens, past = x.shape[0], weight.shape[1] - 1
         if before is None:
             before = x.new_zeros(x.shape[1], past, x.shape[2])
         padded = torch.cat((before.transpose(0, 1), x))  # [k - 1 + s, b, c]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight.to(wide)
         y = x * weight[:, past]
         for distance in range(1, past + 1):
             shifted = padded[past - distance : past - distance + num_tokens]
@@ -62,7 +66,7 @@ class ShortConvolution(nn.Module):
                 product = product.where(is_within(starts, distance), 0.0)
             y = y + product
         if self.bias is not None:
-            y = y + self.bias.to(wide)
+            y = y + own(self.bias).to(wide)
         return F.silu(y).to(x.dtype), padded[num_tokens:].transpose(0, 1)
 
 

@@ -20,8 +20,23 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
         return 0.0
     sizes = run.sizes_in(EXPERTS)
     group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
-    exchanges = (each.call for each in phase.collectives if each.call.kind == "all-to-all")
-    return sum(group.all_to_all_seconds(call.num_bytes) for call in exchanges)
+    return _exchanges_seconds(group, phase, lambda axis: axis != "cp")
+
+
+def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
+    """Return the seconds in which recurrent layers exchange tokens for heads, and heads for tokens.
+
+    Other programs than megalite are assumed to hide it.
+    """
+    if not run.program.is_own:
+        return 0.0
+    return _exchanges_seconds(Group(run.cluster, run.cp, run.tp), phase, lambda axis: axis == "cp")
+
+
+def _exchanges_seconds(group: Group, phase: PhaseRecord, is_over: Callable[[str], bool]) -> float:
+    """Return the seconds of a phase's all-to-alls over axes that a condition selects."""
+    calls = (each.call for each in phase.collectives if each.call.kind == "all-to-all")
+    return sum(group.all_to_all_seconds(call.num_bytes) for call in calls if is_over(call.axis))
 
 
 def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:

@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
-from megalite.plan.exchange_time import cp_seconds, ep_seconds
+from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.recurrence_time import recurrence_seconds
 from megalite.plan.saved_activations import group_bytes
 from megalite.recording.unit_record import (
     AttentionCall,
@@ -37,7 +38,7 @@ class WorkSeconds:
     Attributes:
         gemms: GEMMs outside of attention.
         attention: core attention, including softmax.
-        memory_bound: memory-bound kernels: norms, activations, additions, the optimizer.
+        memory_bound: memory-bound kernels: norms, activations, additions, the optimizer; and recurrences.
         tp: waiting for tensor-parallel communication.
         dp: waiting for data-parallel communication.
         pp: waiting for messages between stages.
@@ -283,12 +284,18 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
     work = WorkSeconds(
         gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
         attention=sum(attention),
-        memory_bound=memory_seconds(run, phase.kernel_bytes),
+        memory_bound=memory_seconds(run, phase.kernel_bytes) + _recurrences(run, phase),
         tp=sum(tp_seconds(run, phase, name)),
-        cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True)),
+        cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True))
+        + recurrent_cp_seconds(run, phase),
         ep=ep_seconds(run, phase),
     )
     return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
+
+
+def _recurrences(run: PlannedRun, phase: PhaseRecord) -> float:
+    gpu = run.cluster.gpu
+    return sum(recurrence_seconds(gpu, call, memory_bandwidth(gpu)) for call in phase.recurrences)
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
@@ -325,7 +332,7 @@ def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
     hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
         0.0
-        if each.is_hidden or each.call.kind == "all-to-all"  # of experts
+        if each.is_hidden or each.call.kind == "all-to-all"  # over other axes
         else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
         if each.gemm is not None and run.tp_comm_chunks > 1
         else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)

@@ -212,6 +212,7 @@ class PlannedRun:
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
             **self._expert_axes,
             mlp_chunks=config.recompute.mlp_chunks,
+            triton_recurrence=self.program.triton_recurrence,
             provider=self.provider,
         )
         return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_comm_type))

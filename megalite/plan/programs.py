@@ -18,6 +18,7 @@ class Program:
         cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
         triton_attention: with dropout, ALiBi, documents or a slice of the queries, fused attention is
             megalite's own.
+        triton_recurrence: recurrences are computed by megalite's kernels, not in plain PyTorch.
         attention_slowdown: time of fused attention, relative to FlashAttention-2 or cuDNN.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
         is_own: the program is megalite, whose layers are as recorded.
@@ -50,6 +51,7 @@ class Program:
     fused_attention: bool
     cudnn_attention: bool = False
     triton_attention: bool = False
+    triton_recurrence: bool = False
     attention_slowdown: float = 1.0
     keeps_scores: bool = False
     is_own: bool = False
@@ -95,11 +97,24 @@ def own_program(
         copies_heads=False,
         cudnn_attention=has_cudnn,
         triton_attention=can_run_triton,
+        triton_recurrence=gpu.has_triton and _fits_recurrence_kernels(model),
         overlaps_tp=True,
         stops_recomputing=True,
         fused_accumulation=True,
         gathers_under_forward=True,
     )
+
+
+def _fits_recurrence_kernels(model: ModelConfig) -> bool:
+    """Return whether megalite's kernels compute the recurrences of a model that has some."""
+    if not model.has_recurrent_layers or model.params_dtype == "fp64":
+        return False
+    heads = (
+        (model.mamba.state_dim, model.mamba.head_dim)
+        if model.has_mamba
+        else (model.delta_net.key_dim, model.delta_net.value_dim)
+    )
+    return max(heads) <= MAX_TRITON_HEAD
 
 
 def _has_flash_blocks(model: ModelConfig) -> bool:
@@ -116,7 +131,7 @@ exponentials, sum, division; and the multiplication and conversion of the gradie
 2020 to 2022). The default of `Program` are PyTorch's kernels: conversion and log-softmax; and zeros for the
 gradient of the targets' logits, the gradient of log-softmax, and its conversion."""
 MAX_TRITON_HEAD = 256
-"""Largest head size of megalite's Triton attention, and of FlashAttention and cuDNN."""
+"""Largest head size of megalite's Triton kernels, and of FlashAttention and cuDNN."""
 OWN = "megalite"
 _MEGATRON = Program(
     fused_attention=False,

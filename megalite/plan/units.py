@@ -184,7 +184,9 @@ def units_of(key: UnitsKey) -> ModelUnits:
     """Return the records of a run."""
     whole = key.any_unit
     edge = replace(whole, recomputed_modules=(), recomputes_head=False, mlp_chunks=1, **_NO_EXPERT_AXES)
-    head = replace(whole if whole.model.mtp_num_layers else edge, unit=HEAD)
+    head = replace(edge, unit=HEAD)
+    if whole.model.mtp_num_layers:
+        head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
@@ -192,8 +194,16 @@ def units_of(key: UnitsKey) -> ModelUnits:
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
         head_as_executed(unit_record(head), key),
         kinds,
-        {kind: as_executed(unit_record(replace(layer, unit=kind)), key) for kind in set(kinds)},
+        {
+            kind: as_executed(unit_record(replace(layer, unit=kind, cp=_exchanging_ranks(key, kind))), key)
+            for kind in set(kinds)
+        },
     )
+
+
+def _exchanging_ranks(key: UnitsKey, layer: int) -> int:
+    """Return `UnitKey.cp` of a layer."""
+    return key.cp if key.any_unit.model.layer_kind(layer).is_recurrent else 1
 
 
 def _whole_vocabulary(model: ModelConfig) -> ModelConfig:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 from megalite.recording.nested_tensors import tensors_in
+from megalite.recording.operator_log import recurrence_call
 from megalite.torch_private import EagerMode, storage_number
 
 OTHER = "other"
@@ -31,7 +32,8 @@ class _Held:
 class LiveBytes(EagerMode):
     """Counts the bytes of storages that operators in this block created and that are still referenced.
 
-    This includes tensors saved by autograd, but not workspace that a kernel allocates while it runs.
+    This includes tensors saved by autograd. Of workspace that a kernel allocates while it runs, it includes
+    only that of recurrences.
 
     Attributes:
         now: current bytes.
@@ -109,7 +111,14 @@ class LiveBytes(EagerMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self._see(tensor)
+        if recurrence := recurrence_call(func, args):
+            self._note_workspace(int(recurrence.workspace_bytes))
         return out
+
+    def _note_workspace(self, size: int) -> None:
+        """Count bytes that existed until now."""
+        self._add(size, OTHER)
+        self._add(-size, OTHER)
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

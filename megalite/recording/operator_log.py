@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megalite import torch_private
 from megalite.distributed.topology import Topology
+from megalite.kernels.recurrence import block_size, sizes_for
 from megalite.recording.nested_tensors import tensors_in
+from megalite.recording.recurrence_call import RecurrenceCall
 from megalite.recording.traffic import Traffic
 from megalite.recording.unit_record import (
     ATTENTION,
@@ -104,6 +106,8 @@ _ATTENTION = {
     _OURS.flash_attention: _AttentionOperator("triton", 0, 5, 9),
     _OURS.flash_attention_backward: _AttentionOperator("triton", 1, 8, 12),
 }
+_FIRST_OF_RECURRENCE = {_OURS.recurrence: 0, _OURS.recurrence_backward: 2}
+"""Index of the queries among the arguments of the operators of recurrences; keys and values are next."""
 _LAUNCH_NOTHING = {
     _ATEN.empty,
     _ATEN.new_empty,
@@ -115,6 +119,27 @@ _GEMM_NAMES = {
     *(str(packet).replace(".", "::") for packet in _GEMMS),
     f"aten::{torch_private.scaled_mm.__name__}",  # a record has GEMMs in 16 bits instead
 }
+
+
+def recurrence_call(func: Any, args: Sequence[Any]) -> RecurrenceCall | None:
+    """Return what a call of an operator computes if it is one of recurrences."""
+    first = _FIRST_OF_RECURRENCE.get(func.overloadpacket)
+    if first is None:
+        return None
+    q, _, v = args[first : first + 3]
+    (b, g, s, d), (r, e), sizes = q.shape, (v.shape[2], v.shape[4]), sizes_for(q)
+    return RecurrenceCall(
+        b * g * r,
+        b * g,
+        s,
+        d,
+        e,
+        sizes.tokens,
+        block_size(sizes.columns, v),
+        q.element_size(),
+        is_delta=args[-1],
+        is_backward=first > 0,
+    )
 
 
 def kind_by_name(operator: str) -> KernelKind:
@@ -154,6 +179,7 @@ class OperatorLog(EagerMode):
         self._gemms: list[GemmCall] = []
         self._attention: list[AttentionCall] = []
         self._collectives: list[JoinedCollective] = []
+        self._recurrences: list[RecurrenceCall] = []
         self._bytes = self._kernels = self._operators = 0
         self._products = _StorageMap()  # index of the GEMM that made a storage
         self._gathered = _StorageMap()  # (index of its collective, GEMMs before it) for a gathered storage
@@ -167,6 +193,7 @@ class OperatorLog(EagerMode):
             self._kernels,
             self._operators,
             tuple(self._collectives),
+            tuple(self._recurrences),
         )
         self._clear()
         return found
@@ -188,6 +215,8 @@ class OperatorLog(EagerMode):
         elif packet in _ATTENTION:
             call = _ATTENTION[packet].call(args, kwargs or {})
             self._attention.append(call._replace(window=self._window))
+        elif recurrence := recurrence_call(func, args):
+            self._recurrences.append(recurrence)
         elif packet not in _LAUNCH_NOTHING and not _is_view(func, args, out):
             self._kernels += 1
             read = (args, kwargs) if packet is not _ATEN.embedding else (args[1], out)

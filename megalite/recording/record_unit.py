@@ -25,6 +25,7 @@ from megalite.model.attention_core import Core, TritonCore
 from megalite.model.layer import TransformerLayer
 from megalite.model.per_layer_embedding import Embedded
 from megalite.model.recompute import apply_recompute
+from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider
 from megalite.recording.live_bytes import LiveBytes
 from megalite.recording.meta_tensors import meta_tensors
@@ -78,9 +79,10 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
 
 def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[Factoring, ...]]:
     """Return the sizes of the axes of a key, and their factorings."""
+    sizes = {"tp": key.tp, "cp": key.cp}
     if key.etp is None:
-        return {"tp": key.tp}, (MODEL,)
-    return {"tp": key.tp, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
+        return sizes, (MODEL,)
+    return {**sizes, "ep": key.ep, "etp": key.etp}, (MODEL, EXPERTS)
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
@@ -124,6 +126,10 @@ def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, 
         is_first=key.unit == EMBEDDING,
         is_last=key.unit == HEAD,
     )
+    if key.triton_recurrence:
+        for module in stage.modules():
+            if isinstance(module, RecurrentMixer):
+                module.kernel_problem = ""
     watch_parts(stage, live)
     apply_recompute(
         stage,
@@ -163,7 +169,7 @@ def microbatch_of(key: UnitKey) -> Microbatch:
 
     b, s = key.micro_batch_size, key.positions
     if key.model.architecture != "bert":
-        ids = numbers(b, s) if key.has_documents else None
+        ids = numbers(b, s * key.cp) if key.has_documents else None
         plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
         return plain.with_later_tokens(key.model.mtp_num_layers)
     k = max(1, round(s * key.model.predicted_share))

@@ -71,10 +71,15 @@ def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
         gemms = zip(first.gemms, second.gemms, strict=True)
         calls = zip(first.attention, second.attention, strict=True)
         collectives = zip(first.collectives, second.collectives, strict=True)
+        recurrences = zip(first.recurrences, second.recurrences, strict=True)
         return PhaseRecord(
             gemms=tuple(type(a)(*map(at, a, b)) for a, b in gemms),
             attention=tuple(
                 a._replace(heads=at(a.heads, b.heads), kv_heads=at(a.kv_heads, b.kv_heads)) for a, b in calls
+            ),
+            recurrences=tuple(
+                a._replace(heads=at(a.heads, b.heads), key_heads=at(a.key_heads, b.key_heads))
+                for a, b in recurrences
             ),
             kernel_bytes=at(first.kernel_bytes, second.kernel_bytes),
             num_kernels=first.num_kernels,

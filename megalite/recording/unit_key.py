@@ -20,6 +20,8 @@ class UnitKey:
         unit: EMBEDDING, HEAD or the number of a layer.
         tp: tensor-parallel size.
         positions: positions of a sample on a rank.
+        cp: number of ranks that hold the positions of a sample, if the unit exchanges tokens for heads with
+            them, as recurrent layers do; otherwise 1.
         has_documents: attention stays within documents.
         splits_backward: weight gradients are computed after the rest of backward.
         recomputed_modules: parts of a layer that backward recomputes.
@@ -28,6 +30,7 @@ class UnitKey:
         ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
         moe_imbalance: rows for the rank's experts, relative to even ones.
         mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
+        triton_recurrence: megalite's kernels compute recurrences, as on a GPU; otherwise plain PyTorch.
         provider: builds the stages of the program's own model; None for the model of the architecture.
     """
 
@@ -46,4 +49,6 @@ class UnitKey:
     etp: int | None = None
     moe_imbalance: float = 1.0
     mlp_chunks: int = 1
+    cp: int = 1
+    triton_recurrence: bool = False
     provider: Callable[..., Any] | None = None

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megalite.distributed.axes import MODEL
+from megalite.recording.recurrence_call import RecurrenceCall
 
 Phase = Literal["forward", "backward", "weight"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "weight")
@@ -117,9 +118,10 @@ class PhaseRecord:
     """The work of one phase.
 
     Attributes:
-        kernel_bytes: bytes that kernels other than GEMMs and attention read and write.
+        kernel_bytes: bytes that kernels other than GEMMs, attention and recurrences read and write.
         num_kernels: number of those kernels.
         num_operators: operators that the host dispatches, including those that launch no kernel.
+        recurrences: calls of megalite's kernels of recurrences; plain PyTorch is GEMMs and other kernels.
     """
 
     gemms: tuple[GemmCall, ...] = ()
@@ -128,6 +130,7 @@ class PhaseRecord:
     num_kernels: int = 0
     num_operators: int = 0
     collectives: tuple[JoinedCollective, ...] = ()
+    recurrences: tuple[RecurrenceCall, ...] = ()
 
 
 class WeightRecord(NamedTuple):
@@ -231,6 +234,7 @@ def _phase(found: dict[str, Any]) -> PhaseRecord:
     return PhaseRecord(
         gemms=tuple(GemmCall(*each) for each in found.pop("gemms")),
         attention=tuple(AttentionCall(*each) for each in found.pop("attention")),
+        recurrences=tuple(RecurrenceCall(*each) for each in found.pop("recurrences")),
         collectives=tuple(
             JoinedCollective(CollectiveCall(*call), gemm, is_hidden)
             for call, gemm, is_hidden in found.pop("collectives")

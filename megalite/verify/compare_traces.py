@@ -311,6 +311,8 @@ def _in_order_of_ranks(full: Tensor, value: Tensor, batch_dim: int | None, trace
     if not own.is_zigzag:
         return full
     for dim, (size, whole) in enumerate(zip(value.shape, full.shape, strict=False)):
+        if dim == 2 and batch_dim == 1:
+            break  # features after positions and samples: of all positions, a rank has a part of the heads
         if dim != batch_dim and is_cut_by_positions(size, whole, trace) and whole % (2 * own.count) == 0:
             ranks = (HeldPositions(rank, own.count, is_zigzag=True) for rank in range(own.count))
             return torch.cat([rank.take(full, dim) for rank in ranks], dim)

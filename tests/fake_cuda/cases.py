@@ -156,6 +156,7 @@ CASES = {
     "context parallel": _small("cp2"),
     "context parallel llama": _small("tp2cp2+sp+zero1", preset="llama-tiny"),
     "exchanged heads": _small("cp2+a2a", **PACKED),
+    "recurrent layers in slices": _small("cp2+p2p", preset="llama-tiny", **HYBRID, **PACKED),
     "ring": _small("cp2+p2p"),
     "ring, packed documents": _small("tp2cp2+sp+p2p", preset="llama-tiny", **PACKED),
     "full recomputation": _small("tp2+sp+full"),

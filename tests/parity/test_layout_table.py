@@ -184,7 +184,6 @@ ROWS = (
     + [
         (model, dtype, name)
         for model in (*MODELS, *SWITCHES)
-        if model not in (HYBRID, NEMOTRON)  # a recurrence needs all tokens on one rank
         for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
     ]
     + [
@@ -205,7 +204,7 @@ ROWS += [
     *(
         (model, "fp64", "cp2+p2p")
         for model in (*MODELS, *SWITCHES)
-        if model not in (HYBRID, NEMOTRON, "llama-tiny, qk-clip")  # a ring has no largest scores
+        if model != "llama-tiny, qk-clip"  # a ring has no largest scores
     ),
     *(
         ("gpt-tiny", "fp64", name)
@@ -241,6 +240,11 @@ ROWS += [
     )
 ]
 ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
+ROWS += [
+    (model, "fp64", name)
+    for model in (HYBRID, NEMOTRON)
+    for name in ("cp4+p2p", "tp2cp2+sp+selective+p2p", "tp2pp2cp2+sp+zero1", "pp2dp2cp2+full+zero3+p2p")
+]
 CORE = [
     *(("gpt-tiny", "fp64", name) for name in TABLE),
     *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once

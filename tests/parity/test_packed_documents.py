@@ -32,12 +32,19 @@ NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
+SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
+"""Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
 SWITCHES = {
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     },
     LATER: {"mtp_num_layers": 2},
+    SIX_KEYS: {
+        **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
+        **{"linear_value_head_dim": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 12},
+    },
+    SIX_GROUPS: {"mamba_num_groups": 6, "mamba_num_heads": 12},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 DROPOUT = {"gpt-tiny": 0.1}
@@ -59,7 +66,7 @@ def _config(model: str, dropout: float, *options: str) -> Config:
             attention_dropout=dropout,
             vocab_size=VOCABULARY,
             params_dtype="fp64",
-            seq_length=32,
+            seq_length=48 if model in (SIX_KEYS, SIX_GROUPS) else 32,
         ),
         optimizer=OptimizerConfig(lr=3e-3, lr_decay_style="constant"),
         data=DataConfig(mock_data=True, **dict.fromkeys(options, True)),
@@ -87,6 +94,12 @@ def _reference(model: str, *options: str) -> RunRecord:
         # A recurrence starts anew with each document.
         pytest.param(HYBRID, "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
         pytest.param("nemotron-h-tiny", "tp2pp2dp2", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(HYBRID, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_KEYS, "cp3+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_KEYS, "tp2cp3+sp+zero1", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_GROUPS, "cp3", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_GROUPS, "pp2cp3+zero3+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("nemotron-h-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),
         # Slices of samples, whose documents begin on other ranks.
         ("llama-tiny", "cp4", OPTIONS),
         pytest.param("bloom-tiny", "tp2cp2+sp", OPTIONS, marks=pytest.mark.slow),

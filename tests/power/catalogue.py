@@ -31,6 +31,7 @@ from megalite.model import (
     experts,
     gated_delta_net,
     head,
+    head_exchange,
     latent_attention,
     layer,
     mamba,
@@ -908,6 +909,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              q, k, v, decay, rate, None, state)), "hybrid"),
         ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
          "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
+        ("slices recur with the convolution of the first heads", "cp2", head_exchange.HeadExchange, "own",
+         lambda original, _: lambda self, each: (
+             original(self, each) if each.dim() == 1 else each.chunk(self.cp.size)[0]), "hybrid"),
+        ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions, "restored",
+         instead(lambda self, x: x), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
@@ -973,6 +979,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the gated norm is over all groups of a rank", "tp2", mamba, "gated_rms_norm",
          before(lambda y, gate, weight, *rest: (
              y.flatten(-2), gate.flatten(-2), weight.flatten(), *rest)), "nemotron-h"),
+        ("decay rates have the gradient of the first slice's heads", "cp2", mamba.Mamba, "recur",
+         _with_heads("A_log", lambda each, topology: _gradient_times(
+             each, float(topology.positions.index == 0))), "nemotron-h"),
+        ("skips of Mamba-2 have their gradient once for each slice", "cp2", mamba.Mamba, "recur",
+         _with_heads("D", lambda each, topology: _gradient_times(
+             each, float(topology.positions.count))), "nemotron-h"),
         ("states of Mamba-2 on later stages go on after a document's end", "pp2", mamba, "scan",
          _on_later_stages(lambda x, dt, a, of_input, of_output, starts, state: (
              x, dt, a, of_input, of_output, None, state)), "nemotron-h"),

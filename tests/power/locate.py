@@ -161,6 +161,8 @@ PLACES: dict[str, tuple[str, str]] = {
         r"layers\.\d\.mamba\.dt_bias", WHOLE),
     "every rank adds the inputs of all heads": (RECURRED, WHOLE),
     "the gated norm is over all groups of a rank": (RECURRED, WHOLE),
+    "decay rates have the gradient of the first slice's heads": (r"layers\.\d\.mamba\.A_log", WHOLE),
+    "skips of Mamba-2 have their gradient once for each slice": (r"layers\.\d\.mamba\.D", WHOLE),
     "states of Mamba-2 on later stages go on after a document's end": (
         r"layers\.2\.mamba\.(recur|projection)", WHOLE),
     "windows follow the layer's number in the stage": (r"output of layers\.2\.attention\.attend", WHOLE),
@@ -280,6 +282,10 @@ PLACES: dict[str, tuple[str, str]] = {
         r"layers\.2\.gated_delta_net\.(recur|norm)", WHOLE),
     "convolutions of later stages see the document before": (
         r"output( \d)? of layers\.2\.gated_delta_net\.convolution", WHOLE),
+    "slices recur with the convolution of the first heads": (
+        r"output( \d)? of layers\.0\.gated_delta_net\.convolution", WHOLE),
+    "tokens of zigzag slices recur in the order of the ranks": (
+        r"layers\.0\.gated_delta_net\.(project_in|recur|convolution)", WHOLE),
     "the z-loss is of the sums of a rank's logits": (r"losses_of|z_loss", WHOLE),
     "factors of queries continue over the replicas' samples": (
         r"input \d of layers\.0 ", WHOLE),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_with_value
+from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near
 from megalite.config.rules.patterns import pattern_problems
 from megalite.errors import Problem
 
 _MIXER, _FREQ = "recurrent_mixer", "linear_attention_freq"
 _KEYS, _VALUES = "linear_num_key_heads", "linear_num_value_heads"
+_GROUPS = {_KEYS: "key heads with their value heads", "mamba_num_groups": "groups with their heads"}
 
 
 def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -57,18 +58,30 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
         )
 
 
+def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that context-parallel ranks can divide the recurrent heads of a tensor-parallel rank."""
+    model, tp, cp = config.model, config.parallel.tp, config.parallel.cp
+    if not model.has_recurrent_layers or cp == 1:
+        return
+    name = "mamba_num_groups" if model.has_mamba else _KEYS
+    number = getattr(model, name)
+    if number % tp or number // tp % cp == 0:
+        return
+    rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+    yield Problem(
+        (name, "context_parallel_size", "tensor_model_parallel_size"),
+        f"{flag_of(name)} {number} with --cp {cp}, over which the {number // tp}{rank} cannot be split: pass "
+        f"--cp {divisors_near(number // tp, cp)}; each rank computes whole {_GROUPS[name]} for all tokens",
+    )
+
+
 def recurrent_features(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Refuse features that recurrent layers do not have."""
-    model, parallel, training = config.model, config.parallel, config.training
+    model, training = config.model, config.training
     if not model.has_recurrent_layers:
         return
     name = "hybrid_override_pattern" if model.has_mamba else _MIXER
     given = flag_with_value(name, getattr(model, name))
-    if parallel.cp > 1:
-        yield Problem(
-            (name, "context_parallel_size"),
-            f"--cp {parallel.cp} with {given}, whose state goes from token to token: pass --cp 1",
-        )
     if training.compile:
         yield Problem(
             (name, "compile"),

@@ -17,7 +17,7 @@ from megalite.generate.benchmark_tasks import HarnessModel
 from megalite.generate.task_evaluation import TrainingModel
 from megalite.generate.trained_model import ModelFlags, open_trained
 from megalite.train.trainer import start_trainer
-from tests.ranks.checkpoint.test_load_layouts import Layout, world_size
+from tests.ranks.checkpoint.test_load_layouts import Layout
 
 WORDS = ("In the beginning", "God", "created the heaven and the earth", " was ", "x" * 190, "and the evening")
 WINDOWS = [(list(one.encode()), list(other.encode())) for one in WORDS for other in WORDS[:4]][:-3]
@@ -71,12 +71,15 @@ def harness_scores(topology: Topology, folder: Path) -> list[tuple[float, bool]]
     [
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
         {"data_parallel_size": 2, "zero_stage": 3},
+        {"context_parallel_size": 2, "cp_comm_type": "p2p"},
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
                 {},
                 {"tensor_model_parallel_size": 2, "sequence_parallel": True},
                 {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
+                {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2},
+                {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "context_parallel_size": 2},
                 {
                     "tensor_model_parallel_size": 2,
                     "sequence_parallel": True,
@@ -94,8 +97,19 @@ def test_training_ranks_score_as_a_checkpoint_does(
 ) -> None:
     config = config_of(layout)
     wanted, loss = expected
-    for found, next_loss, num_runs in run_ranks(scores, config.mesh, world_size(config.parallel), config):
+    for found, next_loss, num_runs in run_ranks(scores, config.mesh, config.mesh.smallest_world, config):
         assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], rel=1e-10)
         assert [is_best for _, is_best in found] == [is_best for _, is_best in wanted]
         assert next_loss == pytest.approx(loss, rel=1e-12)
         assert num_runs == 3  # of 8 samples of the global batch
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_slices_is_scored_without_them(
+    tmp_path: Path, expected: tuple[list[tuple[float, bool]], float]
+) -> None:
+    config = config_of({"context_parallel_size": 2, "cp_comm_type": "p2p"})
+    config = replace(config, checkpoint=CheckpointConfig(save=str(tmp_path)))
+    run_ranks(scores, config.mesh, 2, config)
+    (found,) = run_ranks(harness_scores, ParallelConfig().mesh, 1, tmp_path)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected[0]], rel=1e-10)

@@ -16,7 +16,9 @@ from megalite.distributed.held_positions import HeldPositions
 def test_ranks_hold_every_position_once(count: int, is_zigzag: bool) -> None:
     whole = torch.arange(24)
     ranks = [HeldPositions(index, count, is_zigzag) for index in range(count)]
-    assert torch.cat([rank.take(whole) for rank in ranks]).sort().values.equal(whole)
+    by_rank = torch.cat([rank.take(whole) for rank in ranks])
+    assert by_rank.sort().values.equal(whole)
+    assert ranks[-1].by_rank(whole).equal(by_rank) and ranks[-1].restored(by_rank).equal(whole)
     for rank in ranks:
         runs = rank.runs(24 // count)
         assert list(itertools.chain(*runs)) == rank.take(whole).tolist()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
@@ -15,6 +15,7 @@ from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import PROTOCOLS, Group
 from megalite.plan.exchange_time import ep_seconds
 from megalite.plan.iteration_time import time_iteration
+from megalite.plan.layer_time import phase_work
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program
 from megalite.plan.rank_memory import RankMemory, rank_memories
@@ -29,11 +30,18 @@ MODEL = replace(
 GPU = GPUS["h100-80"]
 
 
-def config_of(layout: str, imbalance: float = 1.0) -> tuple[Config, int]:
+HYBRID = replace(
+    PRESETS["nemotron-h-tiny"],
+    **{"hidden_size": 256, "num_attention_heads": 4, "mamba_num_groups": 4, "seq_length": 256},
+    **{"vocab_size": 512, "params_dtype": "bf16", "mtp_num_layers": 1, "hybrid_override_pattern": "*-MM"},
+)
+
+
+def config_of(layout: str, imbalance: float = 1.0, model: ModelConfig = MODEL) -> tuple[Config, int]:
     """Return a run in a layout, with four microbatches, and its world size."""
     parsed = Layout.parse(layout)
     config = Config(
-        model=MODEL,
+        model=model,
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True),
         parallel=ParallelConfig(moe_imbalance=imbalance),
@@ -42,9 +50,9 @@ def config_of(layout: str, imbalance: float = 1.0) -> tuple[Config, int]:
     return parsed.apply(config, 8 * parsed.num_sample_ranks), parsed.world_size
 
 
-def both(layout: str, imbalance: float = 1.0) -> tuple[PlannedRun, Counts]:
+def both(layout: str, imbalance: float = 1.0, model: ModelConfig = MODEL) -> tuple[PlannedRun, Counts]:
     """Return the plan of a run, and the counts of its rank in the last stage."""
-    config, world_size = config_of(layout, imbalance)
+    config, world_size = config_of(layout, imbalance, model)
     cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
     run = PlannedRun(config, cluster, own_program(config.model, GPU))
     return run, dry_run_of(config, world_size, world_size - 1).counts
@@ -65,6 +73,19 @@ def test_messages_of_experts_are_those_of_a_dry_run(layout: str, imbalance: floa
                     planned[each.call] += run.num_microbatches
     assert planned
     assert planned == {call: count for call, count in counts.calls.items() if call.kind == "all-to-all"}
+
+
+def test_messages_of_recurrent_layers_are_those_of_a_dry_run() -> None:
+    """The last stage has Mamba-2 in both layers, and in its module of multi-token prediction."""
+    run, counts = both("tp2pp2dp2cp2+sp", model=HYBRID)
+    units = [*(run.units.layers[kind] for kind in run.ranks[-1].kinds), run.units.head]
+    phases = [phase for unit in units for phase in unit.phases()]
+    planned = Counter(each.call for phase in phases for each in phase.collectives if each.call.axis == "cp")
+    assert planned.total() == 3 * 2 * 2
+    assert counts.calls.items() >= {call: run.num_microbatches * planned[call] for call in planned}.items()
+    assert sum(phase_work(run, phase, "forward").cp for phase in phases) == pytest.approx(
+        sum(Group(run.cluster, 2, 2).all_to_all_seconds(call.num_bytes) * planned[call] for call in planned)
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

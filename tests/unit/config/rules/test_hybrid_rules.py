@@ -68,8 +68,9 @@ def test_these_models_are_valid(line: str) -> None:
             "--mamba-num-groups 3 does not divide the 8 heads of Mamba-2: pass --mamba-num-groups 2 or 4",
         ),
         (
-            "--cp 2",
-            "--cp 2 with --hybrid-override-pattern M*M-, whose state goes from token to token: pass --cp 1",
+            "--cp 3 --mamba-num-groups 4 --seq-length 48",
+            "--mamba-num-groups 4 with --cp 3, over which the 4 cannot be split: pass --cp 2 or 4; each rank "
+            "computes whole groups with their heads for all tokens",
         ),
         ("--fp8 --bf16", "--fp8-format hybrid with --hybrid-override-pattern M*M-"),
         ("--compile", "--compile with --hybrid-override-pattern M*M-"),

@@ -27,7 +27,10 @@ def problems_with(flags: str) -> list[str]:
         ("--linear-num-value-heads 6", "pass --linear-num-value-heads 8, or --linear-num-key-heads 3 or 6"),
         ("--tp 8 --num-attention-heads 8 --ffn-hidden-size 192", "is not divisible by --tp 8: pass --tp 4;"),
         ("--tp 3 --num-attention-heads 6 --hidden-size 96 --ffn-hidden-size 96", "pass --tp 2 or 4;"),
-        ("--cp 2", f"--cp 2 with {MIXER}, whose state goes from token to token: pass --cp 1"),
+        (
+            "--tp 2 --cp 4",
+            "with --cp 4, over which the 2 of each of 2 tensor-parallel ranks cannot be split: pass --cp 2; ",
+        ),
         ("--compile", f"--compile with {MIXER}: "),
         ("--bf16 --fp8", f"--fp8-format hybrid with {MIXER}: its decays need more than 8 bits; remove it"),
         ("--mup-base-width 8", f"--mup-base-width 8 with {MIXER}: "),
@@ -43,7 +46,9 @@ def test_what_cannot_be_is_refused(flags: str, problem: str) -> None:
     assert not any("linear" in each or "recurrent" in each for each in problems_with(flags))
 
 
-@pytest.mark.parametrize("flags", ["", "--linear-attention-freq 2", "--linear-attention-freq 0", "--tp 4"])
+@pytest.mark.parametrize(
+    "flags", ["", "--linear-attention-freq 2", "--linear-attention-freq 0", "--tp 4", "--tp 2 --cp 2"]
+)
 def test_what_can_be(flags: str) -> None:
     assert problems_with(f"{MIXER} {flags}") == []
 

@@ -1,0 +1,43 @@
+"""Give each context-parallel rank all tokens of a part of a recurrent layer's heads.
+
+A recurrence needs the tokens of a sample one after another. As in DeepSpeed-Ulysses (Jacobs et al. 2023),
+ranks exchange tokens for heads before it, and heads for tokens after it. It does not matter how attention
+reaches the keys of other ranks: if they hold zigzag slices, tokens are put into the order of positions.
+
+Shapes: s sequence, b microbatch, c features of one tensor-parallel rank, grouped by head, cp = cp.size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalite.model.context_parallel import all_tokens_of_heads, exchange_heads_for_tokens
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+
+class HeadExchange:
+    """Exchanges tokens for heads between context-parallel ranks.
+
+    Every rank has the parameters of all heads, and uses those of its part. The gradients of the other heads
+    are zeros, and the sum over the replicas of a parameter, to which these ranks belong, is complete.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        self.cp, self.positions = context.cp, context.topology.positions
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """Return all tokens of the rank's heads: ``[s/cp, b, c]`` to ``[s, b, c/cp]``."""
+        if self.cp.size == 1:
+            return x
+        heads = x.unflatten(-1, (self.cp.size, -1))  # [s/cp, b, cp, c/cp]
+        return self.positions.restored(all_tokens_of_heads(heads, self.cp).flatten(2))
+
+    def to_tokens(self, y: Tensor) -> Tensor:
+        """Return all heads of the rank's tokens: ``[s, b, c/cp]`` to ``[s/cp, b, c]``."""
+        if self.cp.size == 1:
+            return y
+        return exchange_heads_for_tokens(self.positions.by_rank(y).unsqueeze(2), self.cp).flatten(2)
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that belongs to the rank's heads, which dim 0 lists in order."""
+        return parameter if self.cp.size == 1 else parameter.chunk(self.cp.size)[self.cp.rank]
