@@ -180,9 +180,11 @@ class ActivationRecorder:
         selected = ("labels", "loss_mask", "label_positions") if is_reordered else ()
         for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
+            if not isinstance(value, Tensor):
+                continue
             is_real = stage.is_first or stage.is_last or each.name not in ("tokens", "labels")
             is_real &= each.name not in selected
-            if value is not None and is_real:
+            if is_real:
                 name = f"{each.name} of the microbatch"
                 value = value.detach().double().cpu()
                 entry = Activation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
+from megalite.document_deal import DocumentRun
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
@@ -676,7 +677,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda scores, queries, keys, softmax: (
              scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
         ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
-         after(lambda steps, own, s, *_: tuple(_blind_to_the_slice_before(step, own, s) for step in steps))),
+         after(lambda steps, held, own, *_: tuple(
+             _blind_to_the_slice_before(step, held.ranks[own]) for step in steps))),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
@@ -687,9 +689,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
         ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
-         instead(lambda returning, own: returning and returning[1].wait())),
+         instead(lambda returning, *_: returning and returning[1].wait())),
         ("slices of keys arrive in another order", "cp4+p2p", ring_attention, "_unpacked",
-         lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
+         lambda original, _: lambda flat, lengths, *rest: original(
+             flat, dict(reversed(lengths.items())), *rest)),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
@@ -1095,11 +1098,10 @@ def _swap_in_place(whole: Tensor) -> Pending:
     return Pending(whole, None)
 
 
-def _blind_to_the_slice_before(step: Any, own: HeldPositions, s: int) -> Any:
+def _blind_to_the_slice_before(step: Any, runs: Sequence[DocumentRun]) -> Any:
     """Return a step of a ring without its blocks whose keys end where the queries begin."""
-    runs = own.runs(s // own.count)
     return step._replace(
-        blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].start)
+        blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].positions.start)
     )
 
 
