@@ -40,7 +40,7 @@ SWITCHES = {
     },
     LATER: {"mtp_num_layers": 2},
     LEARNED: {"hidden_dropout": 0.0, "attention_dropout": 0.1},
-    EXPERTS: {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
+    EXPERTS: {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 DROPOUT = {"gpt-tiny": 0.1}

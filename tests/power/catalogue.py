@@ -697,6 +697,16 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
+        ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
+         after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
+        ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
+         "dealt", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
+        ("queries of dealt documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
+         before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
+         "later"),
+        ("queries of a dealt document do not see the part before theirs", "cp2+p2p+dynamic", ring_attention,
+         "ring_steps", after(lambda steps, held, own, *_: tuple(
+             _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
@@ -1103,6 +1113,11 @@ def _blind_to_the_slice_before(step: Any, runs: Sequence[DocumentRun]) -> Any:
     return step._replace(
         blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].positions.start)
     )
+
+
+def _of_one_document(runs: Sequence[DocumentRun]) -> list[DocumentRun]:
+    """Return runs as if the whole sample were one document."""
+    return [run._replace(document=range(0)) for run in runs]
 
 
 def _own(collectives: Any, x: Tensor) -> Pending:

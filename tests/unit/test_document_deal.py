@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
 
 import pytest
 
-from megalite.distributed.held_positions import HeldPositions
-from megalite.document_deal import Deal, DocumentRun, deal_documents
+from benchmarks.document_deal import lengths_of_documents, relative_pairs, slices_of_sample
+from megalite.document_deal import deal_documents
 from megalite.model.ring_attention import ring_steps
-
-
-def _lengths(num_tokens: int, mean: int, seed: int) -> Iterator[int]:
-    """Yield lengths of documents that fill a sample: most are short, some much longer than the mean."""
-    generator, left = random.Random(seed), num_tokens
-    while left:
-        length = min(left, 1 + int(generator.lognormvariate(0, 1.2) * mean / 2))
-        yield length
-        left -= length
-
-
-def _zigzag_of_the_sample(lengths: list[int], num_ranks: int) -> Deal:
-    """Return two slices of the sample for each rank, as runs of its documents."""
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    documents = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    ranks = []
-    for rank in range(num_ranks):
-        slices = HeldPositions(rank, num_ranks, is_zigzag=True).runs(sum(lengths) // num_ranks)
-        ranks.append(
-            tuple(
-                DocumentRun(each, range(max(each.start, part.start), min(each.stop, part.stop)))
-                for part in slices
-                for each in documents
-                if max(each.start, part.start) < min(each.stop, part.stop)
-            )
-        )
-    return Deal(tuple(ranks))
-
-
-def _excess(deal: Deal) -> float:
-    """Return by how much the pairs of the busiest rank exceed the mean."""
-    return max(deal.num_pairs) * len(deal.ranks) / sum(deal.num_pairs) - 1.0
 
 
 @pytest.mark.parametrize("mean", [1, 5, 40, 600])
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_every_token_is_dealt_once(num_ranks: int, mean: int) -> None:
     for seed in range(20):
-        lengths = list(_lengths(24 * num_ranks, mean, seed))
+        lengths = list(lengths_of_documents(24 * num_ranks, mean, seed))
         deal = deal_documents(lengths, num_ranks)
         held = [deal.positions_of(rank) for rank in range(num_ranks)]
         assert [len(each) for each in held] == [24] * num_ranks
@@ -63,14 +29,14 @@ def test_every_token_is_dealt_once(num_ranks: int, mean: int) -> None:
 @pytest.mark.parametrize("mean", [500, 2000, 8000, 60000])
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_attention_is_balanced_where_slices_of_the_sample_are_not(num_ranks: int, mean: int) -> None:
-    cases = [list(_lengths(65536, mean, seed)) for seed in range(4)]
+    cases = [list(lengths_of_documents(65536, mean, seed)) for seed in range(4)]
     deals = [deal_documents(lengths, num_ranks) for lengths in cases]
-    slices = [_zigzag_of_the_sample(lengths, num_ranks) for lengths in cases]
+    slices = [slices_of_sample(lengths, num_ranks) for lengths in cases]
     for deal, whole in zip(deals, slices, strict=True):
         assert sum(deal.num_pairs) == sum(whole.num_pairs)
-    assert max(map(_excess, deals)) < 0.05
+    assert max(map(relative_pairs, deals)) < 1.05
     if mean < 60000:  # longer documents fill the sample
-        assert max(map(_excess, slices)) > 0.3
+        assert max(map(relative_pairs, slices)) > 1.3
 
 
 def test_a_sample_of_one_document_is_cut_like_the_sample() -> None:
