@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from megalite.distributed.held_positions import HeldPositions
 from megalite.document_deal import Deal, DocumentRun, deal_documents
-from megalite.model.ring_attention import ring_steps
+from megalite.model.ring_attention import ring_steps, slices_of_ranks
 
 MEANS = (500, 2000, 8000, 32000)
 _DEVIATION = 1.2  # of the logarithm; its normal distribution's mean is then half of the arithmetic mean
@@ -68,15 +68,15 @@ def tokens_sent(deal: Deal) -> int:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each mean length of documents."""
-    parser = argparse.ArgumentParser(
-        description="Count pairs on the busiest rank."
-    )
+    parser = argparse.ArgumentParser(description="Count pairs on the busiest rank.")
     parser.add_argument("--seq-length", type=int, default=131072)
     parser.add_argument("--cp", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    slices = slices_of_ranks(HeldPositions(0, options.cp, is_zigzag=True), options.seq_length)
+    sent = tokens_sent(slices) / options.seq_length  # documents do not change it
     print(f"{options.samples} samples of {options.seq_length} tokens on {options.cp} ranks")
     print("pairs: of the busiest rank, relative to the mean; sent: tokens whose keys are sent, per token")
     print("mean length   slices: pairs   sent   dealt: pairs   sent")
@@ -88,8 +88,8 @@ def main() -> None:
         for cut in (slices_of_sample, deal_documents):
             deals = [cut(lengths, options.cp) for lengths in cases]
             found.append(statistics.mean(map(relative_pairs, deals)))
-            found.append(statistics.mean(map(tokens_sent, deals)) / options.seq_length)
-        pairs, sent, dealt_pairs, dealt_sent = found
+        dealt_sent = statistics.mean(map(tokens_sent, deals)) / options.seq_length
+        pairs, dealt_pairs = found
         print(f"{mean:11}   {pairs:13.2f}   {sent:4.2f}   {dealt_pairs:12.2f}   {dealt_sent:4.2f}")
 
 

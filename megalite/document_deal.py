@@ -2,8 +2,8 @@
 
 Every rank gets as many tokens as the others, and attention within documents costs every rank about as many
 pairs of a query and a key that it sees. A short document is dealt to one rank, whose queries then need no
-keys of other ranks. A long one is cut over all ranks in zigzag order: each has a part from its front, and a
-part that is about as far from its end.
+keys of other ranks. A long one is cut over as few ranks as balance allows, in zigzag order: each has a part
+from its front, and a part that is about as far from its end.
 
 A deal is a function of the documents' lengths, so the ranks need not communicate to agree on it.
 """
@@ -66,8 +66,8 @@ class Deal:
 def deal_documents(lengths: Sequence[int], num_ranks: int) -> Deal:
     """Deal the documents of one sample.
 
-    The longest document that stays whole is as long as the ranks' balance allows: a rank's tokens at first,
-    then half of that, and so on. Without such documents, the ranks are balanced up to a token per document.
+    A rank's part of a document has at first at most the tokens of a rank, then three quarters of that, and so
+    on, until the ranks are balanced. With all documents cut over all ranks, they are, up to a token of each.
 
     Args:
         lengths: tokens of the documents, in their order; `num_ranks` divides their sum.
@@ -80,33 +80,51 @@ def deal_documents(lengths: Sequence[int], num_ranks: int) -> Deal:
         deal = _deal(documents, num_ranks, num_tokens, longest)
         if longest == 0 or deal.is_balanced:
             return deal
-        longest //= 2
+        longest = 3 * longest // 4
 
 
 def _deal(documents: Sequence[range], num_ranks: int, num_tokens: int, longest: int) -> Deal:
-    """Deal documents, the longest of which come first; those of at most `longest` tokens stay whole.
+    """Deal documents, the longest of which come first, to as few ranks as parts of `longest` tokens need.
 
-    Each goes to the rank with most room left. Documents that are longer or fit no rank are cut over the room
-    of all ranks.
+    What does not fit is cut over the room of all ranks.
 
     Args:
         num_tokens: tokens of each rank.
     """
     held: list[list[DocumentRun]] = [[] for _ in range(num_ranks)]
-    room, cut = [num_tokens] * num_ranks, []
-    for document in documents:
-        rank = max(range(num_ranks), key=room.__getitem__)
-        if len(document) <= min(longest, room[rank]):
-            held[rank].append(DocumentRun(document, document))
-            room[rank] -= len(document)
-        else:
-            cut.append(document)
-    for document in cut:
-        counts = _in_proportion(len(document), room)
-        room = [left - count for left, count in zip(room, counts, strict=True)]
+    room, pairs, rest = [num_tokens] * num_ranks, [0] * num_ranks, []
+
+    def give(document: range, counts: Sequence[int]) -> None:
         for rank, positions in _zigzag(document, counts):
-            held[rank].append(DocumentRun(document, positions))
+            held[rank].append(run := DocumentRun(document, positions))
+            room[rank] -= len(positions)
+            pairs[rank] += run.num_pairs
+
+    for document in documents:
+        chosen = _fewest_ranks(len(document), longest, room, pairs)
+        if chosen:
+            give(document, _in_proportion(len(document), [int(rank in chosen) for rank in range(num_ranks)]))
+        else:
+            rest.append(document)
+    for document in rest:
+        give(document, _in_proportion(len(document), room))
     return Deal(tuple(tuple(sorted(runs, key=_first_position)) for runs in held))
+
+
+def _fewest_ranks(length: int, longest: int, room: Sequence[int], pairs: Sequence[int]) -> list[int]:
+    """Return ranks with room for equal parts of a document, as few as possible; none if there is no room.
+
+    Of the ranks with room, they are those with the fewest pairs.
+
+    Args:
+        longest: largest number of tokens of a part; 0 for no parts of equal length.
+    """
+    fewest = -(-length // longest) if longest else len(room) + 1
+    for size in range(fewest, len(room) + 1):
+        fitting = [rank for rank, left in enumerate(room) if left >= -(-length // size)]
+        if len(fitting) >= size:
+            return sorted(fitting, key=pairs.__getitem__)[:size]
+    return []
 
 
 def _first_position(run: DocumentRun) -> int:

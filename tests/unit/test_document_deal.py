@@ -49,17 +49,23 @@ def test_a_sample_of_one_document_is_cut_like_the_sample() -> None:
     ]
 
 
-def test_short_documents_stay_whole_beside_a_long_one() -> None:
-    deal = deal_documents([40, *[5] * 8], 4)
-    for runs in deal.ranks:
-        assert [len(run.document) for run in runs if run.document == run.positions] == [5, 5]
-        assert sum(len(run.positions) for run in runs if len(run.document) == 40) == 10
+def test_the_picture_of_the_documentation() -> None:
+    """A long document is cut over all ranks, short ones stay whole, and slices of the sample are uneven."""
+    lengths = [32, 8, 8, 8, 4, 4]
+    deal = deal_documents(lengths, 4)
+    by_start = {run.positions.start: rank for rank, runs in enumerate(deal.ranks) for run in runs}
+    assert by_start == {
+        **{0: 0, 4: 1, 8: 2, 12: 3, 20: 2, 24: 1, 28: 0},
+        **{32: 0, 40: 1, 48: 2, 56: 3, 60: 3},
+    }
+    assert deal.num_pairs == [168, 168, 168, 152]
+    assert slices_of_sample(lengths, 4).num_pairs == [56, 136, 200, 264]
 
 
 def test_whole_documents_need_no_messages() -> None:
     """And where one document is cut, only its keys are sent."""
-    alone, mixed = deal_documents([6] * 8, 4), deal_documents([40, *[5] * 8], 4)
+    alone, mixed = deal_documents([6] * 8, 4), deal_documents([32, 8, 8, 8, 4, 4], 4)
     for rank in range(4):
         assert [step.distance for step in ring_steps(alone, rank, None, True)] == [0]
         for step in ring_steps(mixed, rank, None, True)[1:]:
-            assert {len(mixed.ranks[rank][number].document) for number in step.sent} <= {40}
+            assert {mixed.ranks[rank][number].document for number in step.sent} <= {range(32)}
