@@ -150,8 +150,8 @@ class PlainBlocks:
 class FlashBlocks:
     """Computes blocks in PyTorch's kernel of FlashAttention.
 
-    The keys of a block are the queries' own or all earlier ones. There are no windows, ALiBi, caps or dropout,
-    and no documents within a block.
+    The keys of a block are the queries' own or all earlier ones, of the same document. There are no windows,
+    ALiBi, caps or dropout.
     """
 
     def forward(

@@ -28,6 +28,12 @@ def dealt_documents(config: Config, world_size: int | None) -> Iterator[Problem]
             f"{flag_of(_DEAL)} without documents that a causal model attends within: pass "
             f"--reset-attention-mask or --document-packing best_fit, or remove {flag_of(_DEAL)}",
         )
+    if config.training.seq_length_schedule is not None:
+        yield Problem(
+            (_DEAL, "seq_length_schedule"),
+            f"--seq-length-schedule with {flag_of(_DEAL)}, which deals samples before they are cut into "
+            "shorter sequences: remove one",
+        )
     for name, is_on in (
         ("hidden_dropout", model.hidden_dropout > 0.0),
         ("moe_input_jitter_eps", model.moe_input_jitter_eps is not None),

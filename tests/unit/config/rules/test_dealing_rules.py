@@ -41,6 +41,7 @@ def test_one_rank_has_nothing_to_deal() -> None:
         ("parallel", {"cp_comm_type": "a2a"}, "pass --cp-comm-type p2p"),
         ("data", {"reset_attention_mask": False}, "pass --reset-attention-mask or --document-packing"),
         ("model", {"architecture": "bert"}, "without documents that a causal model attends within"),
+        ("training", {"seq_length_schedule": ("16", "32:100")}, "--seq-length-schedule with"),
         ("model", {"hidden_dropout": 0.1}, "--hidden-dropout 0.1 with --dynamic-context-parallel"),
         ("model", {"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps 0.1 with"),
         ("model", {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0 with"),
