@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megalite.document_deal import Deal
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Microbatch:
             None without multi-token prediction.
         later_labels: int64 ``[b, d, s]``, the labels of these tokens.
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
+        deals: for each sample, the positions that each context-parallel rank holds, if its documents were
+            dealt; None if the order of the ranks says it.
     """
 
     tokens: Tensor
@@ -49,6 +54,7 @@ class Microbatch:
     later_tokens: Tensor | None = None
     later_labels: Tensor | None = None
     later_mask: Tensor | None = None
+    deals: tuple[Deal, ...] | None = None
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
@@ -96,12 +102,28 @@ class Microbatch:
         """Return the microbatch with the tokens at these positions of each sample."""
         if sum(map(len, runs)) == self.tokens.shape[1]:
             return self
+        own: dict[str, Any] = {name: _at(x, runs) for name, x in self._by_position().items()}
+        result = replace(self, **own)
+        return result if self.label_positions is None else result._predicting_in(runs)
+
+    def dealt(self, deals: tuple[Deal, ...], rank: int) -> Microbatch:
+        """Return the microbatch of whole samples with the tokens that a rank gets by these deals.
+
+        Attention reads the documents in the deals. Embeddings read `position_ids`, which are set: samples
+        differ in the positions that the rank holds.
+        """
+        assert self.label_positions is None
+        held = torch.tensor([deal.positions_of(rank) for deal in deals])  # [b, s]
+        whole = {"position_ids": torch.arange(self.tokens.shape[1]).expand_as(self.tokens)}
+        own: dict[str, Any] = {name: _at_each(x, held) for name, x in (whole | self._by_position()).items()}
+        return replace(self, **own, document_ids=None, deals=deals)
+
+    def _by_position(self) -> dict[str, Tensor]:
+        """Return the tensors whose last dim are the positions of the samples, by name."""
         names = ["tokens", "position_ids", "token_types", "later_tokens", "later_labels", "later_mask"]
         if self.label_positions is None:
             names += ["labels", "loss_mask"]
-        full = {name: x for name in names if (x := getattr(self, name)) is not None}
-        result = replace(self, **{name: _at(x, runs) for name, x in full.items()})
-        return result if self.label_positions is None else result._predicting_in(runs)
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     def _predicting_in(self, runs: Sequence[range]) -> Microbatch:
         """Return the microbatch with the selected ones of these positions, counted among them.
@@ -133,13 +155,20 @@ class Microbatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: function(x) for name, x in tensors.items() if x is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        mapped: dict[str, Any] = {name: function(x) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **mapped)
 
 
 def _at(x: Tensor, runs: Sequence[range]) -> Tensor:
     """Return what ``[..., s]`` has at these positions, contiguous."""
     return torch.cat([x[..., run.start : run.stop] for run in runs], dim=-1)
+
+
+def _at_each(x: Tensor, positions: Tensor) -> Tensor:
+    """Return what ``[b, ..., S]`` has at the positions ``[b, s]`` of each sample, ``[b, ..., s]``."""
+    index = positions if x.dim() == 2 else positions[:, None].expand(-1, x.shape[1], -1)
+    return x.gather(-1, index)
 
 
 def _later(x: Tensor, depth: int) -> Tensor:

@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    ("errors", "files", "log", "loss_terms", "microbatch", "commands", "torch_private", "torch_versions"),
+    (
+        *("errors", "files", "log", "loss_terms", "microbatch", "document_deal"),
+        *("commands", "torch_private", "torch_versions"),
+    ),
     ("config", "hardware", "kernels", "wrapping"),
     ("distributed",),
     ("tensor_parallel",),
@@ -25,7 +28,12 @@ LEVELS = (
     ("__main__",),
 )
 """Packages from the lowest level to the highest; those of one level do not import each other"""
-SAME_LEVEL = {("files", "errors"), ("hardware.gpus", "errors"), ("distributed.axes", "errors")}
+SAME_LEVEL = {
+    ("microbatch", "document_deal"),
+    ("files", "errors"),
+    ("hardware.gpus", "errors"),
+    ("distributed.axes", "errors"),
+}
 LEVEL_OF = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 LEVEL_OF_MODULE = {"hardware.gpus": 0, "pipeline.schedules": 0, "distributed.axes": 0}
 """Tables of facts that every level reads; they do not import the rest of their package"""

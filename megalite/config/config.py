@@ -52,6 +52,15 @@ class Config:
         return replace(mesh, table=table)
 
     @property
+    def masks_documents(self) -> bool:
+        """Return whether attention hides keys of other documents or padding, which its kernels must know.
+
+        Documents that are dealt to context-parallel ranks do not meet in a block of attention.
+        """
+        has_mask = self.data.masks_attention and not self.parallel.mesh.is_dealt
+        return has_mask or not self.model.is_causal
+
+    @property
     def microbatch_tokens(self) -> int:
         """Return the number of tokens of a microbatch that each rank holds."""
         return (

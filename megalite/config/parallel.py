@@ -43,6 +43,9 @@ class ParallelConfig:
     cp_comm_type: CpCommType = "all_gather"
     """How queries reach the keys of other context-parallel ranks: all_gather keys and values, exchange heads
     for tokens (a2a), or pass keys and values around a ring (p2p)."""
+    dynamic_context_parallel: bool = False
+    """Deal the documents of packed samples to context-parallel ranks, with balanced attention: short ones to
+    one rank, long ones cut over all. Needs --cp-comm-type p2p."""
     expert_model_parallel_size: int = field(default=1, metadata=flags("--ep", "--moe-expert-parallel-size"))
     """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
     expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))
@@ -213,6 +216,7 @@ class ParallelConfig:
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
             is_zigzag=self.has_ring,
+            is_dealt=self.has_ring and self.dynamic_context_parallel,
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:

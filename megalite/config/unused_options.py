@@ -102,7 +102,8 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
 def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield each option of the layout that has no effect in this config, with the reason."""
     if config.parallel.cp == 1:
-        yield "cp_comm_type", "there is one context-parallel rank (--cp 1)"
+        for name in ("cp_comm_type", "dynamic_context_parallel"):
+            yield name, "there is one context-parallel rank (--cp 1)"
     if config.parallel.ep == 1:
         yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"
     if config.parallel.tp == 1:

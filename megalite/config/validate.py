@@ -11,6 +11,7 @@ from megalite.config.ranges import range_problems
 from megalite.config.rules import (
     attention_rules,
     data_rules,
+    dealing_rules,
     expert_rules,
     hybrid_rules,
     latent_rules,
@@ -62,6 +63,7 @@ RULES: tuple[Rule, ...] = (
     expert_rules.imbalance,
     attention_rules.exchanged_heads,
     attention_rules.ring,
+    dealing_rules.dealt_documents,
     parallel_rules.sequence,
     parallel_rules.chunks,
     parallel_rules.split,

@@ -6,7 +6,7 @@ Shapes: b samples of a microbatch, s tokens of a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +193,9 @@ class FieldSamples:
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
         samples = [dataset[i] for i in numbers.tolist()]
-        stacked = {name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields}
+        stacked: dict[str, Any] = {
+            name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields
+        }
         return Microbatch(sample_numbers=torch.from_numpy(numbers), **stacked)
 
     def marked(self, microbatch: Microbatch) -> Microbatch:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.document_deal import Deal
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -35,6 +37,8 @@ class VisibleKeys(NamedTuple):
             has it.
         blocks: these keys as FlexAttention's mask.
         first: position of the first query that attends.
+        deals: for each sample, the documents at the positions that each context-parallel rank holds, if they
+            were dealt. They replace `starts` as the limits of documents.
     """
 
     starts: Tensor | None = None
@@ -43,6 +47,7 @@ class VisibleKeys(NamedTuple):
     bias: Tensor | None = None
     blocks: BlockMask | None = None
     first: int = 0
+    deals: tuple[Deal, ...] | None = None
 
     @staticmethod
     def in_documents(document_ids: Tensor, *, is_causal: bool) -> VisibleKeys:

@@ -150,8 +150,8 @@ class PlainBlocks:
 class FlashBlocks:
     """Computes blocks in PyTorch's kernel of FlashAttention.
 
-    A block has as many queries as keys, which are the queries' own or earlier ones. There are no documents,
-    windows, ALiBi, caps or dropout.
+    The keys of a block are the queries' own or all earlier ones, of the same document. There are no windows,
+    ALiBi, caps or dropout.
     """
 
     def forward(

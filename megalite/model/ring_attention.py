@@ -2,8 +2,9 @@
 
 In step t, a rank receives keys and values of the rank t places before it, while it computes with those of the
 step before (Liu et al. 2023, arXiv 2310.01889). They come directly from the rank that holds them, so slices
-that no query of the receiver sees are not sent: those after its queries, and with a window those out of
-reach. In backward, they come again, and the gradients of keys and values go back to the rank that holds them.
+that no query of the receiver sees are not sent: those after its queries, with a window those out of reach,
+and with dealt documents those of other documents. In backward, they come again, and the gradients of keys and
+values go back to the rank that holds them.
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size, d'.
@@ -11,8 +12,10 @@ those of one tensor-parallel rank. Values may have heads of another size, d'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +25,16 @@ from megalite.config import ModelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions
+from megalite.document_deal import Deal, DocumentRun
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.microbatch import Microbatch
 from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
 from megalite.model.attention_core import SoftmaxCore
+from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
+
+KeysAndValues = dict[int, tuple[Tensor, Tensor]]
+"""Keys ``[b, g, tokens, d]`` and values ``[b, g, tokens, d']`` of slices, by the numbers of the slices."""
 
 
 class RingStep(NamedTuple):
@@ -46,28 +55,36 @@ class RingStep(NamedTuple):
     blocks: tuple[tuple[int, int], ...]
     positions: tuple[range, ...]
 
+    @property
+    def lengths_received(self) -> dict[int, int]:
+        """Return the numbers of tokens of the received slices."""
+        return {number: len(self.positions[number]) for number in self.received}
+
 
 @cache
-def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
+def slices_of_ranks(own: HeldPositions, s: int) -> Deal:
+    """Return the slices that each rank holds of a sample of length s, as runs of one document."""
+    ranks = (replace(own, index=rank) for rank in range(own.count))
+    return Deal(
+        tuple(tuple(DocumentRun(range(s), run) for run in each.runs(s // own.count)) for each in ranks)
+    )
+
+
+@lru_cache(maxsize=256)
+def ring_steps(held: Deal, own: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
     """Return the steps of one rank, the first of which is with its own keys.
 
     A step in which no rank needs anything is skipped on all ranks.
 
     Args:
-        s: length of a whole sample.
+        held: positions of each rank.
+        own: the rank.
     """
-    num_ranks, num_tokens = own.count, s // own.count
-
-    def runs(rank: int) -> tuple[range, ...]:
-        return HeldPositions(rank % num_ranks, num_ranks, own.is_zigzag).runs(num_tokens)
+    ranks, num_ranks = held.ranks, len(held.ranks)
 
     def blocks(rank: int, distance: int) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            (i, j)
-            for i, queries in enumerate(runs(rank))
-            for j, keys in enumerate(runs(rank - distance))
-            if _sees(queries, keys, window, is_causal)
-        )
+        queries, keys = ranks[rank % num_ranks], ranks[(rank - distance) % num_ranks]
+        return _blocks(queries, keys, window, is_causal)
 
     def keys(rank: int, distance: int) -> tuple[int, ...]:
         return tuple(sorted({j for _, j in blocks(rank, distance)}))
@@ -75,18 +92,33 @@ def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) 
     return tuple(
         RingStep(
             distance,
-            keys(own.index + distance, distance),
-            keys(own.index, distance),
-            blocks(own.index, distance),
-            runs(own.index - distance),
+            keys(own + distance, distance),
+            keys(own, distance),
+            blocks(own, distance),
+            tuple(run.positions for run in ranks[(own - distance) % num_ranks]),
         )
         for distance in range(num_ranks)
         if any(blocks(rank, distance) for rank in range(num_ranks))
     )
 
 
+def _blocks(
+    queries: Sequence[DocumentRun], keys: Sequence[DocumentRun], window: int | None, is_causal: bool
+) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of a run of queries and one of keys, for each pair in which some key is seen."""
+    of_document = defaultdict(list)
+    for number, run in enumerate(keys):
+        of_document[run.document].append(number)
+    return tuple(
+        (i, j)
+        for i, run in enumerate(queries)
+        for j in of_document.get(run.document, ())
+        if _sees(run.positions, keys[j].positions, window, is_causal)
+    )
+
+
 def _sees(queries: range, keys: range, window: int | None, is_causal: bool) -> bool:
-    """Return whether some query sees some key, if documents allow it."""
+    """Return whether some query sees some key of its document."""
     if is_causal and keys.start > queries[-1]:
         return False
     return window is None or keys[-1] >= queries.start - window
@@ -96,11 +128,11 @@ class Ring(NamedTuple):
     """Holds the arguments of ring attention besides tensors.
 
     Attributes:
-        own: positions that this rank holds.
+        held: positions of each rank.
     """
 
     cp: Axis
-    own: HeldPositions
+    held: Deal
     softmax: CausalSoftmax
     blocks: Blocks
 
@@ -108,31 +140,30 @@ class Ring(NamedTuple):
     def steps(self) -> tuple[RingStep, ...]:
         """Return the steps of this rank."""
         visible = self.softmax.visible
-        return ring_steps(self.own, self.softmax.seq_length, visible.window, visible.ends is None)
+        return ring_steps(self.held, self.cp.rank, visible.window, visible.ends is None)
 
     @property
-    def num_slices(self) -> int:
-        """Return the number of slices that a rank holds."""
-        return len(self.own.slices)
+    def runs(self) -> list[range]:
+        """Return the positions of this rank's slices."""
+        return [run.positions for run in self.held.ranks[self.cp.rank]]
 
     def parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the slices of a rank's ``[b, n, s/cp, ...]``."""
-        return x.chunk(self.num_slices, dim=2)
+        return x.split([len(run) for run in self.runs], dim=2)
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, dict[int, tuple[Tensor, Tensor]]]]:
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, KeysAndValues]]:
         """Yield the steps with the keys and values of each received slice.
 
         The messages of a step run while the caller computes the step before.
         """
         own = dict(enumerate(zip(self.parts(k), self.parts(v), strict=True)))
-        steps, sizes = self.steps, (k.shape[3], v.shape[3])
-        pending = None
+        steps, pending = self.steps, None
         for step, following in zip(steps, (*steps[1:], None), strict=True):
-            arrived = own if pending is None else _unpacked(pending.wait(), step.received, own[0], sizes)
+            arrived = own if pending is None else _unpacked(pending.wait(), step.lengths_received, k, v)
             pending = None
             if following is not None:
                 packed = _packed([own[number] for number in following.sent], k)
-                num_elements = len(following.received) * own[0][0].shape[:3].numel() * sum(sizes)
+                num_elements = sum(following.lengths_received.values()) * _elements_of_token(k, v)
                 pending = start_shift(packed, num_elements, following.distance, self.cp, of="keys and values")
             yield step, arrived
 
@@ -143,18 +174,22 @@ def _packed(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
     return torch.cat(flat) if flat else like.new_empty(0)
 
 
-def _unpacked(
-    flat: Tensor, numbers: Sequence[int], like: tuple[Tensor, Tensor], sizes: tuple[int, int]
-) -> dict[int, tuple[Tensor, Tensor]]:
+def _unpacked(flat: Tensor, lengths: Mapping[int, int], k: Tensor, v: Tensor) -> KeysAndValues:
     """Return what `_packed` packed, by the numbers of the slices.
 
     Args:
-        like: keys and values of one slice.
-        sizes: size of a head of keys, and of values.
+        lengths: tokens of each slice, by its number.
+        k, v: keys and values of a rank, ``[b, g, s/cp, d]`` and ``[b, g, s/cp, d']``.
     """
-    whole = flat.view(len(numbers), *like[0].shape[:3], sum(sizes))
-    pairs = zip(*whole.split(sizes, dim=4), strict=True)
-    return dict(zip(numbers, pairs, strict=True))
+    sizes = k.shape[3], v.shape[3]
+    parts = flat.split([length * _elements_of_token(k, v) for length in lengths.values()])
+    shaped = (part.view(*k.shape[:2], -1, sum(sizes)) for part in parts)
+    return {number: part.split(sizes, dim=3) for number, part in zip(lengths, shaped, strict=True)}
+
+
+def _elements_of_token(k: Tensor, v: Tensor) -> int:
+    """Return the elements of keys and values at one position of the samples."""
+    return k.shape[:2].numel() * (k.shape[3] + v.shape[3])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -180,7 +215,7 @@ class _RingAttention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Return the output ``[b, n, s/cp, d']`` without sinks and the logarithms of the sums, at least fp32."""
     results: dict[int, tuple[Tensor, Tensor]] = {}
-    queries, runs = ring.parts(q), ring.own.runs(q.shape[2])
+    queries, runs = ring.parts(q), ring.runs
     for step, arrived in ring.arriving(k, v):
         for i, j in step.blocks:
             block = Block(runs[i], step.positions[j])
@@ -201,44 +236,50 @@ def _backward(
     whole = [
         MergedAttention(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)
     ]
-    queries = ring.parts(q)
-    runs = ring.own.runs(q.shape[2])
+    queries, runs = ring.parts(q), ring.runs
     sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
-    grad_q, own = ring.parts(sums[0]), list(zip(*map(ring.parts, sums[1:]), strict=True))
+    grad_q, own = ring.parts(sums[0]), dict(enumerate(zip(*map(ring.parts, sums[1:]), strict=True)))
     returning: tuple[RingStep, Pending] | None = None
     for step, arrived in ring.arriving(k, v):
-        of_step = own if step.distance == 0 else [_zeros(pair) for pair in own]
+        of_step = own if step.distance == 0 else _zeros(arrived, log_sums.dtype)
         for i, j in step.blocks:
             block = Block(runs[i], step.positions[j])
             found = ring.blocks.backward(queries[i], *arrived[j], whole[i], block, ring.softmax)
             for total, more in zip((grad_q[i], *of_step[j]), found, strict=True):
                 total += more
-        _add_returned(returning, own)
-        returning = (step, _start_return(of_step, step, k, ring)) if step.distance else None
-    _add_returned(returning, own)
+        _add_returned(returning, sums[1:], ring)
+        returning = (step, _start_return(of_step, step, k, v, ring)) if step.distance else None
+    _add_returned(returning, sums[1:], ring)
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
 
 
-def _zeros(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
+def _zeros(pairs: KeysAndValues, dtype: torch.dtype) -> KeysAndValues:
+    """Return zeros in the shapes of keys and values."""
+    return {
+        number: (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
+        for number, (k, v) in pairs.items()
+    }
 
 
-def _start_return(
-    gradients: Sequence[tuple[Tensor, Tensor]], step: RingStep, k: Tensor, ring: Ring
-) -> Pending:
+def _start_return(gradients: KeysAndValues, step: RingStep, k: Tensor, v: Tensor, ring: Ring) -> Pending:
     """Start to send the gradients of received slices back to the rank that holds these."""
     packed = _packed([gradients[number] for number in step.received], k)
-    num_elements = len(step.sent) * sum(x.numel() for x in gradients[0])
+    num_elements = sum(len(ring.runs[number]) for number in step.sent) * _elements_of_token(k, v)
     return start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
 
 
-def _add_returned(returning: tuple[RingStep, Pending] | None, own: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients that another rank sends back to those of this rank's slices."""
+def _add_returned(returning: tuple[RingStep, Pending] | None, sums: Sequence[Tensor], ring: Ring) -> None:
+    """Add the gradients that another rank sends back to those of this rank's slices.
+
+    Args:
+        sums: gradients of this rank's keys and values.
+    """
     if returning is None:
         return
     step, pending = returning
-    sizes = own[0][0].shape[3], own[0][1].shape[3]
-    for number, pair in _unpacked(pending.wait(), step.sent, own[0], sizes).items():
+    own = list(zip(*map(ring.parts, sums), strict=True))
+    lengths = {number: len(ring.runs[number]) for number in step.sent}
+    for number, pair in _unpacked(pending.wait(), lengths, *sums).items():
         for total, more in zip(own[number], pair, strict=True):
             total += more
 
@@ -253,6 +294,12 @@ class RingCore(SoftmaxCore):
     def __init__(self, config: ModelConfig, context: LayerContext, blocks: Blocks) -> None:
         super().__init__(config, context)
         self.cp, self.blocks = context.cp, blocks
+
+    def position_info(self, microbatch: Microbatch) -> PositionInfo:
+        """Return the positions of a microbatch's tokens, with the deals of its samples."""
+        info = super().position_info(microbatch)
+        visible = {window: keys._replace(deals=microbatch.deals) for window, keys in info.visible.items()}
+        return info._replace(visible=visible)
 
     def __call__(
         self,
@@ -270,6 +317,24 @@ class RingCore(SoftmaxCore):
         """
         s = k.shape[2] * self.cp.size
         softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
-        ring = Ring(self.cp, self.own_positions, softmax, self.blocks)
-        out: Tensor = _RingAttention.apply(q, k, v, ring, sinks)
+        if visible.deals is None:
+            return self._attend(q, k, v, softmax, slices_of_ranks(self.own_positions, s), sinks)
+        of_samples = [
+            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), deal, sinks)
+            for i, deal in enumerate(visible.deals)
+        ]
+        return torch.cat(of_samples)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Deal, sinks: Tensor | None
+    ) -> Tensor:
+        out: Tensor = _RingAttention.apply(q, k, v, Ring(self.cp, held, softmax, self.blocks), sinks)
         return out
+
+
+def _of_sample(softmax: CausalSoftmax, index: int) -> CausalSoftmax:
+    """Return the softmax of one of the samples."""
+    own, drop = slice(index, index + 1), softmax.drop
+    if drop is not None:
+        drop = drop._replace(sample_numbers=drop.sample_numbers[own])
+    return softmax._replace(visible=softmax.visible.part(own), drop=drop)

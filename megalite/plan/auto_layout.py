@@ -207,10 +207,12 @@ def _request(config: Config, set_fields: Collection[str], cluster: Cluster, *, i
     if is_cpu:
         fixed |= {"cpu_offload_activations", "optimizer_cpu_offload"}  # all memory is the host's
         config = with_cpu_defaults(config)
+    if config.parallel.dynamic_context_parallel:
+        fixed.add("cp_comm_type")
     return Request(
         config=replace(
             config,
-            parallel=replace(config.parallel, layout="manual"),
+            parallel=replace(config.parallel, layout="manual", dynamic_context_parallel=False),
             data=DataConfig(mock_data=True),  # a plan does not depend on it, and its rules take time
         ),
         cluster=cluster,

@@ -289,7 +289,13 @@ def _complete(
                 f"--attention-dropout 0, {why}: training's default, 0.1, needs slower attention; pass "
                 "--attention-dropout 0.1 to plan it"
             )
-    before = replace(config, model=model, data=DataConfig(mock_data=True))
+    parallel = replace(config.parallel, dynamic_context_parallel=False)
+    if parallel != config.parallel:
+        assumed.append(
+            "one document per sample, though --dynamic-context-parallel deals several: their attention and "
+            "messages are less"
+        )
+    before = replace(config, model=model, parallel=parallel, data=DataConfig(mock_data=True))
     config = before if own.search else with_even_stages(before)
     if config is not before:
         layers = flag_with_value("pipeline_layers", config.parallel.pipeline_layers)

@@ -205,7 +205,7 @@ class PlannedRun:
             positions=config.model.seq_length // self.cp,
             micro_batch_size=config.training.micro_batch_size,
             sequence_parallel=config.parallel.sequence_parallel and self.tp > 1,
-            has_documents=config.data.masks_attention or not config.model.is_causal,
+            has_documents=config.masks_documents,
             splits_backward=self.splits_backward,
             recomputed_modules=tuple(sorted(config.recompute.modules)),
             recomputes_head=model.mtp_num_layers > 0 and config.recompute.recompute_granularity == "full",

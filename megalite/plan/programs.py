@@ -164,8 +164,8 @@ PROGRAMS: Mapping[str, Program] = {
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     if name == OWN:
-        has_documents = config.data.masks_attention or not config.model.is_causal
-        return own_program(config.model, gpu, has_ring=config.parallel.has_ring, has_documents=has_documents)
+        has_ring, has_documents = config.parallel.has_ring, config.masks_documents
+        return own_program(config.model, gpu, has_ring=has_ring, has_documents=has_documents)
     return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 

@@ -129,8 +129,11 @@ class Dropout(nn.Module):
 
         The kernel cannot drop elements whose positions are not consecutive: that is done here, before it.
         """
-        p, (base, *others) = self.p if self.training else 0.0, self._first_elements(x)
-        if not others or p == 0.0:
+        p = self.p if self.training else 0.0
+        if p == 0.0:
+            return x, bias, p, 0
+        base, *others = self._first_elements(x)
+        if not others:
             return x, bias, p, base
         return self(x if bias is None else x + bias, sample_numbers), None, 0.0, base
 

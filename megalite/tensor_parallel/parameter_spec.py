@@ -156,7 +156,8 @@ class LayerContext:
         sequence_parallel: hidden states are cut over tp along the sequence, ``[s/tp, b, h]``, outside of
             attention and MLP (Korthikanti et al. 2022). The gradient of a parameter that tp does not cut is
             then a partial sum over the rank's positions, which the optimizer sums over tp.
-        has_documents: samples are packed documents or end with padding, and attention stays within documents.
+        has_documents: samples are packed documents or end with padding, and attention must hide the keys of
+            other documents.
         weight_gradient_store: stores the linear layers' weight gradients if the schedule computes them later.
         fuses_weight_gradients: linear layers add their weight gradients to `weight.main_grad`.
         has_weights: False to make parameters on device meta, for a caller that only reads their shapes.

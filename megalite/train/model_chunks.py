@@ -108,7 +108,7 @@ def _layer_context(
         DTYPES[config.model.params_dtype],
         seed=config.training.seed,
         sequence_parallel=config.parallel.sequence_parallel,
-        has_documents=config.data.masks_attention or not config.model.is_causal,
+        has_documents=config.masks_documents,
         weight_gradient_store=store,
         fuses_weight_gradients=fuses_weight_gradients,
         has_memory=config.parallel.zero_stage_among(topology.replicas.shard.size) < 3,

@@ -42,6 +42,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "offload": ("offload", True),
     "a2a": ("cp_comm", "a2a"),
     "p2p": ("cp_comm", "p2p"),
+    "dynamic": ("dynamic", True),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
 
@@ -173,6 +174,7 @@ class Layout:
         offload: keep the activations of at least the first layer of each stage in host memory, and the
             state of AdamW, unless the config keeps it in a file.
         cp_comm: how queries reach the keys of other context-parallel ranks, a2a or p2p.
+        dynamic: deal documents to context-parallel ranks.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -189,6 +191,7 @@ class Layout:
     uneven: bool = False
     offload: bool = False
     cp_comm: CpCommType | None = None
+    dynamic: bool = False
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -273,6 +276,7 @@ class Layout:
             tp_comm_overlap_chunks=_CHUNKS if self.overlap else config.parallel.tp_comm_overlap_chunks,
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
             cp_comm_type=self.cp_comm or config.parallel.cp_comm_type,
+            dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
         parallel = self._with_schedule(parallel)

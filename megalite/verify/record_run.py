@@ -90,7 +90,11 @@ def record_rank(
     """Train on this rank, and return the gradients and weights of its stage in host memory."""
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
-        rerouted = {} if routing is None else _observe_choices(trainer, routing)
+        # Dealt tokens have no positions that are the same in all samples, by which choices are recorded.
+        if routing is None or topology.positions.is_dealt:
+            rerouted = {}
+        else:
+            rerouted = _observe_choices(trainer, routing)
         # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
         with unchanged_buffers(trainer.chunks):
             trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))

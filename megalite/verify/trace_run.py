@@ -24,6 +24,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.schedules import Action, ActionKind
@@ -180,9 +181,11 @@ class ActivationRecorder:
         selected = ("labels", "loss_mask", "label_positions") if is_reordered else ()
         for each in fields(microbatch):  # a stage between the first and the last may get no tokens or labels
             value = getattr(microbatch, each.name)
+            if not isinstance(value, Tensor):
+                continue
             is_real = stage.is_first or stage.is_last or each.name not in ("tokens", "labels")
             is_real &= each.name not in selected
-            if value is not None and is_real:
+            if is_real:
                 name = f"{each.name} of the microbatch"
                 value = value.detach().double().cpu()
                 entry = Activation(
@@ -451,7 +454,16 @@ def trace_run(
     generator_seed: int = 0,
     providers: Providers | None = None,
 ) -> list[RankTrace]:
-    """Trace an iteration on all ranks of a layout, on this machine; see `trace_rank`."""
+    """Trace an iteration on all ranks of a layout, on this machine; see `trace_rank`.
+
+    Raises:
+        UserError: the layout deals documents, so its ranks hold other positions of each sample.
+    """
+    if config.mesh.is_dealt:
+        raise UserError(
+            "the first difference of a layout with --dynamic-context-parallel cannot be located, because its "
+            "ranks hold other positions of each sample: remove it, or compare losses and gradients alone"
+        )
     return run_ranks(
         trace_rank,
         config.mesh,

@@ -34,6 +34,7 @@ EOD = VOCABULARY - 1
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
 """Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
+LEARNED, EXPERTS = "gpt-tiny, dropout of weights", "llama-tiny, experts"
 SWITCHES = {
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
@@ -45,9 +46,12 @@ SWITCHES = {
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 12},
     },
     SIX_GROUPS: {"mamba_num_groups": 6, "mamba_num_heads": 12},
+    LEARNED: {"hidden_dropout": 0.0, "attention_dropout": 0.1},
+    EXPERTS: {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 DROPOUT = {"gpt-tiny": 0.1}
+REQUIRED = ("reset_attention_mask",)
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 ADDED = (
     ("reset_position_ids", "eod_mask_loss"),
@@ -61,12 +65,12 @@ def _config(model: str, dropout: float, *options: str) -> Config:
     return Config(
         model=replace(
             PRESETS[model.partition(", ")[0]],
-            **SWITCHES.get(model, {}),
-            hidden_dropout=dropout,
-            attention_dropout=dropout,
-            vocab_size=VOCABULARY,
-            params_dtype="fp64",
-            seq_length=48 if model in (SIX_KEYS, SIX_GROUPS) else 32,
+            **{
+                **{"hidden_dropout": dropout, "attention_dropout": dropout},
+                **SWITCHES.get(model, {}),
+                **{"vocab_size": VOCABULARY, "params_dtype": "fp64"},
+                **{"seq_length": 48 if model in (SIX_KEYS, SIX_GROUPS) else 32},
+            },
         ),
         optimizer=OptimizerConfig(lr=3e-3, lr_decay_style="constant"),
         data=DataConfig(mock_data=True, **dict.fromkeys(options, True)),
@@ -107,6 +111,13 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("gpt-tiny", "tp2cp2+sp+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        # Documents that are dealt to ranks.
+        ("llama-tiny", "cp2+p2p+dynamic", OPTIONS),
+        pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
+        pytest.param("bloom-tiny", "cp4mbs1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LATER, "pp2v2cp2+zero1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LEARNED, "dp2cp2+zero3+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
+from megalite.document_deal import DocumentRun
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
@@ -677,7 +678,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda scores, queries, keys, softmax: (
              scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
         ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
-         after(lambda steps, own, s, *_: tuple(_blind_to_the_slice_before(step, own, s) for step in steps))),
+         after(lambda steps, held, own, *_: tuple(
+             _blind_to_the_slice_before(step, held.ranks[own]) for step in steps))),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
@@ -688,13 +690,24 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
         ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
-         instead(lambda returning, own: returning and returning[1].wait())),
+         instead(lambda returning, *_: returning and returning[1].wait())),
         ("slices of keys arrive in another order", "cp4+p2p", ring_attention, "_unpacked",
-         lambda original, _: lambda flat, numbers, *rest: original(flat, numbers[::-1], *rest)),
+         lambda original, _: lambda flat, lengths, *rest: original(
+             flat, dict(reversed(lengths.items())), *rest)),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
+        ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
+         after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
+        ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
+         "dealt", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
+        ("queries of dealt documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
+         before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
+         "later"),
+        ("queries of a dealt document do not see the part before theirs", "cp2+p2p+dynamic", ring_attention,
+         "ring_steps", after(lambda steps, held, own, *_: tuple(
+             _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
@@ -1109,12 +1122,16 @@ def _swap_in_place(whole: Tensor) -> Pending:
     return Pending(whole, None)
 
 
-def _blind_to_the_slice_before(step: Any, own: HeldPositions, s: int) -> Any:
+def _blind_to_the_slice_before(step: Any, runs: Sequence[DocumentRun]) -> Any:
     """Return a step of a ring without its blocks whose keys end where the queries begin."""
-    runs = own.runs(s // own.count)
     return step._replace(
-        blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].start)
+        blocks=tuple((i, j) for i, j in step.blocks if step.positions[j].stop != runs[i].positions.start)
     )
+
+
+def _of_one_document(runs: Sequence[DocumentRun]) -> list[DocumentRun]:
+    """Return runs as if the whole sample were one document."""
+    return [run._replace(document=range(0)) for run in runs]
 
 
 def _own(collectives: Any, x: Tensor) -> Pending:

@@ -78,7 +78,8 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "parallel",
         "this kind of context parallelism",
-        "remove it; --context-parallel-size with --cp-comm-type splits samples over ranks",
+        "remove it; --context-parallel-size with --cp-comm-type splits samples over ranks, and "
+        "--dynamic-context-parallel deals packed documents to them",
         """
         hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel

@@ -15,12 +15,15 @@ from megalite.config import ModelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.document_deal import deal_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
+LENGTHS = [[1, 5, 6, 4, 8], [23, 1]]
+"""Tokens of the documents of each sample."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Case:
     has_documents: bool = False
     value_size: int = SIZE
     p: float = 0.0
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            num_attention_heads=HEADS,
+            hidden_size=HEADS * SIZE,
+            attention_dropout=self.p,
+            seq_length=S,
+            window_size=None if self.window is None else (self.window, 0),
+            **self.options,
+        )
 
     @property
     def num_groups(self) -> int:
@@ -85,24 +99,15 @@ def _inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 def _documents(case: Case) -> Tensor | None:
     """Return ids of documents that end at cuts, before and after them, and are long and short."""
-    lengths = [[1, 5, 6, 4, 8], [23, 1]]
-    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS]
     return torch.stack(ids) if case.has_documents else None
 
 
 def _attend(topology: Topology, name: str, dtype: torch.dtype) -> list[Tensor]:
     """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens."""
     case = CASES[name]
-    config = ModelConfig(
-        num_attention_heads=HEADS,
-        hidden_size=HEADS * SIZE,
-        attention_dropout=case.p,
-        seq_length=S,
-        window_size=None if case.window is None else (case.window, 0),
-        **case.options,
-    )
     context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type="p2p")
-    core, own = build_core(config, context), topology.positions
+    core, own = build_core(case.config, context), topology.positions
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
@@ -144,6 +149,44 @@ def test_every_kind_of_attention_is_that_of_one_rank(num_ranks: int, one_rank: T
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name
+
+
+def _attend_dealt(topology: Topology, names: list[str]) -> list[list[Tensor]]:
+    """Return what `_attend` does, with a rank's dealt tokens at their positions, and zeros elsewhere."""
+    own = topology.positions
+    deals = tuple(deal_documents(row, own.count) for row in LENGTHS)
+    held = torch.tensor([deal.positions_of(own.index) for deal in deals])[:, None, :, None]
+
+    def take(x: Tensor) -> Tensor:
+        return x.gather(2, held.expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def placed(x: Tensor) -> Tensor:
+        index = held.expand(-1, x.shape[1], -1, x.shape[3])
+        return x.new_zeros(*x.shape[:2], S, x.shape[3]).scatter(2, index, x)
+
+    found = []
+    for case in map(CASES.__getitem__, names):
+        core = build_core(case.config, LayerContext(topology, torch.float64, cp_comm_type="p2p"))
+        *leaves, sinks, grad = _inputs(case, torch.float64)
+        q, k, v = (take(x).requires_grad_() for x in leaves)
+        of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
+        visible = core.visible_keys((B, S), None, [case.window])[case.window]._replace(deals=deals)
+        out = core(q, k, v, visible, Drop(case.p, 5, torch.arange(B) + 3, 0), *of_sinks)
+        grads = torch.autograd.grad(out, [q, k, v, *of_sinks], take(grad))
+        found.append([*map(placed, (out.detach(), *grads[:3])), *grads[3:]])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_dealt_documents_have_the_attention_of_one_rank(num_ranks: int, one_rank: Topology) -> None:
+    names = [name for name, case in CASES.items() if case.has_documents and case.config.is_causal]
+    expected = _attend_all(one_rank, names, torch.float64)
+    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True, is_dealt=True)
+    ranks = run_ranks(_attend_dealt, mesh, num_ranks, names)
+    assert len(names) == 3
+    for name, of_ranks, whole in zip(names, zip(*ranks, strict=True), expected, strict=True):
+        for parts, each in zip(zip(*of_ranks, strict=True), whole, strict=True):
+            assert _error(sum(parts), each) < 1e-13, name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)], ids=str)

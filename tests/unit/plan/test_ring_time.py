@@ -7,7 +7,7 @@ import pytest
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
-from megalite.model.ring_attention import ring_steps
+from megalite.model.ring_attention import ring_steps, slices_of_ranks
 from megalite.plan.programs import own_program
 from megalite.plan.ring_time import ring_slices
 from megalite.recording.unit_record import AttentionCall
@@ -18,24 +18,17 @@ from megalite.recording.unit_record import AttentionCall
 def test_slices_are_those_that_ranks_send(num_ranks: int, window: int | None, is_causal: bool) -> None:
     s = 48 * num_ranks
     call = AttentionCall("sdpa", 2, 2, s // num_ranks, s, 8, 8, is_causal, False, False, window)
+    held = slices_of_ranks(HeldPositions(0, num_ranks, is_zigzag=True), s)
     sent = sum(
-        len(step.sent)
-        for rank in range(num_ranks)
-        for step in ring_steps(HeldPositions(rank, num_ranks, is_zigzag=True), s, window, is_causal)[1:]
+        len(step.sent) for rank in range(num_ranks) for step in ring_steps(held, rank, window, is_causal)[1:]
     )
     assert ring_slices(call, num_ranks) == pytest.approx(sent / num_ranks, rel=0.3 if window else 1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_ranks_of_a_causal_ring_compute_the_same_number_of_blocks(num_ranks: int) -> None:
-    s = 16 * num_ranks
-    counts = [
-        [
-            len(step.blocks)
-            for step in ring_steps(HeldPositions(rank, num_ranks, is_zigzag=True), s, None, True)
-        ]
-        for rank in range(num_ranks)
-    ]
+    held = slices_of_ranks(HeldPositions(0, num_ranks, is_zigzag=True), 16 * num_ranks)
+    counts = [[len(step.blocks) for step in ring_steps(held, rank, None, True)] for rank in range(num_ranks)]
     assert counts == [[3] + [2] * (num_ranks - 1)] * num_ranks
 
 

@@ -1,0 +1,42 @@
+"""Deal the documents of each sample to the context-parallel ranks, and keep the tokens of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.data.samples import Samples
+from megalite.distributed.held_positions import HeldPositions
+from megalite.document_deal import deal_documents
+from megalite.microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class DocumentDealer:
+    """Gives a rank its tokens of whole samples on the host, which must know the deals.
+
+    Attributes:
+        samples: mark the documents of a microbatch.
+        positions: the rank among those that hold different tokens of the same samples.
+        num_later: number of later tokens to predict besides the next one.
+    """
+
+    samples: Samples
+    positions: HeldPositions
+    num_later: int
+
+    def __call__(self, microbatch: Microbatch) -> Microbatch:
+        """Return the rank's tokens of a microbatch that was read, with all fields of a microbatch."""
+        whole = self.samples.marked(microbatch).with_later_tokens(self.num_later)
+        assert whole.document_ids is not None, "samples have no documents to deal"
+        lengths = map(document_lengths, whole.document_ids)
+        deals = tuple(deal_documents(each, self.positions.count) for each in lengths)
+        return whole.dealt(deals, self.positions.index)
+
+
+def document_lengths(document_ids: Tensor) -> list[int]:
+    """Return the number of tokens of each document of a sample: of each run of equal ids, int64 ``[s]``."""
+    lengths: list[int] = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
+    return lengths
