@@ -8,7 +8,10 @@ import pytest
 from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.posing import ROOT
 
-SHORT = {"flash_attention": "everything or drops or skips", "recurrence": "documents and not mamba"}
+SHORT = {
+    "flash_attention": "everything or drops or skips or sees_no_key",
+    "recurrence": "documents and not mamba",
+}
 LONG = {
     "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
     "dropout_add": "equals and not bfloat16 and (127 or 4097-0) or lie_apart",
