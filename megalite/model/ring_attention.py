@@ -46,6 +46,31 @@ class RingStep(NamedTuple):
     blocks: tuple[tuple[int, int], ...]
     positions: tuple[range, ...]
 
+    def groups(self, joins_slices: bool) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield slices of queries and of keys that are computed together: those of one block, or of all."""
+        if joins_slices and self.blocks:
+            queries, keys = zip(*self.blocks, strict=True)
+            yield tuple(sorted(set(queries))), tuple(sorted(set(keys)))
+            return
+        for i, j in self.blocks:
+            yield (i,), (j,)
+
+
+class BlockCall(NamedTuple):
+    """Describes one computation of a step.
+
+    Attributes:
+        slices: slices of queries.
+        rows: tokens of the queries among those of this rank.
+        columns: tokens of the keys among the received ones.
+        block: positions of both.
+    """
+
+    slices: tuple[int, ...]
+    rows: slice
+    columns: slice
+    block: Block
+
 
 @cache
 def ring_steps(own: HeldPositions, s: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
@@ -111,50 +136,58 @@ class Ring(NamedTuple):
         return ring_steps(self.own, self.softmax.seq_length, visible.window, visible.ends is None)
 
     @property
-    def num_slices(self) -> int:
-        """Return the number of slices that a rank holds."""
-        return len(self.own.slices)
+    def slice_length(self) -> int:
+        """Return the number of tokens of a slice."""
+        return self.softmax.seq_length // self.own.count // len(self.own.slices)
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the slices of a rank's ``[b, n, s/cp, ...]``."""
-        return x.chunk(self.num_slices, dim=2)
+    def calls(self, step: RingStep) -> Iterator[BlockCall]:
+        """Yield the computations of a step."""
+        length = self.slice_length
+        runs = self.own.runs(length * len(self.own.slices))
+        for queries, keys in step.groups(self.blocks.joins_slices):
+            columns = _span([step.received.index(number) for number in keys], length)
+            block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
+            yield BlockCall(queries, _span(queries, length), columns, block)
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, dict[int, tuple[Tensor, Tensor]]]]:
-        """Yield the steps with the keys and values of each received slice.
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
+        """Yield the steps with the keys and values of the received slices, ``[b, g, e, d or d']``.
 
         The messages of a step run while the caller computes the step before.
         """
-        own = dict(enumerate(zip(self.parts(k), self.parts(v), strict=True)))
-        steps, sizes = self.steps, (k.shape[3], v.shape[3])
+        steps, length, sizes = self.steps, self.slice_length, (k.shape[3], v.shape[3])
+        of_token = k.shape[0] * k.shape[1] * sum(sizes)
         pending = None
         for step, following in zip(steps, (*steps[1:], None), strict=True):
-            arrived = own if pending is None else _unpacked(pending.wait(), step.received, own[0], sizes)
+            arrived = (k, v) if pending is None else _unpacked(pending.wait(), k, sizes)
             pending = None
             if following is not None:
-                packed = _packed([own[number] for number in following.sent], k)
-                num_elements = len(following.received) * own[0][0].shape[:3].numel() * sum(sizes)
+                sent = _span(following.sent, length)
+                packed = _packed(k[:, :, sent], v[:, :, sent])
+                num_elements = len(following.received) * length * of_token
                 pending = start_shift(packed, num_elements, following.distance, self.cp, of="keys and values")
             yield step, arrived
 
 
-def _packed(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
-    """Return pairs of a slice's keys and values in one flat tensor, of the dtype of `like`."""
-    flat = [torch.cat(pair, dim=3).to(like.dtype).flatten() for pair in pairs]
-    return torch.cat(flat) if flat else like.new_empty(0)
+def _span(numbers: Sequence[int], length: int) -> slice:
+    """Return the tokens of consecutive slices of this length."""
+    return slice(numbers[0] * length, (numbers[-1] + 1) * length) if numbers else slice(0, 0)
 
 
-def _unpacked(
-    flat: Tensor, numbers: Sequence[int], like: tuple[Tensor, Tensor], sizes: tuple[int, int]
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return what `_packed` packed, by the numbers of the slices.
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values of the same tokens in one flat tensor."""
+    return torch.cat((k, v), dim=3).flatten()
+
+
+def _unpacked(flat: Tensor, k: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return what `_packed` packed.
 
     Args:
-        like: keys and values of one slice.
+        k: keys of some tokens of as many samples and heads.
         sizes: size of a head of keys, and of values.
     """
-    whole = flat.view(len(numbers), *like[0].shape[:3], sum(sizes))
-    pairs = zip(*whole.split(sizes, dim=4), strict=True)
-    return dict(zip(numbers, pairs, strict=True))
+    whole = flat.view(*k.shape[:2], -1, sum(sizes))
+    keys, values = whole.split(sizes, dim=3)
+    return keys, values
 
 
 class _RingAttention(torch.autograd.Function):
@@ -179,17 +212,19 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Return the output ``[b, n, s/cp, d']`` without sinks and the logarithms of the sums, at least fp32."""
-    results: dict[int, tuple[Tensor, Tensor]] = {}
-    queries, runs = ring.parts(q), ring.own.runs(q.shape[2])
-    for step, arrived in ring.arriving(k, v):
-        for i, j in step.blocks:
-            block = Block(runs[i], step.positions[j])
-            result = ring.blocks.forward(queries[i], *arrived[j], block, ring.softmax)
-            if i in results:
-                merge_(*results[i], *result)
-            else:
-                results[i] = result
-    outs, log_sums = zip(*(results[i] for i in range(len(queries))), strict=True)
+    results: dict[int, tuple[Tensor, Tensor]] = {}  # of each slice of queries
+    for step, (keys, values) in ring.arriving(k, v):
+        for slices, rows, columns, block in ring.calls(step):
+            found = ring.blocks.forward(
+                q[:, :, rows], keys[:, :, columns], values[:, :, columns], block, ring.softmax
+            )
+            parts = zip(*(x.chunk(len(slices), dim=2) for x in found), strict=True)
+            for i, result in zip(slices, parts, strict=True):
+                if i in results:
+                    merge_(*results[i], *result)
+                else:
+                    results[i] = result
+    outs, log_sums = zip(*(results[i] for i in sorted(results)), strict=True)
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
 
@@ -197,50 +232,53 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
-    deltas = (grad.to(log_sums.dtype) * out).sum(-1)
-    whole = [
-        MergedAttention(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)
-    ]
-    queries = ring.parts(q)
-    runs = ring.own.runs(q.shape[2])
-    sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
-    grad_q, own = ring.parts(sums[0]), list(zip(*map(ring.parts, sums[1:]), strict=True))
-    returning: tuple[RingStep, Pending] | None = None
-    for step, arrived in ring.arriving(k, v):
-        of_step = own if step.distance == 0 else [_zeros(pair) for pair in own]
-        for i, j in step.blocks:
-            block = Block(runs[i], step.positions[j])
-            found = ring.blocks.backward(queries[i], *arrived[j], whole[i], block, ring.softmax)
-            for total, more in zip((grad_q[i], *of_step[j]), found, strict=True):
-                total += more
+    whole = MergedAttention(grad, out, log_sums, (grad.to(log_sums.dtype) * out).sum(-1))
+    grad_q, *own = (torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
+    returning: tuple[slice, Pending] | None = None
+    for step, (keys, values) in ring.arriving(k, v):
+        of_step = (
+            [torch.zeros_like(x, dtype=log_sums.dtype) for x in (keys, values)] if step.distance else own
+        )
+        for _, rows, columns, block in ring.calls(step):
+            found = ring.blocks.backward(
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                whole.rows(rows),
+                block,
+                ring.softmax,
+            )
+            grad_q[:, :, rows] += found[0]
+            for total, more in zip(of_step, found[1:], strict=True):
+                total[:, :, columns] += more
         _add_returned(returning, own)
-        returning = (step, _start_return(of_step, step, k, ring)) if step.distance else None
+        returning = _start_return(of_step, step, k, ring) if step.distance else None
     _add_returned(returning, own)
-    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
-
-
-def _zeros(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(pair[0]), torch.zeros_like(pair[1])
+    return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
 
 def _start_return(
-    gradients: Sequence[tuple[Tensor, Tensor]], step: RingStep, k: Tensor, ring: Ring
-) -> Pending:
-    """Start to send the gradients of received slices back to the rank that holds these."""
-    packed = _packed([gradients[number] for number in step.received], k)
-    num_elements = len(step.sent) * sum(x.numel() for x in gradients[0])
-    return start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
+    gradients: Sequence[Tensor], step: RingStep, k: Tensor, ring: Ring
+) -> tuple[slice, Pending]:
+    """Start to send gradients of received keys and values back to the rank that holds these.
+
+    Returns:
+        This rank's tokens that another rank received, and the message with their gradients.
+    """
+    packed = _packed(*(x.to(k.dtype) for x in gradients))
+    sent = _span(step.sent, ring.slice_length)
+    num_elements = k[:, :, sent, 0].numel() * sum(x.shape[3] for x in gradients)
+    return sent, start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
 
 
-def _add_returned(returning: tuple[RingStep, Pending] | None, own: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add the gradients that another rank sends back to those of this rank's slices."""
+def _add_returned(returning: tuple[slice, Pending] | None, own: Sequence[Tensor]) -> None:
+    """Add the gradients that another rank sends back to those of this rank's keys and values."""
     if returning is None:
         return
-    step, pending = returning
-    sizes = own[0][0].shape[3], own[0][1].shape[3]
-    for number, pair in _unpacked(pending.wait(), step.sent, own[0], sizes).items():
-        for total, more in zip(own[number], pair, strict=True):
-            total += more
+    sent, pending = returning
+    sizes = own[0].shape[3], own[1].shape[3]
+    for total, more in zip(own, _unpacked(pending.wait(), own[0], sizes), strict=True):
+        total[:, :, sent] += more
 
 
 class RingCore(SoftmaxCore):
