@@ -6,7 +6,8 @@ python benchmarks/context_parallel.py --lengths 2048 4096 8192
 Attention alone runs, forward and backward: causal, in fp32, from each rank's queries, keys and values to
 their gradients. torch's ring attention has slices in the same zigzag order. It is private, has no entry for
 the CPU's kernel, and gets that kernel from here. The ways run turn by turn, and each figure is the median of
-the rounds of the slowest rank.
+the rounds of the first rank, which waits for the others. With --cpu-time it is the rank's time on the CPU
+without waiting, which other jobs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ def of_torch(topology: Topology) -> Run:
 
 
 def time_ways(
-    topology: Topology, s: int, heads: int, groups: int, size: int, rounds: int
+    topology: Topology, s: int, heads: int, groups: int, size: int, rounds: int, of_cpu: bool
 ) -> dict[str, list[float]]:
     """Return the seconds of each round, by way; all ranks start a round together."""
+    now = time.process_time if of_cpu else time.perf_counter
     ranks = topology.position_ranks
     runs = {kind: way(topology, kind, s, heads, groups, size) for kind in WAYS}
     runs[PEER] = of_torch(topology)
@@ -95,11 +97,11 @@ def time_ways(
     for number in range(rounds + 1):
         for name, run in runs.items():
             dist.barrier(ranks.group)
-            start = time.perf_counter()
+            start = now()
             run(q, k, v, grad)
             dist.barrier(ranks.group)
             if number:  # the first one warms up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(now() - start)
     return seconds
 
 
@@ -110,11 +112,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--heads", type=int, nargs=3, default=[8, 2, 64], help="query, key/value heads, size")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="measure time on the CPU, without waiting")
     options = parser.parse_args()
     print("tokens  torch, ms" + "".join(f"{kind:>12}" for kind in WAYS))
     for s in options.lengths:
         mesh = MeshOptions({"cp": options.ranks, "dp": 1}, is_zigzag=True)
-        measure = partial(run_ranks, time_ways, mesh, options.ranks, s, *options.heads, options.rounds)
+        case = s, *options.heads, options.rounds, options.cpu_time
+        measure = partial(run_ranks, time_ways, mesh, options.ranks, *case)
         seconds = {name: statistics.median(times) for name, times in measure()[0].items()}
         ratios = "".join(f"{seconds[PEER] / seconds[kind]:12.2f}" for kind in WAYS)
         print(f"{s:6} {seconds[PEER] * 1e3:10.0f}{ratios}", flush=True)

@@ -65,19 +65,22 @@ def compile_attention(
     """Compile the kernels of attention; return each by its name in `KernelSizes`.
 
     Args:
-        options: of dropout, documents, both sides, alibi, caps and slice (the last half of the queries),
-            those that the kernels support, as text.
+        options: of dropout, documents, both sides, alibi, caps, slice (the last half of the queries) and keys
+            (those of the first half of a sample, for queries of the second half), those that the kernels
+            support, as text.
     """
     heads = (num_heads, num_groups, num_groups, num_heads)
     q, k, v, grad = (torch.empty(seq_length, 2, n, head_dim, dtype=dtype).permute(1, 2, 0, 3) for n in heads)
     slopes = torch.zeros(num_heads, dtype=torch.float64) if "alibi" in options else None
-    starts = torch.zeros(2, seq_length, dtype=torch.int64) if "documents" in options else None
+    whole_length = seq_length * (2 if "keys" in options else 1)
+    starts = torch.zeros(2, whole_length, dtype=torch.int64) if "documents" in options else None
     site = (torch.arange(2), key_tensor(1 << 63)) if "dropout" in options else (None, None)
-    ends = torch.full_like(starts, seq_length) if starts is not None and "both sides" in options else None
+    ends = torch.full_like(starts, whole_length) if starts is not None and "both sides" in options else None
     probability, cap = 0.1 if "dropout" in options else 0.0, 50.0 if "caps" in options else None
     start = seq_length // 2 if "slice" in options else 0
     q, grad = q[:, :, start:], grad[:, :, start:]
-    rest = slopes, starts, ends, *site, head_dim**-0.5, probability, 0, cap, start
+    start += whole_length - seq_length
+    rest = slopes, starts, ends, *site, head_dim**-0.5, probability, 0, cap, start, 0, whole_length
     with only_compiled(capability) as kernels:
         out, log_sums = launch(q, k, v, *rest)
         launch_backward(grad, q, k, v, out, log_sums, *rest)

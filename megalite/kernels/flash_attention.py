@@ -5,7 +5,7 @@ It has ALiBi, documents, windows, capped scores, sinks and dropout. On CUDA the 
 dropout key in a tensor on the host, so that all layers share one graph of torch.compile.
 
 Shapes: b samples, n query heads, g key/value heads, s sequence, d head size. The m queries are all s, or a
-slice of them.
+slice of them. So are the e keys in ring attention, which merges the results of several slices.
 """
 
 import importlib.util
@@ -19,9 +19,7 @@ from megalite.kernels.attention_sinks import add_sinks_, sinks_gradient
 from megalite.kernels.dropout import keep_threshold
 from megalite.kernels.library import NAMESPACE
 from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
-from megalite.kernels.softmax import CausalSoftmax, Drop
-from megalite.kernels.softmax import reference as softmax_reference
-from megalite.kernels.softmax import reference_backward as softmax_reference_backward
+from megalite.kernels.softmax import CausalSoftmax, Drop, biased_scores, keep_factors
 from megalite.kernels.traced import key_of, key_tensor
 from megalite.kernels.visible_keys import VisibleKeys
 
@@ -29,7 +27,7 @@ _OP = f"{NAMESPACE}::flash_attention"
 _BACKWARD = f"{NAMESPACE}::flash_attention_backward"
 _REST = (
     "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor? samples, Tensor? key, float scale, float p, "
-    "int base, float? cap=None, int start=0"
+    "int base, float? cap=None, int start=0, int key_start=0, int? seq_length=None"
 )
 
 torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks=None) -> (Tensor, Tensor)")
@@ -60,16 +58,60 @@ def flash_attention(
             ends where the next one starts.
         sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
     """
-    _, scale, slopes, visible, drop, cap = softmax
+    rest = _operands(softmax, softmax.visible.first)
+    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, sinks)[0]
+    return out
+
+
+def attend_keys(
+    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, first: int, first_key: int
+) -> tuple[Tensor, Tensor]:
+    """Return attention with a slice of the keys, and the logarithms of its sums ``[b, n, m]``; no autograd.
+
+    A query that sees no key of the slice has an output of 0, and a logarithm of -inf.
+
+    Args:
+        q: ``[b, n, m, d]``, the queries from position `first` on.
+        k, v: ``[b, g, e, d]``, the keys from position `first_key` on.
+    """
+    out, log_sums = torch.ops.megalite.flash_attention(q, k, v, *_operands(softmax, first, first_key))
+    return out, log_sums
+
+
+def attend_keys_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    softmax: CausalSoftmax,
+    first: int,
+    first_key: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a slice of the keys adds to the gradients of q, k and v.
+
+    Args:
+        grad: gradient of `out`.
+        out, log_sums: results of these queries with all keys.
+    """
+    return gradients_of(
+        torch.ops.megalite.flash_attention_backward(
+            grad, q, k, v, out, log_sums, *_operands(softmax, first, first_key)
+        )
+    )
+
+
+def _operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> tuple[Any, ...]:
+    """Return the operators' arguments from `slopes` to `seq_length`."""
+    s, scale, slopes, visible, drop, cap = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
     assert ends is None or starts is not None
     site: tuple[Any, ...] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    rest = slopes, starts, ends, *site, cap, visible.first, sinks
-    out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest)[0]
-    return out
+    return slopes, starts, ends, *site, cap, first, first_key, s
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,19 +137,23 @@ def _softmax(
     base: int,
     cap: float | None = None,
     start: int = 0,
-) -> CausalSoftmax:
+    key_start: int = 0,
+    seq_length: int | None = None,
+) -> tuple[CausalSoftmax, int]:
+    """Return the softmax over s keys or more, and the position of the first key."""
     drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    return CausalSoftmax(s, scale, slopes, VisibleKeys(starts, ends, first=start), drop, cap)
+    visible = VisibleKeys(starts, ends, first=start)
+    return CausalSoftmax(seq_length or s, scale, slopes, visible, drop, cap), key_start
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Implement the forward in plain PyTorch, with all scores in memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    weights = q.to(wide) @ keys.mT  # scores, overwritten in place
-    softmax = _softmax(k.shape[2], *rest)
-    softmax.cap_(weights)
-    log_sums = softmax_reference(weights, *softmax.arguments(softmax.visible.first))
+    x, kept, _ = _scores(q.to(wide) @ keys.mT, *_softmax(k.shape[2], *rest))
+    log_sums = x.logsumexp(-1)
+    # A query that sees none of the keys: exp(-inf - 0) is 0.
+    weights = (x - log_sums.where(log_sums > -torch.inf, 0.0)[..., None]).exp_() * kept
     out, _ = empty_results(q, v)
     return out.copy_(weights @ values), log_sums
 
@@ -119,20 +165,33 @@ def reference_backward(
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
-    weights, weight_grads = queries @ keys.mT, grads @ values.mT  # [b, n, m, s], overwritten in place
-    softmax = _softmax(k.shape[2], *rest)
-    softmax.cap_(weights)
-    slope = softmax.cap_slope(weights)
-    softmax_reference_backward(weights, weight_grads, log_sums, *softmax.arguments(softmax.visible.first))
-    if slope is not None:
-        weight_grads *= slope
+    x, kept, slope = _scores(queries @ keys.mT, *_softmax(k.shape[2], *rest))
+    weights = (x - log_sums[..., None]).exp_()
+    delta = (grads * out).sum(-1, keepdim=True)
+    score_grads = weights * (grads @ values.mT * kept - delta) * slope
     grad_k, grad_v = (
-        x.unflatten(1, (-1, shared)).sum(2) for x in (weight_grads.mT @ queries, weights.mT @ grads)
+        x.unflatten(1, (-1, shared)).sum(2) for x in (score_grads.mT @ queries, (weights * kept).mT @ grads)
     )
     results = empty_gradients(q, k, v)
-    for result, value in zip(gradients_of(results), (weight_grads @ keys, grad_k, grad_v), strict=True):
+    for result, value in zip(gradients_of(results), (score_grads @ keys, grad_k, grad_v), strict=True):
         result.copy_(value)
     return results
+
+
+def _scores(
+    products: Tensor, softmax: CausalSoftmax, first_key: int
+) -> tuple[Tensor, Tensor | float, Tensor | float]:
+    """Return scores from ``[b, n, m, e]``, overwritten, dropout's factors, and the scores' derivatives.
+
+    Hidden keys have a score of -inf.
+    """
+    first = softmax.visible.first
+    softmax.cap_(products)
+    slope = softmax.cap_slope(products)
+    slopes, starts, ends, samples, scale, p, key, base, *where = softmax.arguments(first)
+    x = biased_scores(products, slopes, starts, ends, scale, first, first_key)
+    kept = keep_factors(x, samples, p, key, base + first_key, *where)
+    return x, kept, scale if slope is None else slope
 
 
 class BlockSizes(NamedTuple):
@@ -245,17 +304,23 @@ def _numbers(
     base: int,
     cap: float | None,
     start: int,
+    key_start: int,
+    seq_length: int | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of all kernels from n to factor."""
-    (n, m), (g, s) = q.shape[1:3], k.shape[1:3]
-    own = (None, None) if m == s else (m, start)
+    (n, m), (g, e) = q.shape[1:3], k.shape[1:3]
+    s = seq_length or e
+    slices = [(None, None) if count == s else (count, first) for count, first in ((m, start), (e, key_start))]
     site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
-    return n, n // g, s, *own, scale, cap, *site
+    return n, n // g, s, *slices[0], *slices[1], scale, cap, *site
 
 
-def _constants(k: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
+def _constants(
+    k: Tensor, base: int, key_start: int, seq_length: int | None, sizes: BlockSizes
+) -> dict[str, Any]:
     """Return the compile-time constants of a kernel."""
-    s, d = k.shape[2:]
+    e, d = k.shape[2:]
+    offsets = base, key_start, seq_length or e
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "d": d,
@@ -263,7 +328,7 @@ def _constants(k: Tensor, base: int, sizes: BlockSizes) -> dict[str, Any]:
         "M": sizes.queries,
         "N": sizes.keys,
         "PRECISION": "tf32" if is_tf32 or k.dtype != torch.float32 else "ieee",
-        "ALIGNED": s % 4 == 0 and base % 4 == 0,
+        "ALIGNED": all(each % 4 == 0 for each in offsets),
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
         "enable_fp_fusion": True,  # Triton 3.9 warns without it: 3.10 plans another default
@@ -293,6 +358,8 @@ def launch(
     base: int,
     cap: float | None = None,
     start: int = 0,
+    key_start: int = 0,
+    seq_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel."""
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
@@ -307,8 +374,8 @@ def launch(
         kernels.forward_kernel[-(-m // sizes.queries), n, b](
             *(q, k, v, out, log_sums, slopes, starts, ends, samples),
             *_strides(q, k, v, out),
-            *_numbers(q, k, key, scale, p, base, cap, start),
-            **_constants(k, base, sizes),
+            *_numbers(q, k, key, scale, p, base, cap, start, key_start, seq_length),
+            **_constants(k, base, key_start, seq_length, sizes),
         )
     return out, log_sums
 
@@ -330,6 +397,8 @@ def launch_backward(
     base: int,
     cap: float | None = None,
     start: int = 0,
+    key_start: int = 0,
+    seq_length: int | None = None,
 ) -> list[Tensor]:
     """Run the kernels of the gradients of q, k and v, as `empty_gradients` allocates them."""
     from megalite.kernels import triton_attention as kernels
@@ -338,7 +407,7 @@ def launch_backward(
     results = empty_gradients(q, k, v)
     grad_q, grad_k, grad_v = gradients_of(results)
     delta = torch.empty_like(log_sums)
-    (b, n, m, d), (g, s) = q.shape, k.shape[1:3]
+    (b, n, m, d), (g, e) = q.shape, k.shape[1:3]
     if q.numel() == 0:
         return results
     _, of_keys, of_queries, of_values = kernel_sizes(q)
@@ -346,7 +415,7 @@ def launch_backward(
     launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(of_keys, grad_k, grad_v)]
     if of_values is not None:
         launches = [(of_keys, grad_k, None), (of_values, None, grad_v)]
-    numbers = _numbers(q, k, key, scale, p, base, cap, start)
+    numbers = _numbers(q, k, key, scale, p, base, cap, start, key_start, seq_length)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
     query_ends = ends if ends is not None else _query_ends(starts)
@@ -356,17 +425,17 @@ def launch_backward(
             **{"d": d, "M": _DELTA_ROWS, "D": padded(d), "enable_fp_fusion": True},
         )
         for sizes, of_k, of_v in launches:
-            kernels.key_gradients_kernel[-(-s // sizes.keys), g, b](
+            kernels.key_gradients_kernel[-(-e // sizes.keys), g, b](
                 *(q, k, v, grad, of_k, of_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
                 *_strides(q, k, v, grad, grad_k, grad_v),
                 *numbers,
-                **_constants(k, base, sizes),
+                **_constants(k, base, key_start, seq_length, sizes),
             )
         kernels.query_gradients_kernel[-(-m // of_queries.queries), n, b](
             *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
-            **_constants(k, base, of_queries),
+            **_constants(k, base, key_start, seq_length, of_queries),
         )
     return results
 
@@ -399,9 +468,12 @@ def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., t
         base: int,
         cap: float | None = None,
         start: int = 0,
+        key_start: int = 0,
+        seq_length: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, scale, p, base, cap, start)
+        numbers = scale, p, base, cap, start, key_start, seq_length
+        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, *numbers)
         if sinks is not None:
             add_sinks_(out, log_sums, sinks)
         return out, log_sums
@@ -436,7 +508,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     *saved, sinks = ctx.saved_tensors
     grads = torch.ops.megalite.flash_attention_backward(grad, *saved, *ctx.numbers)
     of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
-    return *gradients_of(grads), *(None,) * 10, of_sinks
+    return *gradients_of(grads), *(None,) * 12, of_sinks
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

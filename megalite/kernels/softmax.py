@@ -146,16 +146,17 @@ class CausalSoftmax(NamedTuple):
         return *seen, samples.contiguous(), scale, p, signed64(key), base, *where
 
 
-def _biased(
+def biased_scores(
     scores: Tensor,
     slopes: Tensor | None,
     starts: Tensor | None,
     ends: Tensor | None,
     scale: float,
     first: int,
+    first_key: int = 0,
 ) -> Tensor:
     """Return scaled scores in at least fp32, with -inf for keys that are not visible."""
-    queries, keys = range(first, first + scores.shape[2]), range(scores.shape[3])
+    queries, keys = range(first, first + scores.shape[2]), range(first_key, first_key + scores.shape[3])
     x = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if slopes is not None:
         rows, columns = (torch.arange(each.start, each.stop, device=x.device) for each in (queries, keys))
@@ -164,7 +165,7 @@ def _biased(
     return x.masked_fill_(hidden[:, None], -torch.inf)
 
 
-def _keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
+def keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: int) -> Tensor | float:
     """Return dropout's factor of each weight, 0 or 1 / (1 - p).
 
     Work on one head at a time, because dropout's index counts all weights of a head before the next head.
@@ -196,10 +197,10 @@ def reference(
     seq_length: int,
 ) -> Tensor:
     """Implement `CausalSoftmax.weights_` in plain PyTorch, with the same dropout masks to the bit."""
-    x = _biased(scores, slopes, starts, ends, scale, first)
+    x = biased_scores(scores, slopes, starts, ends, scale, first)
     log_sums = x.logsumexp(-1)
     weights = (x - log_sums[..., None]).exp_()
-    scores.copy_(weights * _keep_factors(x, samples, p, key, base, first, seq_length))
+    scores.copy_(weights * keep_factors(x, samples, p, key, base, first, seq_length))
     return log_sums
 
 
@@ -219,10 +220,10 @@ def reference_backward(
     seq_length: int,
 ) -> None:
     """Implement `CausalSoftmax.backward_` in plain PyTorch."""
-    x = _biased(scores, slopes, starts, ends, scale, first)
+    x = biased_scores(scores, slopes, starts, ends, scale, first)
     is_hidden = x.isneginf()
     weights = (x - log_sums[..., None]).exp_()
-    keep = _keep_factors(x, samples, p, key, base, first, seq_length)
+    keep = keep_factors(x, samples, p, key, base, first, seq_length)
     g = grad.to(x.dtype).masked_fill(is_hidden, 0.0) * keep
     mean = (weights * g).sum(-1, keepdim=True)
     grad.copy_((weights * (g - mean)).mul_(scale))

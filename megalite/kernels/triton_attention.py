@@ -22,8 +22,11 @@ Backward computes P and D again. In the kernel for dk and dv, a program has a bl
 queries. In the kernel for dq, it has a block of queries and loops over keys. Sums are not atomic, so the
 results are the same in every run.
 
-The keys are those of a whole sequence. The queries are too if `start` is None, or `num_queries` of them from
-position `start` on. `row` and `rows` count the m queries; `first` and `queries` are positions.
+The queries are those of a whole sequence if `start` is None, or `num_queries` of them from position `start`
+on. `row` and `rows` count the m queries; `first` and `queries` are positions. The keys are those of the
+sequence if `key_start` is None, or `num_keys` of them from this position on. `column` counts the e keys;
+`first_key` and `keys` are positions. Queries that see none of these keys have an output of 0, and an L of
+-inf. In backward, L, o and delta are those of attention with all keys.
 
 Legend: b samples, n query heads, g key/value heads, r = n/g, s sequence, d head size. Constants of a compiled
 kernel: M queries and N keys in a block; D, d rounded up to a power of two; ALIGNED, whether the index of each
@@ -45,13 +48,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _position(row, start):
-    """Return the position of a query."""
+    """Return the position of a query, or of a key."""
     return row if start is None else start + row
 
 
 @triton.jit
 def _row(position, start, m):
-    """Return the row of the query at a position, or the nearest row."""
+    """Return the row of the query (or the column of the key) at a position, or the nearest one up to m."""
     return position if start is None else tl.minimum(tl.maximum(position - start, 0), m)
 
 
@@ -129,29 +132,32 @@ def _first_keys(starts, sample, first, s, M: tl.constexpr):
 
 
 @triton.jit
-def _end_keys(ends, sample, first, s, M: tl.constexpr):
-    """Return the position after the last visible key of each query of a block, ``[M]``."""
+def _end_keys(ends, sample, first, s, key_start, e, M: tl.constexpr):
+    """Return the position after the last visible key of each query of a block, ``[M]``, among e keys."""
     queries = first + tl.arange(0, M)
     if ends is None:
         end_keys = queries + 1
     else:
         places = ends + sample.to(tl.int64) * s + queries
         end_keys = tl.load(places, mask=queries < s, other=0).to(tl.int32)
+    if key_start is not None:
+        end_keys = tl.minimum(end_keys, key_start + e)
     return end_keys
 
 
 @triton.jit
-def _key_ranges(starts, ends, sample, first, s, M: tl.constexpr, N: tl.constexpr):
-    """Return the range of keys that a block of queries attends to, and from where on it needs a mask."""
+def _key_ranges(starts, ends, sample, first, s, key_start, e, M: tl.constexpr, N: tl.constexpr):
+    """Return the columns of keys that a block of queries attends to, and from where on it needs a mask."""
     if starts is None:
-        begin, full_end = 0, (first + 1) // N * N
+        begin, full_end = 0, _row(first + 1, key_start, e) // N * N
     else:
-        begin = tl.load(starts + sample.to(tl.int64) * s + first).to(tl.int32) // N * N
+        begin = tl.load(starts + sample.to(tl.int64) * s + first).to(tl.int32)
+        begin = _row(begin, key_start, e) // N * N
         full_end = begin
     end = tl.minimum(first + M, s)
     if ends is not None:
         end = tl.load(ends + sample.to(tl.int64) * s + end - 1).to(tl.int32)
-    return begin, full_end, end
+    return begin, full_end, _row(end, key_start, e)
 
 
 @triton.jit
@@ -190,12 +196,13 @@ def _kept(
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def forward_kernel(
     q, k, v, out, log_sums, slopes, starts, ends, samples, q_strides, k_strides, v_strides, out_strides,
-    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, num_keys, key_start, scale, cap,
+    key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Compute o ``[b, n, m, d]`` and L ``[b, n, m]`` of a block of queries; grid (m/M, n, b)."""
-    m = s if start is None else num_queries
+    m, e = s if start is None else num_queries, s if key_start is None else num_keys
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # start the blocks with the most keys first
     head, sample = tl.program_id(1), tl.program_id(2)
     row = block * M
@@ -203,29 +210,34 @@ def forward_kernel(
     queries = (first + tl.arange(0, M))[:, None]
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
     q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], row, m, d, M, D)
-    first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
-    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
+    first_keys = _first_keys(starts, sample, first, s, M)
+    end_keys = _end_keys(ends, sample, first, s, key_start, e, M)
+    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, key_start, e, M, N)
     largest, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for masked in tl.static_range(0 if starts is None else 1, 2):
-        for first_key in range(full_end if masked else begin, end if masked else full_end, N):
+        for column in range(full_end if masked else begin, end if masked else full_end, N):
+            first_key = _position(column, key_start)
             keys = (first_key + tl.arange(0, N))[None, :]
-            k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
+            k_block = _load_rows(k_head, k_strides[2], column, e, d, N, D)
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             x = _scores(products, queries, keys, scale, cap, slopes, head)  # [M, N]
             if masked:
                 x = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), x, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(x, 1))
             shift = new_largest
-            if starts is not None:  # a query has no key yet if its document starts after these keys
+            # A query has no key yet if its document starts after these keys, or no key of the others.
+            if starts is not None or key_start is not None:
                 shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             p, correction = tl.exp2(x - shift[:, None]), tl.exp2(largest - shift)
             total, largest = total * correction + tl.sum(p, 1), new_largest
             if samples is not None:
                 kept = _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)
                 p = tl.where(kept, p, 0.0)
-            v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
+            v_block = _load_rows(v_head, v_strides[2], column, e, d, N, D)
             acc = tl.dot(p.to(v_block.dtype), v_block, acc * correction[:, None], input_precision=PRECISION)
+    if key_start is not None:
+        total = tl.where(largest == float("-inf"), 1.0, total)  # of no key: 0 / 1 and -inf + log 1
     acc = acc * (factor / total)[:, None]
     _store_rows(_head(out, out_strides, sample, head), out_strides[2], row, m, acc, d, M, D)
     rows = row + tl.arange(0, M)
@@ -250,21 +262,23 @@ def delta_kernel(
 def key_gradients_kernel(
     q, k, v, grad, grad_k, grad_v, log_sums, delta, slopes, starts, ends, query_ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_k_strides, grad_v_strides,
-    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, num_keys, key_start, scale, cap,
+    key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv ``[b, g, s, d]`` of a block of keys, over all r query heads; grid (s/N, g, b).
+    """Compute dk and dv ``[b, g, e, d]`` of a block of keys, over all r query heads; grid (e/N, g, b).
 
     One of `grad_k` and `grad_v` can be None. Only the other one is then computed.
 
     Scores are transposed, ``[N, M]``, so that P and dx are first factors of GEMMs and can stay in registers.
     """
-    m = s if start is None else num_queries
-    first_key, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
+    m, e = s if start is None else num_queries, s if key_start is None else num_keys
+    column, group, sample = tl.program_id(0) * N, tl.program_id(1), tl.program_id(2)
+    first_key = _position(column, key_start)
     keys = (first_key + tl.arange(0, N))[:, None]
-    k_block = _load_rows(_head(k, k_strides, sample, group), k_strides[2], first_key, s, d, N, D)
-    v_block = _load_rows(_head(v, v_strides, sample, group), v_strides[2], first_key, s, d, N, D)
+    k_block = _load_rows(_head(k, k_strides, sample, group), k_strides[2], column, e, d, N, D)
+    v_block = _load_rows(_head(v, v_strides, sample, group), v_strides[2], column, e, d, N, D)
     begin, full_begin, end = _row_ranges(starts, ends, query_ends, sample, first_key, s, m, start, M, N)
     sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     for head in range(group * r, group * r + r):
@@ -282,7 +296,7 @@ def key_gradients_kernel(
                 )  # [N, M]
                 p = tl.exp2(x - log_sum[None, :])
                 if masked:
-                    seen = keys < _end_keys(ends, sample, first, s, M)[None, :]
+                    seen = keys < _end_keys(ends, sample, first, s, key_start, e, M)[None, :]
                     if starts is not None:
                         seen &= keys >= _first_keys(starts, sample, first, s, M)[None, :]
                     p = tl.where(seen, p, 0.0)
@@ -303,22 +317,23 @@ def key_gradients_kernel(
                     sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
     if grad_k is not None:
         grad_k_head = _head(grad_k, grad_k_strides, sample, group)
-        _store_rows(grad_k_head, grad_k_strides[2], first_key, s, sum_k * scale, d, N, D)
+        _store_rows(grad_k_head, grad_k_strides[2], column, e, sum_k * scale, d, N, D)
     if grad_v is not None:
         grad_v_head = _head(grad_v, grad_v_strides, sample, group)
-        _store_rows(grad_v_head, grad_v_strides[2], first_key, s, sum_v * factor, d, N, D)
+        _store_rows(grad_v_head, grad_v_strides[2], column, e, sum_v * factor, d, N, D)
 
 
 @triton.jit(do_not_specialize=["key", "base", "threshold"])
 def query_gradients_kernel(
     q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples,
     q_strides, k_strides, v_strides, grad_strides, grad_q_strides,
-    n, r, s, num_queries, start, scale, cap, key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
+    n, r, s, num_queries, start, num_keys, key_start, scale, cap,
+    key: tl.int64, base: tl.int64, threshold: tl.uint32, factor,
     d: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Compute dq ``[b, n, m, d]`` of a block of queries; grid (m/M, n, b)."""
-    m = s if start is None else num_queries
+    m, e = s if start is None else num_queries, s if key_start is None else num_keys
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # start the blocks with the most keys first
     first = _position(row, start)
     head, sample = tl.program_id(1), tl.program_id(2)
@@ -329,19 +344,21 @@ def query_gradients_kernel(
     of_head = (sample.to(tl.int64) * n + head) * m
     log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
     deltas = tl.load(delta + of_head + rows, mask=rows < m, other=0.0)
-    first_keys, end_keys = _first_keys(starts, sample, first, s, M), _end_keys(ends, sample, first, s, M)
-    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, M, N)
+    first_keys = _first_keys(starts, sample, first, s, M)
+    end_keys = _end_keys(ends, sample, first, s, key_start, e, M)
+    begin, full_end, end = _key_ranges(starts, ends, sample, first, s, key_start, e, M, N)
     sum_q = tl.zeros([M, D], tl.float32)
     for masked in tl.static_range(0 if starts is None else 1, 2):
-        for first_key in range(full_end if masked else begin, end if masked else full_end, N):
+        for column in range(full_end if masked else begin, end if masked else full_end, N):
+            first_key = _position(column, key_start)
             keys = (first_key + tl.arange(0, N))[None, :]
-            k_block = _load_rows(k_head, k_strides[2], first_key, s, d, N, D)
+            k_block = _load_rows(k_head, k_strides[2], column, e, d, N, D)
             products = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
             x = _scores(products, _position(rows, start)[:, None], keys, scale, cap, slopes, head)  # [M, N]
             p = tl.exp2(x - log_sum[:, None])
             if masked:
                 p = tl.where((keys < end_keys[:, None]) & (keys >= first_keys[:, None]), p, 0.0)
-            v_block = _load_rows(v_head, v_strides[2], first_key, s, d, N, D)
+            v_block = _load_rows(v_head, v_strides[2], column, e, d, N, D)
             weight_grads = tl.dot(grad_block, tl.trans(v_block), input_precision=PRECISION)
             if samples is not None:
                 kept = _kept(first, first_key, s, key, base, samples, sample, head, threshold, M, N, ALIGNED)

@@ -20,7 +20,7 @@ from megalite.config import ModelConfig
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
-from megalite.model.attention_block import FlashBlocks, PlainBlocks
+from megalite.model.attention_block import FlashBlocks, PlainBlocks, TritonBlocks
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.blockwise_attention import Blocking
 from megalite.model.flex_attention import FlexCore
@@ -226,8 +226,6 @@ def _flex_refusal(case: Case) -> str:
 
 
 def _triton_refusal(case: Case) -> str:
-    if case.context.has_ring:
-        return _RING
     if case.config.qk_clip:
         return _MAXIMA
     if case.device == "cpu":
@@ -251,6 +249,12 @@ def _lacks(case: Case) -> str:
     return ""
 
 
+def _build_triton(config: ModelConfig, context: LayerContext) -> AttentionCore:
+    if context.has_ring:
+        return RingCore(config, context, TritonBlocks())
+    return TritonCore(config, context)
+
+
 def _build_unfused(config: ModelConfig, context: LayerContext) -> AttentionCore:
     if context.has_ring:
         return RingCore(config, context, PlainBlocks(Blocking.for_device(context.device, context.dtype)))
@@ -263,7 +267,7 @@ BACKENDS: Mapping[str, Backend] = {
     "efficient": _sdpa(_EFFICIENT),
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
     "flex": Backend(FlexCore, _flex_refusal),
-    "triton": Backend(TritonCore, _triton_refusal),
+    "triton": Backend(_build_triton, _triton_refusal),
     "unfused": Backend(_build_unfused, lambda case: ""),
 }
 """All backends by name."""
@@ -280,7 +284,7 @@ def preference(case: Case) -> tuple[str, ...]:
     is measured. Device meta is treated as a GPU.
     """
     if case.context.has_ring:
-        return "flash", "unfused"
+        return "flash", "triton", "unfused"
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
         is_faster = case.context.dtype == torch.bfloat16 or (case.has_bias and is_long)

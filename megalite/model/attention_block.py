@@ -9,14 +9,16 @@ d' size of values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
 from megalite.kernels.dropout import dropout
+from megalite.kernels.flash_attention import attend_keys, attend_keys_backward
 from megalite.model.blockwise_attention import Blocking
 from megalite.torch_private import (
     cpu_attention,
@@ -27,10 +29,18 @@ from megalite.torch_private import (
 
 
 class Block(NamedTuple):
-    """Holds the sample positions of consecutive queries and keys."""
+    """Holds the sample positions of queries and keys: consecutive ones, unless slices are joined.
+
+    Positions between two joined slices are those of other ranks.
+    """
 
     queries: range
     keys: range
+
+    @staticmethod
+    def around(queries: Sequence[range], keys: Sequence[range]) -> Block:
+        """Return the block from the first to the last position of some slices, in their order."""
+        return Block(*(range(runs[0].start, runs[-1].stop) for runs in (queries, keys)))
 
     def seen(self, softmax: CausalSoftmax) -> range:
         """Return the keys that some query may see, as far as the host knows: documents do not narrow it."""
@@ -58,7 +68,15 @@ class Block(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Interface of the functions that compute a block."""
+    """Interface of the functions that compute a block.
+
+    Attributes:
+        joins_slices: whether a block has all queries and keys of a step, instead of one slice of each. This
+            is for causal attention without other masks: either no key of the block is later than a query,
+            or queries and keys are the same tokens in their order.
+    """
+
+    joins_slices: bool
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
@@ -97,9 +115,15 @@ class MergedAttention(NamedTuple):
     log_sums: Tensor
     deltas: Tensor
 
+    def rows(self, rows: slice) -> MergedAttention:
+        """Return the results of some of the queries."""
+        return MergedAttention(*(x[:, :, rows] for x in self))
+
 
 class PlainBlocks:
     """Computes blocks in plain PyTorch: all masks, biases, dropout, dtypes and devices."""
+
+    joins_slices = False
 
     def __init__(self, blocking: Blocking) -> None:
         self.blocking = blocking
@@ -150,9 +174,11 @@ class PlainBlocks:
 class FlashBlocks:
     """Computes blocks in PyTorch's kernel of FlashAttention.
 
-    The keys of a block are the queries' own or all earlier ones, of the same document. There are no windows,
-    ALiBi, caps or dropout.
+    There are no windows, ALiBi, caps or dropout, and a block has tokens of one document. In samples of one
+    document, one call computes all blocks of a step.
     """
+
+    joins_slices = True
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
@@ -174,18 +200,48 @@ class FlashBlocks:
             grads = cpu_attention_backward(*arguments, 0.0, is_causal, scale=scale)
         else:  # the empty tensors are of samples without padding, and the state of a dropout that is off
             none, state = q.new_empty(0, dtype=torch.int32), q.new_zeros(2, dtype=torch.uint64)
-            lengths = none, none, len(block.queries), len(block.keys)
+            lengths = none, none, q.shape[2], k.shape[2]
             grads = flash_attention_backward(
                 *arguments, *lengths, 0.0, is_causal, state, q.new_zeros(()), scale=scale
             )
         return grads
 
 
+class TritonBlocks:
+    """Computes blocks in our Triton kernels: all masks, biases and dropout, on a GPU."""
+
+    joins_slices = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a block; see `Blocks`."""
+        padded, size = _of_one_size(q, k, v), v.shape[3]
+        out, log_sums = attend_keys(*padded, softmax, block.queries.start, block.keys.start)
+        return out[..., :size].to(log_sums.dtype), log_sums
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention, block: Block, softmax: CausalSoftmax
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
+        grad, out, *padded = _of_one_size(whole.grad, whole.out, q, k, v)
+        sums, starts = whole.log_sums.contiguous(), (block.queries.start, block.keys.start)
+        grads = attend_keys_backward(grad, *padded, out, sums, softmax, *starts)
+        of_q, of_k, of_v = (x[..., : like.shape[3]] for x, like in zip(grads, (q, k, v), strict=True))
+        return of_q, of_k, of_v
+
+
+def _of_one_size(*heads: Tensor) -> list[Tensor]:
+    """Return heads ``[b, n, m, d]`` padded with zeros to the largest size."""
+    size = max(x.shape[3] for x in heads)
+    return [x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3])) for x in heads]
+
+
 def merge_(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     """Merge the results of another block into `out` and `log_sums`."""
     total = torch.logaddexp(log_sums, more_sums)
     finite = total.clamp(min=_LEAST)  # of queries that see no key in both blocks
-    out.mul_((log_sums - finite).exp_()[..., None]).add_(more * (more_sums - finite).exp_()[..., None])
+    out.mul_((log_sums - finite).exp_()[..., None]).addcmul_(more, (more_sums - finite).exp_()[..., None])
     log_sums.copy_(total)
 
 

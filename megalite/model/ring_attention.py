@@ -13,9 +13,10 @@ those of one tensor-parallel rank. Values may have heads of another size, d'.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +33,6 @@ from megalite.model.attention_block import Block, Blocks, MergedAttention, merge
 from megalite.model.attention_core import SoftmaxCore
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
-
-KeysAndValues = dict[int, tuple[Tensor, Tensor]]
-"""Keys ``[b, g, tokens, d]`` and values ``[b, g, tokens, d']`` of slices, by the numbers of the slices."""
 
 
 class RingStep(NamedTuple):
@@ -55,10 +53,30 @@ class RingStep(NamedTuple):
     blocks: tuple[tuple[int, int], ...]
     positions: tuple[range, ...]
 
-    @property
-    def lengths_received(self) -> dict[int, int]:
-        """Return the numbers of tokens of the received slices."""
-        return {number: len(self.positions[number]) for number in self.received}
+    def groups(self, joins_slices: bool) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield slices of queries and of keys that are computed together: those of one block, or of all."""
+        if joins_slices and self.blocks:
+            queries, keys = zip(*self.blocks, strict=True)
+            yield tuple(sorted(set(queries))), tuple(sorted(set(keys)))
+            return
+        for i, j in self.blocks:
+            yield (i,), (j,)
+
+
+class BlockCall(NamedTuple):
+    """Describes one computation of a step.
+
+    Attributes:
+        slices: slices of queries.
+        rows: tokens of the queries among those of this rank.
+        columns: tokens of the keys among the received ones.
+        block: positions of both.
+    """
+
+    slices: tuple[int, ...]
+    rows: slice
+    columns: slice
+    block: Block
 
 
 @cache
@@ -147,49 +165,79 @@ class Ring(NamedTuple):
         """Return the positions of this rank's slices."""
         return [run.positions for run in self.held.ranks[self.cp.rank]]
 
-    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the slices of a rank's ``[b, n, s/cp, ...]``."""
-        return x.split([len(run) for run in self.runs], dim=2)
+    @property
+    def rows(self) -> list[slice]:
+        """Return the tokens of each of this rank's slices, among those of this rank."""
+        return _consecutive(self.runs)
 
-    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, KeysAndValues]]:
-        """Yield the steps with the keys and values of each received slice.
+    def calls(self, step: RingStep) -> Iterator[BlockCall]:
+        """Yield the computations of a step."""
+        runs, rows = self.runs, self.rows
+        received = [step.positions[number] for number in step.received]
+        columns = dict(zip(step.received, _consecutive(received), strict=True))
+        joins_slices = self.blocks.joins_slices and self.softmax.visible.deals is None
+        for queries, keys in step.groups(joins_slices):
+            block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
+            yield BlockCall(
+                queries, _span([rows[i] for i in queries]), _span([columns[j] for j in keys]), block
+            )
+
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
+        """Yield the steps with the keys and values of the received slices, ``[b, g, e, d or d']``.
 
         The messages of a step run while the caller computes the step before.
         """
-        own = dict(enumerate(zip(self.parts(k), self.parts(v), strict=True)))
-        steps, pending = self.steps, None
+        steps, sizes = self.steps, (k.shape[3], v.shape[3])
+        of_token = k.shape[0] * k.shape[1] * sum(sizes)
+        pending = None
         for step, following in zip(steps, (*steps[1:], None), strict=True):
-            arrived = own if pending is None else _unpacked(pending.wait(), step.lengths_received, k, v)
+            arrived = (k, v) if pending is None else _unpacked(pending.wait(), k, sizes)
             pending = None
             if following is not None:
-                packed = _packed([own[number] for number in following.sent], k)
-                num_elements = sum(following.lengths_received.values()) * _elements_of_token(k, v)
-                pending = start_shift(packed, num_elements, following.distance, self.cp, of="keys and values")
+                rows = [self.rows[number] for number in following.sent]
+                packed = _packed(_taken(k, rows), _taken(v, rows))
+                num_tokens = sum(len(following.positions[number]) for number in following.received)
+                pending = start_shift(
+                    packed, num_tokens * of_token, following.distance, self.cp, of="keys and values"
+                )
             yield step, arrived
 
 
-def _packed(pairs: Sequence[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
-    """Return pairs of a slice's keys and values in one flat tensor, of the dtype of `like`."""
-    flat = [torch.cat(pair, dim=3).to(like.dtype).flatten() for pair in pairs]
-    return torch.cat(flat) if flat else like.new_empty(0)
+def _consecutive(runs: Sequence[range]) -> list[slice]:
+    """Return the places of the tokens of some runs, if they follow each other."""
+    ends = list(accumulate(map(len, runs), initial=0))
+    return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def _unpacked(flat: Tensor, lengths: Mapping[int, int], k: Tensor, v: Tensor) -> KeysAndValues:
-    """Return what `_packed` packed, by the numbers of the slices.
+def _span(slices: Sequence[slice]) -> slice:
+    """Return slices that follow each other as one."""
+    return slice(slices[0].start, slices[-1].stop)
+
+
+def _taken(x: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Return some tokens of ``[b, g, e, d]``, without a copy if they follow each other."""
+    if not slices:
+        return x[:, :, :0]
+    if all(one.stop == following.start for one, following in pairwise(slices)):
+        return x[:, :, _span(slices)]
+    return torch.cat([x[:, :, each] for each in slices], dim=2)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Return keys and values of the same tokens in one flat tensor."""
+    return torch.cat((k, v), dim=3).flatten()
+
+
+def _unpacked(flat: Tensor, k: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return what `_packed` packed.
 
     Args:
-        lengths: tokens of each slice, by its number.
-        k, v: keys and values of a rank, ``[b, g, s/cp, d]`` and ``[b, g, s/cp, d']``.
+        k: keys of some tokens of as many samples and heads.
+        sizes: size of a head of keys, and of values.
     """
-    sizes = k.shape[3], v.shape[3]
-    parts = flat.split([length * _elements_of_token(k, v) for length in lengths.values()])
-    shaped = (part.view(*k.shape[:2], -1, sum(sizes)) for part in parts)
-    return {number: part.split(sizes, dim=3) for number, part in zip(lengths, shaped, strict=True)}
-
-
-def _elements_of_token(k: Tensor, v: Tensor) -> int:
-    """Return the elements of keys and values at one position of the samples."""
-    return k.shape[:2].numel() * (k.shape[3] + v.shape[3])
+    whole = flat.view(*k.shape[:2], -1, sum(sizes))
+    keys, values = whole.split(sizes, dim=3)
+    return keys, values
 
 
 class _RingAttention(torch.autograd.Function):
@@ -214,17 +262,20 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Return the output ``[b, n, s/cp, d']`` without sinks and the logarithms of the sums, at least fp32."""
-    results: dict[int, tuple[Tensor, Tensor]] = {}
-    queries, runs = ring.parts(q), ring.runs
-    for step, arrived in ring.arriving(k, v):
-        for i, j in step.blocks:
-            block = Block(runs[i], step.positions[j])
-            result = ring.blocks.forward(queries[i], *arrived[j], block, ring.softmax)
-            if i in results:
-                merge_(*results[i], *result)
-            else:
-                results[i] = result
-    outs, log_sums = zip(*(results[i] for i in range(len(queries))), strict=True)
+    results: dict[int, tuple[Tensor, Tensor]] = {}  # of each slice of queries
+    for step, (keys, values) in ring.arriving(k, v):
+        for slices, rows, columns, block in ring.calls(step):
+            found = ring.blocks.forward(
+                q[:, :, rows], keys[:, :, columns], values[:, :, columns], block, ring.softmax
+            )
+            lengths = [len(ring.runs[i]) for i in slices]
+            parts = zip(*(x.split(lengths, dim=2) for x in found), strict=True)
+            for i, result in zip(slices, parts, strict=True):
+                if i in results:
+                    merge_(*results[i], *result)
+                else:
+                    results[i] = result
+    outs, log_sums = zip(*(results[i] for i in sorted(results)), strict=True)
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
 
@@ -232,56 +283,56 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's queries, keys and values."""
-    deltas = (grad.to(log_sums.dtype) * out).sum(-1)
-    whole = [
-        MergedAttention(*parts) for parts in zip(*map(ring.parts, (grad, out, log_sums, deltas)), strict=True)
-    ]
-    queries, runs = ring.parts(q), ring.runs
-    sums = tuple(torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
-    grad_q, own = ring.parts(sums[0]), dict(enumerate(zip(*map(ring.parts, sums[1:]), strict=True)))
-    returning: tuple[RingStep, Pending] | None = None
-    for step, arrived in ring.arriving(k, v):
-        of_step = own if step.distance == 0 else _zeros(arrived, log_sums.dtype)
-        for i, j in step.blocks:
-            block = Block(runs[i], step.positions[j])
-            found = ring.blocks.backward(queries[i], *arrived[j], whole[i], block, ring.softmax)
-            for total, more in zip((grad_q[i], *of_step[j]), found, strict=True):
-                total += more
-        _add_returned(returning, sums[1:], ring)
-        returning = (step, _start_return(of_step, step, k, v, ring)) if step.distance else None
-    _add_returned(returning, sums[1:], ring)
-    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+    whole = MergedAttention(grad, out, log_sums, (grad.to(log_sums.dtype) * out).sum(-1))
+    grad_q, *own = (torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
+    returning: tuple[list[slice], Pending] | None = None
+    for step, (keys, values) in ring.arriving(k, v):
+        of_step = (
+            [torch.zeros_like(x, dtype=log_sums.dtype) for x in (keys, values)] if step.distance else own
+        )
+        for _, rows, columns, block in ring.calls(step):
+            found = ring.blocks.backward(
+                q[:, :, rows],
+                keys[:, :, columns],
+                values[:, :, columns],
+                whole.rows(rows),
+                block,
+                ring.softmax,
+            )
+            grad_q[:, :, rows] += found[0]
+            for total, more in zip(of_step, found[1:], strict=True):
+                total[:, :, columns] += more
+        _add_returned(returning, own)
+        returning = _start_return(of_step, step, k, ring) if step.distance else None
+    _add_returned(returning, own)
+    return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
 
-def _zeros(pairs: KeysAndValues, dtype: torch.dtype) -> KeysAndValues:
-    """Return zeros in the shapes of keys and values."""
-    return {
-        number: (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
-        for number, (k, v) in pairs.items()
-    }
+def _start_return(
+    gradients: Sequence[Tensor], step: RingStep, k: Tensor, ring: Ring
+) -> tuple[list[slice], Pending]:
+    """Start to send gradients of received keys and values back to the rank that holds these.
 
-
-def _start_return(gradients: KeysAndValues, step: RingStep, k: Tensor, v: Tensor, ring: Ring) -> Pending:
-    """Start to send the gradients of received slices back to the rank that holds these."""
-    packed = _packed([gradients[number] for number in step.received], k)
-    num_elements = sum(len(ring.runs[number]) for number in step.sent) * _elements_of_token(k, v)
-    return start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
-
-
-def _add_returned(returning: tuple[RingStep, Pending] | None, sums: Sequence[Tensor], ring: Ring) -> None:
-    """Add the gradients that another rank sends back to those of this rank's slices.
-
-    Args:
-        sums: gradients of this rank's keys and values.
+    Returns:
+        This rank's tokens that another rank received, and the message with their gradients.
     """
+    packed = _packed(*(x.to(k.dtype) for x in gradients))
+    sent = [ring.rows[number] for number in step.sent]
+    num_tokens = sum(rows.stop - rows.start for rows in sent)
+    num_elements = k.shape[:2].numel() * num_tokens * sum(x.shape[3] for x in gradients)
+    return sent, start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
+
+
+def _add_returned(returning: tuple[list[slice], Pending] | None, own: Sequence[Tensor]) -> None:
+    """Add the gradients that another rank sends back to those of this rank's keys and values."""
     if returning is None:
         return
-    step, pending = returning
-    own = list(zip(*map(ring.parts, sums), strict=True))
-    lengths = {number: len(ring.runs[number]) for number in step.sent}
-    for number, pair in _unpacked(pending.wait(), lengths, *sums).items():
-        for total, more in zip(own[number], pair, strict=True):
-            total += more
+    sent, pending = returning
+    sizes = own[0].shape[3], own[1].shape[3]
+    lengths = [rows.stop - rows.start for rows in sent]
+    for total, returned in zip(own, _unpacked(pending.wait(), own[0], sizes), strict=True):
+        for rows, more in zip(sent, returned.split(lengths, dim=2), strict=True):
+            total[:, :, rows] += more
 
 
 class RingCore(SoftmaxCore):

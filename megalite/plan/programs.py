@@ -86,10 +86,11 @@ def own_program(
     """
     has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
     fits_triton = model.params_dtype != "fp64" and not is_large
-    can_run_triton = gpu.has_triton and fits_triton and not has_ring
+    can_run_triton = gpu.has_triton and fits_triton
     is_written_out = model.attention_backend in ("unfused", "local") or is_large
     is_written_out |= has_dropout and not can_run_triton
-    is_written_out |= has_ring and (has_documents or not _has_flash_blocks(model))
+    if has_ring and not can_run_triton:
+        is_written_out |= has_documents or not _has_flash_blocks(model)
     has_cudnn = model.attention_backend not in ("flash", "efficient") and not has_ring
     return Program(
         fused_attention=not is_written_out,

@@ -9,9 +9,11 @@ from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.test_flash_attention import (
     CASES,
     DTYPES,
+    SLICED,
     Case,
     assert_close,
     computed,
+    computed_by_slices,
     expected,
     inputs,
     zeros_of_weights,
@@ -45,6 +47,14 @@ def test_equals_the_formula(case: Case, dtype: torch.dtype) -> None:
     assert_close(results, expected(case, parts), dtype)
     again = computed(case, parts)
     assert all(torch.equal(x, y) for x, y in zip(results, again, strict=True))  # no sum is atomic
+
+
+@pytest.mark.parametrize(
+    "case", [*SLICED.values(), Case(700, d=128, n=4, g=2, documents=True, p=0.1)], ids=[*SLICED, "long"]
+)
+def test_slices_of_keys_merge_to_the_formula(case: Case) -> None:
+    parts = inputs(case, torch.float32, "cuda")
+    assert_close(computed_by_slices(case, parts), expected(case, parts), torch.float32)
 
 
 @pytest.mark.parametrize("s", [201, 256])

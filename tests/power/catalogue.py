@@ -690,10 +690,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
         ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
-         instead(lambda returning, *_: returning and returning[1].wait())),
-        ("slices of keys arrive in another order", "cp4+p2p", ring_attention, "_unpacked",
-         lambda original, _: lambda flat, lengths, *rest: original(
-             flat, dict(reversed(lengths.items())), *rest)),
+         instead(lambda returning, own: returning and returning[1].wait())),
+        ("keys of a ring arrive one token later than their values", "cp4+p2p", ring_attention, "_unpacked",
+         after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",

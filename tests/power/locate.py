@@ -110,7 +110,7 @@ PLACES: dict[str, tuple[str, str]] = {
     "rotary positions of zigzag slices are consecutive": (REACHED, WHOLE),
     "hidden states of zigzag slices have consecutive positions": (r"output of embedding\.position", WHOLE),
     "results of a ring are merged without their weights": (ATTEND, WHOLE),
-    "slices of keys arrive in another order": (ATTEND, "(send|receive) over cp"),
+    "keys of a ring arrive one token later than their values": (ATTEND, "(send|receive) over cp"),
     "sinks of a ring count twice": (ATTEND, WHOLE),
     "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
     "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),

@@ -18,6 +18,8 @@ from megalite.distributed.topology import Topology
 from megalite.document_deal import deal_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
+from megalite.model.attention_block import TritonBlocks
+from megalite.model.ring_attention import RingCore
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -103,11 +105,17 @@ def _documents(case: Case) -> Tensor | None:
     return torch.stack(ids) if case.has_documents else None
 
 
-def _attend(topology: Topology, name: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens."""
+def _attend(topology: Topology, name: str, dtype: torch.dtype, of_triton: bool = False) -> list[Tensor]:
+    """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens.
+
+    Args:
+        of_triton: compute blocks with the operator of a GPU's kernels, which is plain PyTorch on a CPU.
+    """
     case = CASES[name]
     context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type="p2p")
     core, own = build_core(case.config, context), topology.positions
+    if of_triton and isinstance(core, RingCore):
+        core.blocks = TritonBlocks()
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
@@ -123,8 +131,10 @@ def _ranks(num_ranks: int, *arguments: Any) -> list[list[Tensor]]:
     return run_ranks(_attend_all, mesh, num_ranks, *arguments)
 
 
-def _attend_all(topology: Topology, names: list[str], dtype: torch.dtype) -> list[list[Tensor]]:
-    return [_attend(topology, name, dtype) for name in names]
+def _attend_all(
+    topology: Topology, names: list[str], dtype: torch.dtype, of_triton: bool = False
+) -> list[list[Tensor]]:
+    return [_attend(topology, name, dtype, of_triton) for name in names]
 
 
 def _joined(ranks: list[list[Tensor]]) -> list[Tensor]:
@@ -141,11 +151,13 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_kind_of_attention_is_that_of_one_rank(num_ranks: int, one_rank: Topology) -> None:
+@pytest.mark.parametrize(("num_ranks", "of_triton"), [(2, False), (3, False), (4, False), (2, True)], ids=str)
+def test_every_kind_of_attention_is_that_of_one_rank(
+    num_ranks: int, of_triton: bool, one_rank: Topology
+) -> None:
     names = list(CASES)
     expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
-    ranks = _ranks(num_ranks, names, torch.float64)
+    ranks = _ranks(num_ranks, names, torch.float64, of_triton)
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name

@@ -6,6 +6,7 @@ cases on a GPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import NamedTuple
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
-from megalite.kernels.flash_attention import BLACKWELL_SIZES, SMALL_SIZES, different_sizes, padded
+from megalite.kernels.flash_attention import (
+    BLACKWELL_SIZES,
+    SMALL_SIZES,
+    attend_keys,
+    attend_keys_backward,
+    different_sizes,
+    padded,
+)
 from megalite.model.blockwise_attention import Blocking, attend
 from tests.unit.kernels.test_softmax import expected_weights
 
@@ -136,6 +144,45 @@ def expected(case: Case, parts: list[Tensor]) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
 
 
+SLICED = {
+    "causal": Case(50),
+    "whole blocks": Case(128, n=4),
+    "capped": Case(70, cap=0.8, alibi=True, n=4),
+    "window": Case(70, window=7),
+    "documents": Case(70, documents=True),
+    "documents in small heads": Case(61, d=8, n=3, g=1, documents=True),
+    "both sides": Case(70, n=4, alibi=True, documents=True, both_sides=True, p=0.3),
+    "dropout, rows of four": Case(96, p=0.3),
+    "some queries": Case(70, documents=True, queries=slice(11, 50)),
+    "some queries, all": Case(
+        70, d=40, n=4, alibi=True, documents=True, window=11, p=0.3, cap=1.5, queries=slice(9, 52)
+    ),
+}
+"""Cases in which a call has a slice of the keys."""
+
+
+def computed_by_slices(case: Case, parts: list[Tensor]) -> list[Tensor]:
+    """The output and gradients of `computed`, merged from three slices of the keys."""
+    q, k, v, grad = parts
+    softmax, first = softmax_of(case, str(grad.device)), case.queries.start or 0
+    bounds = [0, case.s // 4, case.s // 2 + 3, case.s]
+    slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    keys = [(k[:, :, each], v[:, :, each]) for each in slices]
+    found = [
+        attend_keys(q, *pair, softmax, first, each.start) for pair, each in zip(keys, slices, strict=True)
+    ]
+    for out, log_sums in found:
+        assert not out[log_sums.isneginf()].any()
+    log_sums = torch.stack([each for _, each in found]).logsumexp(0)
+    out = sum(out.double() * (each - log_sums).exp()[..., None] for out, each in found).to(q.dtype)  # type: ignore[union-attr]
+    grads = [
+        attend_keys_backward(grad, q, *pair, out, log_sums, softmax, first, each.start)
+        for pair, each in zip(keys, slices, strict=True)
+    ]
+    of_q, of_k, of_v = zip(*grads, strict=True)
+    return [out, sum(x.double() for x in of_q).to(q.dtype), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)]  # type: ignore[union-attr]
+
+
 def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
     names = ("output", "q", "k", "v", "sinks")[: len(references)]
     for name, result, reference in zip(names, results, references, strict=True):
@@ -163,6 +210,24 @@ def zeros_of_weights(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor]:
 def test_equals_the_formula(case: Case, dtype: torch.dtype) -> None:
     parts = inputs(case, dtype)
     assert_close(computed(case, parts), expected(case, parts), dtype)
+
+
+@pytest.mark.parametrize("case", SLICED.values(), ids=SLICED)
+def test_slices_of_keys_merge_to_the_formula(case: Case) -> None:
+    parts = inputs(case, torch.float32)
+    assert_close(computed_by_slices(case, parts), expected(case, parts), torch.float32)
+
+
+def test_a_query_that_sees_no_key_of_a_slice_adds_nothing() -> None:
+    case = Case(50, queries=slice(10, 20))
+    q, k, v, grad = inputs(case, torch.float32)
+    keys, softmax = (k[:, :, 15:], v[:, :, 15:]), softmax_of(case)
+    out, log_sums = attend_keys(q, *keys, softmax, 10, 15)
+    assert torch.equal(log_sums.isneginf(), (torch.arange(10, 20) < 15).expand_as(log_sums))
+    assert not out[:, :, :5].any()
+    of_q, of_k, of_v = attend_keys_backward(grad, q, *keys, out, log_sums.clamp_min(-9.0), softmax, 10, 15)
+    assert not of_q[:, :, :5].any()
+    assert not any(x[:, :, 5:].any() for x in (of_k, of_v))
 
 
 @pytest.mark.parametrize("s", [37, 40])

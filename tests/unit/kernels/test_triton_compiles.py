@@ -30,7 +30,7 @@ RECURRENCES = [(128, 128, True), (256, 256, True), (128, 64, False)]
 BERT = "dropout, documents, both sides"
 
 
-@pytest.mark.parametrize("options", [f"{ALL}, caps", BERT, f"{ALL}, slice"])
+@pytest.mark.parametrize("options", [f"{ALL}, caps", BERT, f"{ALL}, slice", f"{ALL}, keys", "keys"])
 @pytest.mark.parametrize(
     ("seq_length", "num_heads", "num_groups", "head_dim"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megalite.config.presets import PRESETS
@@ -33,14 +35,17 @@ def test_ranks_of_a_causal_ring_compute_the_same_number_of_blocks(num_ranks: int
 
 
 @pytest.mark.parametrize(
-    ("preset", "has_documents", "is_fused"),
-    [("llama3-8b", False, True), ("llama3-8b", True, False), ("gemma3-1b", False, False)],
+    ("preset", "has_documents", "needs_triton"),
+    [("llama3-8b", False, False), ("llama3-8b", True, True), ("gemma3-1b", False, True)],
 )
 def test_a_ring_is_planned_with_the_kernels_of_its_blocks(
-    preset: str, has_documents: bool, is_fused: bool
+    preset: str, has_documents: bool, needs_triton: bool
 ) -> None:
     model, gpu = PRESETS[preset], GPUS["h100-80"]
-    program = own_program(model, gpu, has_ring=True, has_documents=has_documents)
-    assert (program.fused_attention, program.cudnn_attention) == (is_fused, False)
+    for has_triton in (False, True):
+        case = {"has_documents": has_documents}
+        program = own_program(model, replace(gpu, has_triton=has_triton), has_ring=True, **case)
+        assert program.fused_attention == (has_triton or not needs_triton)
+        assert not program.cudnn_attention
     alone = own_program(model, gpu, has_documents=has_documents)
     assert alone.fused_attention and alone.cudnn_attention
