@@ -9,6 +9,7 @@ and dropout draws from torch's generator instead of its tracker's.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ def _network(config: Config, topology: Topology) -> nn.Module:
     settings = TransformerConfig(**_settings(model), use_cpu_initialization=is_cpu)
     network = GPTModel(
         settings,
-        _layers(model.normalization),
+        _layers(model, settings),
         vocab_size=model.padded_vocab_size(1),
         max_sequence_length=model.num_positions,
         position_embedding_type=model.position_embedding_type,
@@ -93,27 +94,64 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
         "bf16": model.params_dtype == "bf16",
         "gradient_accumulation_fusion": False,  # of Apex
         "bias_dropout_fusion": True,
+        **(_expert_settings(model) if model.has_experts else {}),
     }
 
 
-def _layers(normalization: str) -> Any:
+def _expert_settings(model: ModelConfig) -> dict[str, Any]:
+    from megatron.core.transformer.moe import moe_utils  # type: ignore[import-untyped]
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # it reads the name without Transformer Engine too
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
+        "moe_layer_freq": [int(kind.has_experts) for kind in model.layer_kinds],
+    }
+
+
+def _layers(model: ModelConfig, settings: Any) -> Any:
     """Return the modules of its layers."""
     from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-untyped]
         HAVE_TE,
+        get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
 
+    if model.has_experts:
+        return get_gpt_decoder_block_spec(settings, HAVE_TE, normalization=model.normalization)
     if HAVE_TE:
         return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec(normalization=normalization)
+    return get_gpt_layer_local_spec(normalization=model.normalization)
+
+
+_OF_EXPERT = re.compile(
+    r"decoder\.(layers\.\d+\.mlp)\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight"
+)
+_ROUTER = re.compile(r"decoder\.(layers\.\d+\.mlp\.router\.weight)")
 
 
 @torch.no_grad()
 def _load(network: nn.Module, weights: dict[str, Tensor]) -> None:
     """Copy megalite's weights: they have the same shapes, and other names."""
     for name, parameter in network.named_parameters():
-        found = our_name(name)
-        assert found is not None, name
-        ours, layer = found
-        parameter.copy_(weights[ours.format(layer)].view_as(parameter))
+        parameter.copy_(_weight(name, weights).view_as(parameter))
+
+
+def _weight(name: str, weights: dict[str, Tensor]) -> Tensor:
+    """Return megalite's weight by the name that megatron-core gives to it."""
+    if expert := _OF_EXPERT.fullmatch(name):
+        matrix = {"fc1": "up", "fc2": "down"}[expert[3]]
+        return weights[f"{expert[1]}.{matrix}.weight"][int(expert[2])]
+    if router := _ROUTER.fullmatch(name):
+        return weights[router[1]]
+    found = our_name(name)
+    assert found is not None, name
+    ours, layer = found
+    return weights[ours.format(layer)]

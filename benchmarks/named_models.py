@@ -34,19 +34,27 @@ def _gpt(layers: int, hidden: int, heads: int) -> NamedModel:
     return NamedModel(replace(base, num_layers=layers, hidden_size=hidden, num_attention_heads=heads))
 
 
+_SMALL_LLAMA = replace(
+    PRESETS["llama-tiny"],
+    num_layers=6,
+    hidden_size=512,
+    num_attention_heads=8,
+    num_query_groups=4,
+    seq_length=512,
+    vocab_size=32000,
+)
 MODELS: Mapping[str, NamedModel] = {
     "small": NamedModel(
         ModelConfig(num_layers=6, hidden_size=512, num_attention_heads=8, seq_length=512, vocab_size=32000)
     ),
-    "small-llama": NamedModel(
+    "small-llama": NamedModel(_SMALL_LLAMA),
+    "small-experts": NamedModel(
         replace(
-            PRESETS["llama-tiny"],
-            num_layers=6,
-            hidden_size=512,
-            num_attention_heads=8,
-            num_query_groups=4,
-            seq_length=512,
-            vocab_size=32000,
+            _SMALL_LLAMA,
+            num_experts=8,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=704,
+            moe_router_load_balancing_type="none",  # it would be a term of the loss for some peers only
         )
     ),
     "gpt-0.1b": _gpt(12, 768, 12),
@@ -55,7 +63,7 @@ MODELS: Mapping[str, NamedModel] = {
     "gpt-7b": _gpt(32, 4096, 32),
     "bloom-20b-slice": NamedModel(replace(PRESETS["bloom-176b"], num_layers=8, num_attention_heads=32), tp=8),
 }
-"""`small` and `small-llama` are no published models: they are a CPU's."""
+"""`small` and the models beginning with `small-` are no published models: they are a CPU's."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -57,6 +57,8 @@ def compiled(config: Config, topology: Topology) -> Work:
 
 def transformers(config: Config, topology: Topology) -> Work:
     """Hugging Face's model of the family, with scaled_dot_product_attention."""
+    if config.model.has_experts:
+        raise LeftOutError("its experts have other names in memory than in its files")
     with packages("transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM
     theirs = hf_config_of(config.model) | {"torch_dtype": "float32"}

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> None:
         config = replace(config, data=replace(config.data, mock_data=True))
     if own.replay_routing and not config.model.has_experts:
         raise UserError("--replay-routing has no effect without experts (--num-experts): remove it")
+    if config.training.replay_routing_from is not None:
+        raise UserError("--replay-routing-from has no effect on a comparison: pass --replay-routing instead")
     layouts = layouts_named(own.layouts, config)
     if own.bisect:
         if own.worst is not None:

@@ -66,6 +66,11 @@ class LoggingConfig:
     log_experts_interval: int = 100
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
     file, TensorBoard and Weights & Biases. 0 records none."""
+    record_routing: str | None = None
+    """Write the experts of each token to this folder. A run in any layout replays them with
+    --replay-routing-from."""
+    record_routing_iterations: str | None = None
+    """With --record-routing: the iterations to record, for example 5:6. By default all."""
     wandb_project: str | None = None
     """Weights & Biases project to log to. It needs the package wandb."""
     wandb_exp_name: str | None = None
@@ -132,6 +137,13 @@ class LoggingConfig:
     def traced_iterations(self) -> range:
         """Return the iterations of --trace-pipeline, counted from 1; empty without it."""
         return iteration_range(self.trace_pipeline or "") or range(0)
+
+    def records_routing(self, iteration: int) -> bool:
+        """Return whether --record-routing records this iteration, counted from 1."""
+        text = self.record_routing_iterations
+        return self.record_routing is not None and (
+            text is None or iteration in (iteration_range(text) or ())
+        )
 
     @property
     def dashboard_interval(self) -> int:

@@ -33,7 +33,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.LOGGED: """
         initial_loss_scale train_iters train_samples eval_interval eval_iters
         check_for_nan_in_loss_and_grad check_for_spiky_loss spiky_loss_factor iterations_to_skip
-        ema_decay compile deterministic gemm_epilogues""",
+        ema_decay compile deterministic gemm_epilogues replay_routing_from""",
     OnResume.FREE: f"""
         {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
         layout calibration moe_imbalance
@@ -63,7 +63,7 @@ _NAMES: Mapping[OnResume, str] = {
         tensorboard_dir tensorboard_log_interval tensorboard_queue_size
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_optimizer_states_to_tensorboard log_layer_grad_norms_interval
-        log_experts_interval
+        log_experts_interval record_routing record_routing_iterations
         wandb_project wandb_exp_name wandb_save_dir
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
         profile_execution profile_name profile profile_step_start profile_step_end profile_repeat

@@ -81,6 +81,9 @@ class TrainingConfig:
     A difference ends the run. By default none."""
     iterations_to_skip: tuple[str, ...] = field(default=(), metadata=flags("--skip-train-iteration-range"))
     """Iterations whose samples are skipped without training, such as 120:125 (both included) or 130."""
+    replay_routing_from: str | None = None
+    """Send tokens to the experts in this folder of --record-routing. Iterations without recorded samples
+    route as usual."""
     hang_timeout: float | None = None
     """Seconds without progress before the watchdog writes a report and ends the run; 0 turns it off. By
     default half of --distributed-timeout-minutes."""

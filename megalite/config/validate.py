@@ -61,6 +61,7 @@ RULES: tuple[Rule, ...] = (
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
     expert_rules.imbalance,
+    expert_rules.recorded_routing,
     attention_rules.exchanged_heads,
     attention_rules.ring,
     dealing_rules.dealt_documents,

@@ -122,29 +122,62 @@ def least_seconds(run: PlannedRun) -> float:
     return busiest * run.num_microbatches
 
 
+class _StageKey(NamedTuple):
+    """Identifies stages with the same work: the kinds of their layers, and what is at their ends."""
+
+    kinds: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+
+
 def _stages(run: PlannedRun) -> list[Stage]:
     """Return the work of every global stage. Stages with the same layers share theirs."""
+    last = run.stages.num_stages - 1
+    keys = [_StageKey(kinds, stage == 0, stage == last) for stage, kinds in enumerate(run.stage_kinds)]
+    settings = (run.stages, run.layers, run.config.recompute, *work_key(run))
+
+    def unsharded() -> dict[_StageKey, _UnshardedStage]:
+        units = model_work(run)
+        return {key: _unsharded_stage(run, units, key) for key in dict.fromkeys(keys)}
 
     def find() -> list[Stage]:
-        units, last = model_work(run), run.stages.num_stages - 1
-        keys = [(kinds, stage == 0, stage == last) for stage, kinds in enumerate(run.stage_kinds)]
-        known = {key: _stage(run, units, *key) for key in dict.fromkeys(keys)}
+        known = {
+            key: stage.with_sharding(zero3_communication(run, key.kinds, run.units.edge_sizes[key[1:]]))
+            for key, stage in run.units.shared(("unsharded stages", *settings), unsharded).items()
+        }
         return [known[key] for key in keys]
 
-    if run.zero_stage == 3:  # its communication is a part of the stages
+    if run.zero_stage == 3:  # its communication depends on more than `settings`
         return find()
-    key = ("stages", run.stages, run.layers, run.config.recompute, *work_key(run))
-    return run.units.shared(key, find)
+    return run.units.shared(("stages", *settings), find)
 
 
-def _stage(run: PlannedRun, units: ModelWork, kinds: tuple[int, ...], is_first: bool, is_last: bool) -> Stage:
-    work = units.embedding * is_first + units.head * is_last
-    for kind, count in Counter(kinds).items():
+class _UnshardedStage(NamedTuple):
+    """The work of a stage without the communication of ZeRO stage 3.
+
+    Attributes:
+        computed: work that this communication can overlap with, by kind of action.
+        waits: what each kind of action waits for after it.
+    """
+
+    computed: Stage
+    waits: Stage
+
+    def with_sharding(self, sharding: ShardedStageSeconds) -> Stage:
+        """Return the work with the communication of ZeRO stage 3."""
+        return {
+            kind: work + sharding.exposed(kind, work) + self.waits[kind]
+            for kind, work in self.computed.items()
+        }
+
+
+def _unsharded_stage(run: PlannedRun, units: ModelWork, key: _StageKey) -> _UnshardedStage:
+    work = units.embedding * key.is_first + units.head * key.is_last
+    for kind, count in Counter(key.kinds).items():
         work += units.layers[kind] * count
     message = _message(run)
-    again = recomputation(run, kinds, units)
-    down, up = offload_work(run, kinds, units.layers)
-    sharding = zero3_communication(run, kinds, run.units.edge_sizes[is_first, is_last])
+    again = recomputation(run, key.kinds, units)
+    down, up = offload_work(run, key.kinds, units.layers)
     computed = {ActionKind.FORWARD: work.forward}
     if run.splits_backward:
         computed[ActionKind.BACKWARD_INPUT] = work.backward_input + again
@@ -157,7 +190,7 @@ def _stage(run: PlannedRun, units: ModelWork, kinds: tuple[int, ...], is_first: 
         ActionKind.BACKWARD_INPUT: message + up,
         ActionKind.BACKWARD_WEIGHT: WorkSeconds(),
     }
-    return {kind: each + sharding.exposed(kind, each) + waits[kind] for kind, each in computed.items()}
+    return _UnshardedStage(computed, waits)
 
 
 def _message(run: PlannedRun) -> WorkSeconds:
@@ -302,13 +335,18 @@ def zero3_communication(run: PlannedRun, kinds: Sequence[int], edges: Sizes) -> 
         return ShardedStageSeconds()
     sizes, of_weight, of_gradient = run.units.layer_sizes, run.element_bytes, gradient_bytes(run)
     gathers_edge = run.pp == 1 and not run.gathers_once
+
+    def of_layers(element_bytes: int) -> float:
+        return sum(
+            count * _sharded_seconds(run, sizes[kind], element_bytes)
+            for kind, count in Counter(kinds).items()
+        )
+
     return ShardedStageSeconds(
         edge_weights=_sharded_seconds(run, edges, of_weight) if gathers_edge else 0.0,
-        layer_weights=0.0
-        if run.gathers_once
-        else sum(_sharded_seconds(run, sizes[kind], of_weight) for kind in kinds),
+        layer_weights=0.0 if run.gathers_once else of_layers(of_weight),
         edge_gradients=_sharded_seconds(run, edges, of_gradient),
-        layer_gradients=sum(_sharded_seconds(run, sizes[kind], of_gradient) for kind in kinds),
+        layer_gradients=of_layers(of_gradient),
     )
 
 

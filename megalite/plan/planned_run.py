@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from megalite.config import Config
+from megalite.config import Config, ModelConfig, TrainingConfig
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, problems_of
 from megalite.distributed.axes import MODEL, Factoring
@@ -199,7 +199,7 @@ class PlannedRun:
         drops = model.attention_dropout > 0.0
         recorded = 0.0 if model.widest_heads.head_dim > MAX_TRITON_HEAD else model.attention_dropout
         key = UnitKey(
-            replace(model, attention_backend="auto", attention_dropout=recorded),
+            _recorded_model(model, recorded),
             0,
             self.tp,
             positions=config.model.seq_length // self.cp,
@@ -285,6 +285,12 @@ class PlannedRun:
         return self.tokens * self.config.model.hidden_size * self.element_bytes
 
 
+@lru_cache(maxsize=256)
+def _recorded_model(model: ModelConfig, attention_dropout: float) -> ModelConfig:
+    """Return the model as its units are recorded."""
+    return replace(model, attention_backend="auto", attention_dropout=attention_dropout)
+
+
 _ANY_LENGTH = 1
 """Iterations of a run without a length. A plan does not need one, and no layout rule depends on it."""
 
@@ -307,4 +313,9 @@ def _with_length(config: Config) -> Config:
     training = config.training
     if training.train_iters is not None or training.train_samples is not None:
         return config
-    return replace(config, training=replace(training, train_iters=_ANY_LENGTH))
+    return replace(config, training=_of_any_length(training))
+
+
+@lru_cache(maxsize=256)
+def _of_any_length(training: TrainingConfig) -> TrainingConfig:
+    return replace(training, train_iters=_ANY_LENGTH)

@@ -90,6 +90,8 @@ def choose_gathering(run: PlannedRun) -> PlannedRun:
     In a pipeline, ZeRO stage 3 gathers each weight only once per iteration if every stage's weights then fit,
     with the margin of `TIGHT_SHARE`.
     """
+    if run.zero_stage != 3:
+        return run
     once = replace(run, full_weights_fit=True)
     if once.gathers_once == run.gathers_once:
         return run

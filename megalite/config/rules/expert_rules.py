@@ -8,6 +8,7 @@ from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
 from megalite.config.rules.model_rules import divisors_near
 from megalite.config.rules.patterns import pattern_problems
+from megalite.config.training import iteration_range
 from megalite.errors import Problem
 
 _TP = "tensor_model_parallel_size"
@@ -166,6 +167,32 @@ def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_imbalance", "moe_router_force_load_balancing"),
             f"--moe-imbalance {factor:g} with --moe-router-force-load-balancing, which makes tokens even: "
             "remove one",
+        )
+
+
+def recorded_routing(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the iterations to record are a range, and that a replay has no other source of experts."""
+    iterations, recorded = config.logging.record_routing_iterations, config.logging.record_routing
+    if iterations is not None and iteration_range(iterations) is None:
+        yield Problem(
+            ("record_routing_iterations",),
+            f"--record-routing-iterations {iterations} is not a range: pass FIRST:LAST counted from 1, as in "
+            "5:6, or one iteration",
+        )
+    replayed = config.training.replay_routing_from
+    if replayed is None:
+        return
+    if recorded is not None:
+        yield Problem(
+            ("record_routing", "replay_routing_from"),
+            f"--record-routing {recorded} and --replay-routing-from {replayed}: the run would record what it "
+            "replays; remove one",
+        )
+    if config.model.moe_router_force_load_balancing:
+        yield Problem(
+            ("replay_routing_from", "moe_router_force_load_balancing"),
+            f"--replay-routing-from {replayed} and --moe-router-force-load-balancing both select the experts "
+            "of tokens: remove one",
         )
 
 

@@ -16,6 +16,7 @@ from megalite.train.callbacks.nan_locator import NanLocation
 from megalite.train.callbacks.optimizer_norms import OptimizerNorms
 from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
+from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
 from megalite.train.callbacks.stragglers import Stragglers
 from megalite.train.loop import Callback
 from megalite.train.telemetry.writers import Writers
@@ -28,6 +29,8 @@ def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
     """
     return [
         HangWatchdog(),
+        *([RoutingReplay()] if config.training.replay_routing_from else []),  # before what runs a microbatch
+        *([RoutingRecording()] if config.logging.record_routing else []),
         *([Audit()] if config.training.audit_interval else []),  # it has a state
         Profiler(),
         ModuleProfile(),

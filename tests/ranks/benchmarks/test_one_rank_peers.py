@@ -22,6 +22,14 @@ GPT = ModelConfig(
     attention_dropout=0.0,
 )
 LLAMA = replace(PRESETS["llama-tiny"], num_layers=2, seq_length=32, vocab_size=256)
+EXPERTS = replace(
+    LLAMA,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=48,
+    moe_router_load_balancing_type="none",
+    moe_layer_freq=(0, 1),
+)
 MODULES = {"megatron": "megatron_peer"}
 
 
@@ -63,7 +71,7 @@ def test_llama_in_transformers() -> None:
 
 @pytest.mark.slow  # its import alone takes seconds
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("model", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
 def test_megatron(model: ModelConfig, dtype: str) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     check_same(replace(model, params_dtype=dtype), ["megatron"], 1e-4 if dtype == "fp32" else 5e-3)

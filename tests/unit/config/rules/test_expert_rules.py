@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from megalite.config import Config, ModelConfig, ParallelConfig
+from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.rules.expert_rules import (
     expert_parallel,
     experts,
     imbalance,
     options_without_experts,
+    recorded_routing,
 )
 from megalite.config.rules.parallel_rules import world
 from megalite.config.unused_options import unused_options
@@ -116,3 +117,52 @@ def test_a_gate_needs_a_shared_expert() -> None:
     model = ModelConfig(num_experts=8, moe_shared_expert_gate=True)
     (problem,) = experts(Config(model=model), None)
     assert problem.text.startswith("--moe-shared-expert-gate without a shared expert: pass --moe-shared")
+
+
+@pytest.mark.parametrize(
+    ("logs", "replayed", "has_forced", "expected"),
+    [
+        ({"record_routing": "a", "record_routing_iterations": "5:6"}, None, True, ""),
+        ({}, "a", False, ""),
+        ({"record_routing_iterations": "6:5"}, None, False, "--record-routing-iterations 6:5 is not a range"),
+        (
+            {"record_routing": "a"},
+            "b",
+            False,
+            "--record-routing a and --replay-routing-from b: ",
+        ),
+        ({}, "b", True, "b and --moe-router-force-load-balancing both select the experts of tokens"),
+    ],
+)
+def test_a_run_has_one_source_of_experts(
+    logs: dict[str, Any], replayed: str | None, has_forced: bool, expected: str
+) -> None:
+    config = Config(
+        model=ModelConfig(num_experts=8, moe_router_force_load_balancing=has_forced),
+        logging=LoggingConfig(**logs),
+        training=TrainingConfig(replay_routing_from=replayed),
+    )
+    problems = [problem.text for problem in recorded_routing(config, None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            Config(logging=LoggingConfig(record_routing="a")),
+            "--record-routing a has no effect: there are no experts (--num-experts)",
+        ),
+        (
+            Config(training=TrainingConfig(replay_routing_from="a")),
+            "--replay-routing-from a has no effect: there are no experts (--num-experts)",
+        ),
+        (
+            Config(logging=LoggingConfig(record_routing_iterations="5")),
+            "--record-routing-iterations 5 has no effect: --record-routing is not set",
+        ),
+    ],
+)
+def test_records_without_experts_or_a_folder_have_no_effect(config: Config, line: str) -> None:
+    assert line in unused_options(config)

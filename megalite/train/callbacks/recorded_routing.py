@@ -1,0 +1,228 @@
+"""Record the experts of each token of a run, and send the tokens of another run to them.
+
+Shapes: s tokens of a rank's samples, b microbatch, n samples of a rank in an iteration, e experts, k experts
+of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.routing_files import (
+    IterationFolder,
+    RecordedExperts,
+    recorded_iterations,
+    tensors_of_file,
+)
+from megalite.config import ModelConfig
+from megalite.distributed.collectives import all_reduce
+from megalite.errors import UserError
+from megalite.files import make_writable
+from megalite.log import log
+from megalite.model.experts import Router
+from megalite.model.routing_record import ChoiceObserver
+from megalite.optim.expert_bias import sum_over_tokens
+from megalite.train.loop import Callback, TrainingLoop, is_due
+from megalite.train.train_step import StepResult
+from megalite.train.trainer import Trainer
+
+
+@dataclass
+class _Recorder:
+    """Keeps the experts of a router's tokens, one tensor for each microbatch."""
+
+    samples: list[Tensor] = field(default_factory=list)  # [b]
+    experts: list[Tensor] = field(default_factory=list)  # [b, s, k]
+    positions: Tensor | None = None  # [s]
+
+    def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
+        self.samples.append(sample_numbers)
+        self.experts.append(experts.transpose(0, 1).to(torch.int16))
+        self.positions = positions
+        return experts
+
+
+@dataclass
+class _Replayer:
+    """Returns recorded experts, and counts the tokens for which the router selects others."""
+
+    layer: str
+    recorded: RecordedExperts
+    counts: Tensor  # [2] those tokens, and all tokens
+
+    def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
+        own, topk = positions.cpu(), experts.shape[-1]
+        samples = [self.recorded.of_sample(self.layer, each, topk)[own] for each in sample_numbers.tolist()]
+        recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]
+        is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
+        self.counts += torch.stack((is_other.sum(), is_other.new_tensor(is_other.numel(), dtype=torch.int64)))
+        return recorded
+
+
+class RoutingRecording(Callback):
+    """Writes the experts of each token to the folder of --record-routing."""
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        trainer = loop.trainer
+        assert trainer.config.logging.record_routing is not None
+        self._folder = Path(trainer.config.logging.record_routing)
+        with trainer.topology.agreed():
+            make_writable(self._folder, "--record-routing")
+        check_routers(trainer, "--record-routing")
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        self._recorders: dict[str, _Recorder] = {}
+        if loop.trainer.config.logging.records_routing(loop.next_iteration):
+            self._recorders = {name: _Recorder() for name in routers_of(loop.trainer)}
+            observe_choices(loop.trainer, self._recorders)
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        observe_choices(loop.trainer, {})
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        plan = result.plan
+        if loop.trainer.config.logging.records_routing(plan.iteration) and not plan.is_excluded:
+            samples = range(plan.first_sample, plan.first_sample + plan.num_samples)
+            folder = IterationFolder.of(self._folder, plan.iteration, samples)
+            write_routing(folder, self._recorders, loop.trainer)
+
+
+def write_routing(folder: IterationFolder, recorders: Mapping[str, _Recorder], trainer: Trainer) -> None:
+    """Write the experts of an iteration; a collective.
+
+    Raises:
+        UserError: a file cannot be written; raised on every rank.
+    """
+    topology = trainer.topology
+    # Without sequence parallelism, the ranks along tp route the same tokens.
+    num_copies = 1 if trainer.config.parallel.sequence_parallel else topology.tp.size
+    with topology.agreed(), _written(folder):
+        if topology.rank == 0:
+            folder.clear()
+    with topology.agreed(), _written(folder):
+        if num_copies == 1 or topology.tp.rank == 0:
+            folder.write(topology.rank, topology.world_size // num_copies, _tensors(recorders))
+
+
+@contextmanager
+def _written(folder: IterationFolder) -> Iterator[None]:
+    """Raise a UserError if the block cannot write to the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--record-routing {folder.path}: {error.strerror}") from None
+
+
+def _tensors(recorders: Mapping[str, _Recorder]) -> dict[str, Tensor]:
+    """Return the tensors of this rank's file; an empty one if its stage has no router."""
+    experts = {name: torch.cat(each.experts).cpu() for name, each in recorders.items()}
+    for each in recorders.values():  # all of them route the same tokens
+        assert each.positions is not None
+        return tensors_of_file(torch.cat(each.samples).cpu(), each.positions.cpu(), experts)
+    return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), {})
+
+
+class RoutingReplay(Callback):
+    """Sends tokens to the experts in the folder of --replay-routing-from."""
+
+    def on_start(self, loop: TrainingLoop) -> None:
+        trainer = loop.trainer
+        assert trainer.config.training.replay_routing_from is not None
+        with trainer.topology.agreed():
+            self._recorded = recorded_iterations(Path(trainer.config.training.replay_routing_from))
+        check_routers(trainer, "--replay-routing-from")
+        first, last = self._recorded[0].samples[0], self._recorded[-1].samples[-1]
+        num = len(self._recorded)
+        log.info("replaying the experts of %d recorded iterations, samples %d to %d", num, first, last)
+
+    def before_step(self, loop: TrainingLoop) -> None:
+        trainer = loop.trainer
+        plan = trainer.train_step.plan_iteration(trainer.progress)
+        self._replayers: dict[str, _Replayer] = {}  # none if the iteration is not recorded
+        samples = range(plan.first_sample, plan.first_sample + plan.num_samples)
+        with trainer.topology.agreed():
+            recorded = self._read(samples, trainer.config.model)
+        if recorded is not None:
+            device = trainer.topology.device
+            self._replayers = {
+                name: _Replayer(name, recorded, torch.zeros(2, dtype=torch.int64, device=device))
+                for name in routers_of(trainer)
+            }
+            observe_choices(trainer, self._replayers)
+
+    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
+        observe_choices(loop.trainer, {})
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        if self._replayers and is_due(loop.iteration, loop.trainer.config.logging.log_interval):
+            num_others, num_tokens = count_others(self._replayers, loop.trainer)
+            log.info(
+                "iteration %d: recorded experts replace others for %d of %d tokens, counted in each layer",
+                *(loop.iteration, num_others, num_tokens),
+            )
+
+    def _read(self, samples: range, model: ModelConfig) -> RecordedExperts | None:
+        """Return the experts of an iteration's samples; None if none are recorded.
+
+        Raises:
+            UserError: only some of them are recorded, or files are missing or damaged.
+        """
+        found = [each for each in self._recorded if each.has_some_of(samples)]
+        if not found:
+            return None
+        recorded = RecordedExperts(found, model.seq_length, model.num_experts or 0)
+        if missing := recorded.missing(samples):
+            raise UserError(
+                f"--replay-routing-from has {len(samples) - len(missing)} of the samples {samples[0]} to "
+                f"{samples[-1]} of an iteration, not sample {missing[0]}: pass the --global-batch-size and "
+                "the iterations of the run that recorded them"
+            )
+        return recorded
+
+
+def count_others(replayers: Mapping[str, _Replayer], trainer: Trainer) -> tuple[int, int]:
+    """Return how many tokens got other experts than routers select, and of how many; a collective."""
+    topology = trainer.topology
+    counts = torch.zeros(2, dtype=torch.int64, device=topology.device)
+    for each in replayers.values():
+        counts += each.counts
+    for router in list(routers_of(trainer).values())[:1]:
+        sum_over_tokens(counts, router.weight, topology)
+    all_reduce(counts, topology.pp, of="replayed tokens")
+    num_others, num_tokens = topology.to_host(counts).tolist()
+    return num_others, num_tokens
+
+
+def routers_of(trainer: Trainer) -> dict[str, Router]:
+    """Return the routers of this rank by their names in the model."""
+    return {
+        name: module
+        for chunk in trainer.chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, Router)
+    }
+
+
+def observe_choices(trainer: Trainer, observers: Mapping[str, ChoiceObserver]) -> None:
+    """Let routers ask their observer by name, and those without one select by themselves."""
+    for name, router in routers_of(trainer).items():
+        router.choice_observer = observers.get(name)
+
+
+def check_routers(trainer: Trainer, flag: str) -> None:
+    """Check that the model has a router that can be observed; a collective.
+
+    Raises:
+        UserError: it has none.
+    """
+    topology = trainer.topology
+    count = torch.tensor([len(routers_of(trainer))], device=topology.device)
+    all_reduce(count, topology.pp, of="number of routers")
+    if not topology.to_host(count).item():
+        raise UserError(f"{flag}: the model has no megalite.model.experts.Router; remove it")
