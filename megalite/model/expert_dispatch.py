@@ -70,7 +70,7 @@ def start_dispatch(
     axes = context.expert_axes
     if axes is None:
         return partial(_dispatch_within_tp, x, weights, experts, num_experts, context, drops)
-    return _start_to_holders(x, weights, experts, num_experts, axes, drops, context.moe_imbalance)
+    return _start_to_holders(x, weights, experts, num_experts, axes, drops, context)
 
 
 def _dispatch_within_tp(
@@ -100,7 +100,7 @@ def _start_to_holders(
     num_experts: int,
     axes: AxisSet,
     drops: bool,
-    imbalance: float,
+    context: LayerContext,
 ) -> Callable[[], Dispatched]:
     """Start to send each token to the ranks that hold its experts."""
     ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
@@ -115,8 +115,9 @@ def _start_to_holders(
     # The GPU copies the rows while the host waits for the sizes.
     rows = sent.of_tokens(x.flatten(0, 1))
     of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
-    exchange = sizes.read(keys.numel(), imbalance)
-    wait_for_weights, wait_for_rows = exchange.start(of_rows.unsqueeze(1)), exchange.start(rows)
+    of_weights = sizes.read(keys.numel(), context.moe_imbalance)
+    of_hidden = of_weights._replace(turns=context.turns)
+    wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
     def wait() -> Dispatched:
         rows, of_rows = wait_for_rows(), wait_for_weights().squeeze(1)
@@ -125,7 +126,7 @@ def _start_to_holders(
         ordered = Rows.of(numbers.unsqueeze(1), num_own)
 
         def combine(y: Tensor) -> Tensor:
-            returned = exchange.reverse().run(ordered.sums_of_tokens(y))
+            returned = of_hidden.reverse().run(ordered.sums_of_tokens(y))
             return sent.sums_of_tokens(returned).view_as(x)
 
         return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)

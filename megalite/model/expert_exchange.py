@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, all_to_all, start_all_to_all
+from megalite.distributed.turns import Turns
 from megalite.hardware.async_values import AsyncValues
 from megalite.model.grouped_linear import even_sizes
 
@@ -23,15 +24,17 @@ class Exchange(NamedTuple):
 
     Attributes:
         send, receive: number of rows to each rank of the axis, and from each rank.
+        turns: lets another action of the pipeline run before a wait for rows; None without.
     """
 
     send: Sequence[int]
     receive: Sequence[int]
     axis: Axis
+    turns: Turns | None = None
 
     def reverse(self) -> Exchange:
         """Return the exchange that brings the rows back."""
-        return Exchange(self.receive, self.send, self.axis)
+        return self._replace(send=self.receive, receive=self.send)
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to exchange the rows of ``[n, m]``; return a function that waits for the received rows.
@@ -103,6 +106,8 @@ class _RowMessages:
         """Wait for the rows, and return them as one dim."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
+        if self.exchange.turns is not None:
+            self.exchange.turns.give()
         return pending.wait()
 
 
