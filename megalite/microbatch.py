@@ -55,6 +55,24 @@ class Microbatch:
         """Split int64 ``[b, s + 1]`` tokens into inputs and labels."""
         return Microbatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), sample_numbers)
 
+    def in_sequences(self, count: int) -> Microbatch:
+        """Return the microbatch with each sample cut into `count` sequences of ``s / count`` tokens.
+
+        The sequences of a sample follow each other: the result is ``[count b, s / count]``. Their numbers and
+        positions are those of samples of this length.
+        """
+        if count == 1:
+            return self
+        s = self.tokens.shape[1]
+        names = ["tokens", "labels", "document_ids", "loss_mask"]
+        cut = {name: x.reshape(-1, s // count) for name in names if (x := getattr(self, name)) is not None}
+        if self.position_ids is not None:  # of documents, which begin again with a sequence
+            positions = self.position_ids.reshape(-1, s // count)
+            cut["position_ids"] = positions.minimum(torch.arange(s // count, device=positions.device))
+        numbers = self.sample_numbers[:, None] * count
+        numbers = numbers + torch.arange(count, device=numbers.device)
+        return replace(self, **cut, sample_numbers=numbers.flatten())
+
     def with_later_tokens(self, depth: int) -> Microbatch:
         """Return the microbatch of whole samples with the tokens and labels up to `depth` positions later.
 

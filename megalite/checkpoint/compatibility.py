@@ -52,6 +52,7 @@ def compatibility_record(
             "global_batch_size": config.global_batch(topology.sample_ranks.size),
             "rampup_batch_size": list(config.training.rampup_batch_size or []) or None,
             "step_batch_size_schedule": list(config.training.step_batch_size_schedule or []) or None,
+            "seq_length_schedule": list(config.training.seq_length_schedule or []) or None,
         },
         "schedule": OptimizerSchedules.of(config, topology.sample_ranks.size).fields(),
         "settings": _settings(config),

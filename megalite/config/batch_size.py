@@ -1,4 +1,4 @@
-"""The global batch size of each iteration, which may ramp up at the start of a run."""
+"""The global batch size of each iteration, which may ramp up, and settings that change in steps of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchSize:
         full: the global batch size after the ramp-up or the last step; without either, of every iteration.
         rampup: START, INCREMENT and SAMPLES; START plus a number of increments is `full`.
         steps: pairs of consumed samples and the size from there on, in order. The first pair begins at 0, and
-            the last one's size is `full`. See `batch_size_steps`.
+            the last one's size is `full`. See `schedule_steps`.
     """
 
     def __init__(
@@ -30,15 +30,14 @@ class BatchSize:
         self.full = full
         self.start, self.increment, self._rampup_samples = rampup or (full, 0, 0)
         self._num_steps = (full - self.start) // self.increment if rampup else 0
-        self._thresholds = [samples for samples, _ in steps]
-        self._sizes = [size for _, size in steps]
+        self._steps = steps
         if steps:
-            self.start = self._sizes[0]
+            self.start = steps[0][1]
 
     def __call__(self, consumed_samples: int) -> int:
         """Return the global batch size of the iteration after `consumed_samples` samples."""
-        if self._sizes:
-            return self._sizes[bisect.bisect(self._thresholds, consumed_samples) - 1]
+        if self._steps:
+            return value_at(self._steps, consumed_samples)
         if self._num_steps == 0 or consumed_samples > self._rampup_samples:
             return self.full
         return self.start + int(consumed_samples / (self._rampup_samples / self._num_steps)) * self.increment
@@ -60,18 +59,19 @@ class BatchSize:
     def _rampup(self) -> Iterator[tuple[int, int]]:
         """Yield the iterations done and the samples consumed, until the batch reaches its full size."""
         number, consumed = 0, 0
-        while self(consumed) != self.full or (self._thresholds and consumed < self._thresholds[-1]):
+        while self(consumed) != self.full or (self._steps and consumed < self._steps[-1][0]):
             yield number, consumed
             consumed += self(consumed)
             number += 1
         yield number, consumed
 
 
-def batch_size_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tuple[int, int]]:
-    """Parse a schedule into steps: consumed samples, and the batch size from there on.
+def schedule_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tuple[int, int]]:
+    """Parse a schedule into steps: consumed samples, and the size from there on.
 
     Args:
-        schedule: entries TOKENS:SIZE as in Megatron-LM, such as 2.4B:320; a string may hold several.
+        schedule: entries TOKENS:SIZE as in Megatron-LM, such as 2.4B:320; a string may hold several. A size
+            is a batch size or a sequence length.
         seq_length: tokens per sample, to convert the thresholds to samples.
 
     Returns:
@@ -87,3 +87,8 @@ def batch_size_steps(schedule: Sequence[str] | None, seq_length: int) -> list[tu
     thresholds = [samples for samples, _ in steps]
     rises = all(samples < later for samples, later in itertools.pairwise(thresholds))
     return steps if thresholds[:1] == [0] and rises and all(size > 0 for _, size in steps) else []
+
+
+def value_at(steps: Sequence[tuple[int, int]], consumed_samples: int) -> int:
+    """Return the size of the iteration after `consumed_samples` samples, from `schedule_steps`."""
+    return steps[bisect.bisect(steps, consumed_samples, key=lambda step: step[0]) - 1][1]

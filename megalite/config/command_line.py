@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
-from megalite.config.batch_size import batch_size_steps
+from megalite.config.batch_size import schedule_steps
 from megalite.config.compatibility.deepspeed import DeepSpeedFile
 from megalite.config.compatibility.megatron import (
     REMARKS,
@@ -193,7 +193,7 @@ def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> De
 def _with_full_batch(config: Config) -> Config:
     """Return the config with the last size of --step-batch-size-schedule as the global batch size."""
     training = config.training
-    steps = batch_size_steps(training.step_batch_size_schedule, 1)
+    steps = schedule_steps(training.step_batch_size_schedule, 1)
     if not steps or training.global_batch_size is not None:
         return config
     return replace(config, training=replace(training, global_batch_size=steps[-1][1]))

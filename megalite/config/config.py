@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from megalite.config.batch_size import BatchSize, batch_size_steps
+from megalite.config.batch_size import BatchSize, schedule_steps, value_at
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
@@ -69,8 +69,19 @@ class Config:
 
     def batch_size(self, dp: int) -> BatchSize:
         """Return the global batch size of every iteration over `dp` replicas."""
-        steps = batch_size_steps(self.training.step_batch_size_schedule, self.model.seq_length)
+        steps = schedule_steps(self.training.step_batch_size_schedule, self.model.seq_length)
         return BatchSize(self.global_batch(dp), self.training.rampup_batch_size, steps)
+
+    @property
+    def seq_lengths(self) -> list[int]:
+        """Return the tokens of the run's sequences, in the order in which it trains on them."""
+        steps = schedule_steps(self.training.seq_length_schedule, self.model.seq_length)
+        return [length for _, length in steps] or [self.model.seq_length]
+
+    def sequences_per_sample(self, consumed_samples: int) -> int:
+        """Return the number of sequences that each sample after `consumed_samples` samples is cut into."""
+        steps = schedule_steps(self.training.seq_length_schedule, self.model.seq_length)
+        return self.model.seq_length // value_at(steps, consumed_samples) if steps else 1
 
     @property
     def hang_timeout(self) -> float:

@@ -10,7 +10,7 @@ from megalite.config.option import OnResume
 from megalite.distributed.axes import AXES, EXPERTS
 
 _NAMES: Mapping[OnResume, str] = {
-    OnResume.RUN: "seed global_batch_size rampup_batch_size step_batch_size_schedule",
+    OnResume.RUN: "seed global_batch_size rampup_batch_size step_batch_size_schedule seq_length_schedule",
     OnResume.SCHEDULE: """
         lr min_lr decoupled_lr decoupled_min_lr
         lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples

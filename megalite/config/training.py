@@ -28,6 +28,9 @@ class TrainingConfig:
     step_batch_size_schedule: tuple[str, ...] | None = None
     """Change the global batch size after given numbers of tokens: TOKENS:SIZE ..., as in 0:16 2.4B:320
     12B:1536. The last size is --global-batch-size."""
+    seq_length_schedule: tuple[str, ...] | None = None
+    """Train on shorter sequences first: TOKENS:LENGTH ..., as in 0:2048 100B:8192. The last length is
+    --seq-length; shorter ones cut its samples into parts."""
     train_iters: int | None = None
     """Length of the run in optimizer steps. Either this or --train-samples is required."""
     train_samples: int | None = None

@@ -73,6 +73,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.offloaded_layers,
     training_rules.ramp_up,
     training_rules.batch_size_schedule,
+    training_rules.seq_length_schedule,
     training_rules.enough_samples,
     training_rules.bounds,
     training_rules.unit,

@@ -65,6 +65,8 @@ class BatchLoader:
         samples: how the dataset's samples become microbatches.
         num_ahead: number of microbatches to read ahead.
         num_later: number of later tokens to predict besides the next one.
+        sequences_per_sample: returns into how many sequences each sample is cut in the global batch that
+            starts at a sample.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class BatchLoader:
         samples: Samples,
         num_ahead: int = NUM_AHEAD,
         num_later: int = 0,
+        sequences_per_sample: Callable[[int], int] = lambda _: 1,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -84,6 +87,7 @@ class BatchLoader:
         self.events = topology.events
         self.samples = samples
         self.num_later = num_later
+        self.sequences_per_sample = sequences_per_sample
         stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
@@ -96,7 +100,7 @@ class BatchLoader:
             UserError: a sample is damaged. `on_one_rank` is set, because other ranks may not have read it.
         """
         read_ahead = None if self._prefetcher is None else self._prefetcher.take
-        return self._load(self._numbers(consumed, index, self.sample_ranks.rank), read_ahead)
+        return self._load(consumed, self._numbers(consumed, index, self.sample_ranks.rank), read_ahead)
 
     def of_replica(self, consumed: int, index: int, replica: int) -> Microbatch:
         """Load a microbatch of the rank `replica` of those that read different samples; read nothing ahead.
@@ -108,21 +112,24 @@ class BatchLoader:
         def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
             return read_microbatch(self.dataset, numbers, self.device, self.samples)
 
-        return self._load(self._numbers(consumed, index, replica), None if self._prefetcher is None else read)
+        numbers = self._numbers(consumed, index, replica)
+        return self._load(consumed, numbers, None if self._prefetcher is None else read)
 
     def _numbers(self, consumed: int, index: int, replica: int) -> npt.NDArray[np.int64]:
         return microbatch_samples(consumed, index, self.micro_batch_size, replica, self.sample_ranks.size)
 
     def _load(
         self,
+        consumed: int,
         numbers: npt.NDArray[np.int64],
         read: Callable[[npt.NDArray[np.int64]], Microbatch] | None,
     ) -> Microbatch:
         """Load samples by number to the device; `read` is None on a rank that reads no samples."""
+        count = self.sequences_per_sample(consumed)
         if read is None:
             shape = len(numbers), self.samples.seq_length // self.positions.count
             zeros = torch.zeros((), dtype=torch.int64).expand(shape)
-            microbatch = Microbatch(zeros, zeros, torch.from_numpy(numbers))
+            microbatch = Microbatch(zeros, zeros, torch.from_numpy(numbers)).in_sequences(count)
             return _on_host(microbatch, self.device).to(self.device)
         try:
             with self.events.during(f"reading data from sample {numbers[0]} on"):
@@ -130,7 +137,7 @@ class BatchLoader:
         except UserError as error:
             error.on_one_rank = True
             raise
-        whole = self.samples.marked(microbatch).with_later_tokens(self.num_later)
+        whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
         num_tokens = whole.tokens.shape[1] // self.positions.count
         return whole.cut(self.positions.runs(num_tokens))
 

@@ -217,7 +217,7 @@ def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> 
     Args:
         num_layers: a group is offloaded if its first layer is among this many layers.
     """
-    stage.prepare_tables()
+    stage.prepare_tables(stage.config.seq_length)
 
     def run_offloaded(
         run_layers: Callable[..., tuple[Tensor, Terms]], layers: Sequence[nn.Module], x: Tensor, *inputs: Any

@@ -44,7 +44,7 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
         UserError: a layer of your own does not declare its forward with `wrap_point`.
     """
     tag_compile_caches()
-    stage.prepare_tables()
+    stage.prepare_tables(stage.config.seq_length)
     for layer in stage.all_layers():
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear):

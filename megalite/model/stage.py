@@ -258,8 +258,8 @@ class Stage(nn.Module, ABC):
         """Yield the layers, also those of modules after the last layer."""
         yield from self.layers.values()
 
-    def prepare_tables(self) -> None:
-        """Build the tables of the layers, for layers that are then compiled or offloaded."""
+    def prepare_tables(self, seq_length: int) -> None:
+        """Build the tables for sequences of this length, for layers that are compiled or offloaded."""
 
     @property
     def description(self) -> str | None:

@@ -112,9 +112,9 @@ class TransformerStage(Stage):
         if self.is_last and self.config.mtp_num_layers:
             yield from (module.get_submodule("layer") for module in self.mtp)
 
-    def prepare_tables(self) -> None:
-        """Build the attention core's tables."""
-        self.core.prepare(self.config.seq_length)
+    def prepare_tables(self, seq_length: int) -> None:
+        """Build the attention core's tables for sequences of this length."""
+        self.core.prepare(seq_length)
 
     def tables(self) -> Iterable[Tensor]:
         """Return the attention core's tensors; call it once the core has built them."""

@@ -236,7 +236,7 @@ class Pipeline(Generic[M]):
             chunks: this rank's stages, one for each chunk of the schedule; the same number on every rank.
             pp: the pipeline axis.
             schedule: a key of SCHEDULES.
-            hidden_shape: shape of one microbatch's hidden states between two stages.
+            hidden_shape: shape of one microbatch's hidden states between two stages, if a step has no other.
             dtype: dtype of the hidden states.
             device: device of the hidden states.
             store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
@@ -250,7 +250,8 @@ class Pipeline(Generic[M]):
         self.stages = self._schedule.stage_map(pp.size, len(chunks))
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
         self.observers: list[Observer[Action]] = []
-        self._exchange = PointToPoint(pp, hidden_shape, dtype, device)
+        self._exchange = PointToPoint(pp, dtype, device)
+        self._hidden_shape = hidden_shape
         self._store = store or WeightGradientStore()
         self._turns = turns
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
@@ -262,6 +263,7 @@ class Pipeline(Generic[M]):
         *,
         divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
         loss_scale: float = 1.0,
+        hidden_shape: tuple[int, ...] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run the forward and backward of all microbatches, and accumulate the parameters' gradients.
 
@@ -273,12 +275,13 @@ class Pipeline(Generic[M]):
             load: returns a microbatch by its number in the step; called once for each, before its forward.
             divisors: number of the global batch's units, by the name of `LossTerm.per`.
             loss_scale: multiplies the gradients, to keep them in fp16's range.
+            hidden_shape: shape of the hidden states in this step; None for the constructor's.
 
         Returns:
             Detached losses by name, without `loss_scale`, for each microbatch; only the terms of this rank's
             stages, and an empty list if they have none.
         """
-        return self._run(self._schedule.train, num_microbatches, load, divisors, loss_scale)
+        return self._run(self._schedule.train, num_microbatches, load, divisors, hidden_shape, loss_scale)
 
     @torch.no_grad()
     def evaluate(
@@ -287,12 +290,13 @@ class Pipeline(Generic[M]):
         load: Callable[[int], M],
         *,
         divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
+        hidden_shape: tuple[int, ...] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run the forward of all microbatches; memory does not grow with their number.
 
         Arguments and result are as in `train_step`.
         """
-        return self._run(self._schedule.evaluate, num_microbatches, load, divisors)
+        return self._run(self._schedule.evaluate, num_microbatches, load, divisors, hidden_shape)
 
     def _run(
         self,
@@ -300,6 +304,7 @@ class Pipeline(Generic[M]):
         num_microbatches: int,
         load: Callable[[int], M],
         divisors: Mapping[str, float | Tensor],
+        hidden_shape: tuple[int, ...] | None,
         loss_scale: float = 1.0,
     ) -> list[dict[str, Tensor]]:
         work = ScheduleRun(
@@ -312,10 +317,11 @@ class Pipeline(Generic[M]):
             divisors,
             loss_scale,
         )
+        shape = hidden_shape or self._hidden_shape
         outgoing: Mapping[Direction, Tensor | None] = {}
         for group in self.stages.groups(self._steps_of(order, num_microbatches)):
             if isinstance(group[0], Batch):
-                self._exchange.start(group[0], outgoing.get(group[0].direction))
+                self._exchange.start(group[0], outgoing.get(group[0].direction), shape)
             else:
                 outgoing = self._compute([step for step in group if isinstance(step, Action)], work)
         self._exchange.finish()

@@ -21,11 +21,10 @@ Launched = tuple[list[dist.Work], "dist.Work | None"]
 
 
 class PointToPoint:
-    """Sends and receives messages for one rank of a pipeline. All tensors have the same shape and dtype."""
+    """Sends and receives messages for one rank of a pipeline. All tensors of a step have the same shape."""
 
-    def __init__(self, pp: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, pp: Axis, dtype: torch.dtype, device: torch.device) -> None:
         self._pp = pp
-        self._shape = shape
         self._dtype = dtype
         self._device = device
         self._launch = _launch_together if device.type == "cuda" else _launch_each  # by NCCL, and by gloo
@@ -37,20 +36,21 @@ class PointToPoint:
         self._pending: dict[Direction, deque[tuple[dist.Work, StageMessage, Tensor]]] = defaultdict(deque)
         self._arriving: dict[Action, tuple[dist.Work, Tensor, StageMessage]] = {}  # by its reader
 
-    def start(self, batch: Batch, outgoing: Tensor | None) -> None:
+    def start(self, batch: Batch, outgoing: Tensor | None, shape: tuple[int, ...]) -> None:
         """Start a batch without waiting for it.
 
         Args:
             batch: a batch of this rank's plan; see `plan_rank`.
             outgoing: the tensor to send, if the batch has a send.
+            shape: shape of each tensor.
         """
         send: Parcel | None = None
         if batch.send:
             self._wait_for_sends(batch.direction, MAX_OPEN_BATCHES - 1)
             assert outgoing is not None
-            send = self._checked(outgoing), batch.send.receiver
+            send = self._checked(outgoing, shape), batch.send.receiver
         receives = [
-            (torch.empty(self._shape, dtype=self._dtype, device=self._device), message.sender)
+            (torch.empty(shape, dtype=self._dtype, device=self._device), message.sender)
             for message in batch.receives
         ]
         received, sent = self._launch(self._groups[batch.direction], receives, send)
@@ -82,9 +82,9 @@ class PointToPoint:
         work.wait()
         self._pp.wait_ends(what, reader, self._pp.ranks[peer])
 
-    def _checked(self, outgoing: Tensor) -> Tensor:
+    def _checked(self, outgoing: Tensor, shape: tuple[int, ...]) -> Tensor:
         # The receiver does not check the size, and a different number of bytes would abort it.
-        assert outgoing.shape == self._shape, f"a stage returned {tuple(outgoing.shape)}, not {self._shape}"
+        assert outgoing.shape == shape, f"a stage returned {tuple(outgoing.shape)}, not {shape}"
         assert outgoing.dtype == self._dtype, f"a stage returned {outgoing.dtype}, not {self._dtype}"
         return outgoing.contiguous()
 

@@ -50,7 +50,7 @@ def record_unit(key: UnitKey) -> UnitRecord:
         _add_gradients_in_place(stage)
         microbatch = microbatch_of(key)
         if any(True for _ in stage.all_layers()):
-            stage.prepare_tables()
+            stage.prepare_tables(stage.config.seq_length)
         hidden_shape = (key.positions // (key.tp if key.sequence_parallel else 1), key.micro_batch_size)
         run = _Run(live, topology, stage, store, (*hidden_shape, key.model.hidden_size))
         return run.record(*_function_of(key, stage, microbatch))

@@ -64,7 +64,9 @@ class Evaluator:
                 def read(index: int, consumed: int = consumed) -> Microbatch:
                     return masks.counted(loader(consumed, index))
 
-                load, divisors = self.batches.open(read, self.num_microbatches, self.global_batch_size)
+                load, divisors = self.batches.open(
+                    read, self.num_microbatches, self.global_batch_size, config.model.seq_length
+                )
                 losses = self.pipeline.evaluate(self.num_microbatches, load, divisors=divisors)
                 total += global_losses(losses, names, topology)
         if config.data.masks_loss:

@@ -18,6 +18,8 @@ class IterationPlan:
         first_sample: number of the first sample of its global batch.
         num_samples: size of its global batch.
         num_microbatches: number of microbatches on each data-parallel rank.
+        seq_length: tokens of a sequence; --seq-length-schedule may cut each sample into several sequences.
+        num_sequences: sequences of its global batch.
         is_excluded: whether --iterations-to-skip consumes its samples without training.
         decoupled_learning_rate: learning rate of the word embedding and the output layer; None for
             `learning_rate`.
@@ -27,6 +29,8 @@ class IterationPlan:
     first_sample: int
     num_samples: int
     num_microbatches: int
+    seq_length: int
+    num_sequences: int
     learning_rate: float
     weight_decay: float
     is_excluded: bool
@@ -44,6 +48,8 @@ class IterationPlanner:
     def __init__(self, config: Config, dp: int) -> None:
         schedules = OptimizerSchedules.of(config, dp)
         self._training = config.training
+        self._full_length = config.model.seq_length
+        self._sequences_per_sample = config.sequences_per_sample
         self._samples_per_microbatch = config.training.micro_batch_size * dp  # over all replicas
         self._batch_size = config.batch_size(dp)
         self._learning_rate = schedules.learning_rate
@@ -53,13 +59,15 @@ class IterationPlanner:
     def __call__(self, progress: TrainingProgress) -> IterationPlan:
         """Plan the iteration that follows `progress`."""
         iteration, first_sample = progress.iteration + 1, progress.consumed_samples
-        num_samples = self._batch_size(first_sample)
+        num_samples, count = self._batch_size(first_sample), self._sequences_per_sample(first_sample)
         position = self._training.position(iteration, first_sample + num_samples)
         return IterationPlan(
             iteration,
             first_sample,
             num_samples,
             num_samples // self._samples_per_microbatch,
+            self._full_length // count,
+            num_samples * count,
             self._learning_rate(position),
             self._weight_decay(position),
             self._training.is_skipped(iteration),

@@ -26,10 +26,14 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.own_model import OutputCheck, check_stage
 
 
-def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Return the shape of a microbatch's hidden states between two stages, on each rank."""
-    num_positions = config.model.seq_length // config.parallel.num_hidden_slices
-    return num_positions, config.training.micro_batch_size, config.model.hidden_size
+def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
+    """Return the shape of a microbatch's hidden states between two stages, on each rank.
+
+    Args:
+        seq_length: tokens of a sequence; a sample may be cut into several.
+    """
+    num_sequences = config.training.micro_batch_size * (config.model.seq_length // seq_length)
+    return seq_length // config.parallel.num_hidden_slices, num_sequences, config.model.hidden_size
 
 
 def build_chunks(
@@ -81,7 +85,7 @@ def build_chunks(
         if is_own:
             check_stage(chunk, build_stage)
             saved_buffers([chunk], topology)
-            chunk.register_forward_hook(OutputCheck(hidden_shape(config), chunk))
+            chunk.register_forward_hook(OutputCheck(hidden_shape(config, config.model.seq_length), chunk))
         apply_recompute(chunk, config.recompute)
         if offload is not None:
             apply_offload(chunk, config.recompute.cpu_offload_activations, offload)

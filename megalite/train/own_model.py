@@ -132,7 +132,7 @@ def _are_close(values: Sequence[tuple[float, float]]) -> bool:
 class OutputCheck:
     """Checks the output of a stage of your own model, as a forward hook of the stage."""
 
-    def __init__(self, hidden_shape: tuple[int, ...], stage: Stage) -> None:
+    def __init__(self, hidden_shape: tuple[int, int, int], stage: Stage) -> None:
         self._loss_names = stage.loss_names
         self._hidden_shape = hidden_shape
         self._dtype = stage.context.dtype
@@ -140,29 +140,31 @@ class OutputCheck:
         # Other ranks may have a stage without the mistake. Rank 0, which reports for all, has the first one.
         self._on_one_rank = not stage.is_first
 
-    def __call__(self, stage: nn.Module, _: Any, output: Any) -> None:
-        if (fault := self._fault(output)) is not None:
+    def __call__(self, stage: nn.Module, inputs: Any, output: Any) -> None:
+        if (fault := self._fault(output, inputs[0].tokens.shape[0])) is not None:
             error = UserError(f"{type(stage).__name__} returns {fault}")
             error.on_one_rank = self._on_one_rank
             raise error
 
-    def _fault(self, output: Any) -> str | None:
-        """Return what is wrong with an output and how to fix it, or None."""
+    def _fault(self, output: Any, num_sequences: int) -> str | None:
+        """Return what is wrong with an output of a number of sequences and how to fix it, or None."""
         if isinstance(output, WithTerms):
             faults = [self._term_fault(name, term) for name, term in output.terms.items()]
             if not self._is_last:
-                faults.append(self._fault(output.hidden))
+                faults.append(self._fault(output.hidden, num_sequences))
             return next((fault for fault in faults if fault is not None), None)
         if not isinstance(output, Tensor):
             wanted = "the sum of the losses, a scalar" if self._is_last else "hidden states, a tensor"
             return f"{kind_of(output)} from forward: return {wanted}"
         shape = list(output.shape)
         if not self._is_last:
-            if tuple(shape) == self._hidden_shape and output.dtype == self._dtype:
+            s, b, h = self._hidden_shape
+            received = [s * b // num_sequences, num_sequences, h]
+            if shape == received and output.dtype == self._dtype:
                 return None
             return (
                 f"hidden states of shape {shape} in {output.dtype}: the next stage receives [s, b, h] = "
-                f"{list(self._hidden_shape)} in {self._dtype}"
+                f"{received} in {self._dtype}"
             )
         return _loss_fault(output)
 

@@ -202,6 +202,8 @@ def _log_batches(trainer: Trainer) -> None:
         log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
     if schedule := training.step_batch_size_schedule:
         log.info("global batch schedule: %s (tokens:samples)", " ".join(schedule))
+    if schedule := training.seq_length_schedule:
+        log.info("sequence lengths: %s (tokens:length); evaluation takes whole samples", " ".join(schedule))
 
 
 def _log_datasets(trainer: Trainer) -> None:

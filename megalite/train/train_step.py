@@ -22,6 +22,7 @@ from megalite.pipeline.executor import Pipeline
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.train.anomaly_check import Anomaly, AnomalyCheck
 from megalite.train.iteration_plan import IterationPlan, IterationPlanner
+from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.telemetry.timers import BATCH_GENERATOR
 
@@ -90,6 +91,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.load = load
         self.fp8_weights = fp8_weights
+        self.config = run.config
         self.caches_fp8_weights = run.config.training.fp8_weight_cache
         self.before_update = [before_update]
         self.plan_iteration = IterationPlanner(run.config, run.topology.sample_ranks.size)
@@ -150,7 +152,7 @@ class TrainStep:
             with self.timers(BATCH_GENERATOR):
                 return masks.counted(self.load(plan.first_sample, index))
 
-        load, divisors = self.batches.open(read, plan.num_microbatches, plan.num_samples)
+        load, divisors = self.batches.open(read, plan.num_microbatches, plan.num_sequences, plan.seq_length)
         self.optimizer.begin(plan.num_microbatches)
         keeps_copies = self.caches_fp8_weights and plan.num_microbatches > 1  # otherwise each is used once
         with self.timers("forward-backward"), self.fp8_weights.iteration(keeps_copies=keeps_copies):
@@ -159,6 +161,7 @@ class TrainStep:
                 load,
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
+                hidden_shape=hidden_shape(self.config, plan.seq_length),
             )
         ratio = masks.token_ratio(self.topology) if self.masks_loss else None
         means = global_losses(losses, self.loss_names, self.topology, ratio)
@@ -174,7 +177,10 @@ class TrainStep:
         """
         load, own = self.load.of_replica, self.topology.sample_ranks.rank
         _, divisors = self.batches.open(
-            lambda index: load(plan.first_sample, index, own), plan.num_microbatches, plan.num_samples
+            lambda index: load(plan.first_sample, index, own),
+            plan.num_microbatches,
+            plan.num_sequences,
+            plan.seq_length,
         )
         self.optimizer.begin(1)
         with self.fp8_weights.iteration(keeps_copies=False):
@@ -183,6 +189,7 @@ class TrainStep:
                 lambda _: load(plan.first_sample, 0, replica),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
+                hidden_shape=hidden_shape(self.config, plan.seq_length),
             )
         self.optimizer.finish_gradients()
 
@@ -192,14 +199,13 @@ class GlobalBatches:
 
     def __init__(self, run: RunContext) -> None:
         self._topology = run.topology
-        self._seq_length = run.config.model.seq_length
         self._are_masked = run.samples.are_masked
         self._counts_afterwards = run.config.data.masks_loss
         self._num_later = run.config.model.mtp_num_layers
         self._reads_all = reads_whole_batches(run)
 
     def open(
-        self, read: Callable[[int], Microbatch], num_microbatches: int, num_samples: int
+        self, read: Callable[[int], Microbatch], num_microbatches: int, num_sequences: int, seq_length: int
     ) -> tuple[Callable[[int], Microbatch], dict[str, float | Tensor]]:
         """Return a function that loads a microbatch by its index, and the divisors by `LossTerm.per`.
 
@@ -210,23 +216,29 @@ class GlobalBatches:
         Args:
             read: reads a microbatch by its index; called once for each.
             num_microbatches: number of microbatches of this rank.
-            num_samples: number of samples of the global batch.
+            num_sequences: number of sequences of the global batch.
+            seq_length: tokens of each.
         """
         batch = [read(index) for index in range(num_microbatches)] if self._reads_all else []
-        of_later = self._of_later_tokens(batch, num_samples) if self._num_later else {}
-        return batch.__getitem__ if batch else read, self._divisors(batch, num_samples) | of_later
+        of_later = self._of_later_tokens(batch, num_sequences, seq_length) if self._num_later else {}
+        divisors = self._divisors(batch, num_sequences, seq_length)
+        return batch.__getitem__ if batch else read, divisors | of_later
 
-    def _divisors(self, batch: Sequence[Microbatch], num_samples: int) -> dict[str, float | Tensor]:
-        """Return the numbers of tokens with a loss and of samples."""
+    def _divisors(
+        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
+    ) -> dict[str, float | Tensor]:
+        """Return the numbers of tokens with a loss and of sequences."""
         if not self._are_masked:
-            divisors: dict[str, float | Tensor] = {"token": num_samples * self._seq_length}
-            return divisors if self._counts_afterwards else divisors | {"sample": num_samples}
+            divisors: dict[str, float | Tensor] = {"token": num_sequences * seq_length}
+            return divisors if self._counts_afterwards else divisors | {"sample": num_sequences}
         masks = [microbatch.loss_mask for microbatch in batch]
         num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
         all_reduce(num_masked, self._topology.loss_ranks, of="the number of masked tokens")
-        return {"token": num_masked.clamp_min(1.0), "sample": torch.full_like(num_masked, num_samples)}
+        return {"token": num_masked.clamp_min(1.0), "sample": torch.full_like(num_masked, num_sequences)}
 
-    def _of_later_tokens(self, batch: Sequence[Microbatch], num_samples: int) -> dict[str, float | Tensor]:
+    def _of_later_tokens(
+        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
+    ) -> dict[str, float | Tensor]:
         """Return the numbers of tokens whose later labels have a loss, for each module that predicts them.
 
         Args:
@@ -234,7 +246,7 @@ class GlobalBatches:
         """
         names = [later_token(ahead) for ahead in range(1, self._num_later + 1)]
         if not batch:
-            return {name: num_samples * (self._seq_length - ahead) for ahead, name in enumerate(names, 1)}
+            return {name: num_sequences * (seq_length - ahead) for ahead, name in enumerate(names, 1)}
         masks = [microbatch.later_mask for microbatch in batch if microbatch.later_mask is not None]
         if not masks:
             return {}  # a stage without a loss, which reads no samples
@@ -245,7 +257,7 @@ class GlobalBatches:
             own = [microbatch.loss_mask.sum() for microbatch in batch if microbatch.loss_mask is not None]
             num_with_loss = torch.stack(own).sum().double()
             all_reduce(num_with_loss, self._topology.loss_ranks, of="the number of tokens with a loss")
-            divisors = divisors * (num_samples * self._seq_length) / num_with_loss.clamp_min(1.0)
+            divisors = divisors * (num_sequences * seq_length) / num_with_loss.clamp_min(1.0)
         return dict(zip(names, divisors.unbind(), strict=True))
 
 

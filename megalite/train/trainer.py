@@ -64,7 +64,7 @@ def build_pipeline(
         chunks,
         topology.pp,
         config.parallel.schedule,
-        hidden_shape=hidden_shape(config),
+        hidden_shape=hidden_shape(config, config.model.seq_length),
         dtype=DTYPES[config.model.params_dtype],
         device=topology.device,
         store=store,
@@ -134,6 +134,9 @@ class Trainer:
                 build_stage=run.providers.model,
                 turns=turns,
             )
+            for chunk in self.chunks:
+                for length in config.seq_lengths[:-1]:  # the last one's tables are built with the layers
+                    chunk.prepare_tables(length)
             self.optimizer = build_optimizer(
                 self.chunks,
                 config,
@@ -309,7 +312,8 @@ def _batch_loader(run: RunContext, dataset: Dataset, num_microbatches: int) -> B
     num_ahead = max(NUM_AHEAD, num_microbatches if reads_whole_batches(run) else 0)
     micro_batch_size = run.config.training.micro_batch_size
     num_later = run.config.model.mtp_num_layers
-    return BatchLoader(dataset, micro_batch_size, run.topology, run.samples, num_ahead, num_later)
+    count = run.config.sequences_per_sample
+    return BatchLoader(dataset, micro_batch_size, run.topology, run.samples, num_ahead, num_later, count)
 
 
 def start_trainer(

@@ -119,7 +119,7 @@ REFUSED: Mapping[str, str] = {
     "csv_monitor": "remove it: --metrics-file writes every figure",
     "comms_logger": "remove it: --timing-log-level 2 and --trace-pipeline time the communication",
     "data_types": "remove it: data_types.grad_accum_dtype can be fp32, in which gradients are always summed",
-    "curriculum_learning": "remove it: the sequence length does not change during a run",
+    "curriculum_learning": "remove it, and pass --seq-length-schedule TOKENS:LENGTH ...",
     "data_efficiency": "remove it: samples are read in their shuffled order",
     "progressive_layer_drop": "remove it: every layer runs",
     "eigenvalue": "remove it: it is not supported",

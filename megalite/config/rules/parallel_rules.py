@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from megalite.config.batch_size import batch_size_steps
+from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value, format_value
 from megalite.config.model import vocab_padding_problems
@@ -78,12 +78,18 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         yield Problem(("pad_vocab_size_to", "vocab_size", _TP), text)
 
 
+def sequence_divisor(config: Config) -> int:
+    """Return the number that must divide the length of each sequence."""
+    parallel = config.parallel
+    if not parallel.has_ring:
+        return parallel.num_hidden_slices
+    return math.lcm(parallel.num_hidden_slices, 2 * parallel.mesh.num_position_slices)
+
+
 def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes that cut hidden states along the sequence divide its length."""
     parallel, seq_length = config.parallel, config.model.seq_length
-    num_slices, is_cut_by_tp = parallel.num_hidden_slices, parallel.sequence_parallel
-    if parallel.has_ring:
-        num_slices = math.lcm(num_slices, 2 * parallel.mesh.num_position_slices)
+    num_slices, is_cut_by_tp = sequence_divisor(config), parallel.sequence_parallel
     if seq_length % num_slices == 0:
         return
     mesh, given = parallel.mesh, f"--seq-length {seq_length}"
@@ -394,7 +400,7 @@ def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
     micro, ramp = training.micro_batch_size, training.rampup_batch_size
     smallest = ramp[0] if ramp else training.global_batch_size or micro * dp
     batch_flag = f"--rampup-batch-size from {smallest}" if ramp else f"--global-batch-size {smallest}"
-    if steps := batch_size_steps(training.step_batch_size_schedule, config.model.seq_length):
+    if steps := schedule_steps(training.step_batch_size_schedule, config.model.seq_length):
         smallest = min(size for _, size in steps)
         batch_flag = f"--step-batch-size-schedule with {smallest}"
     if smallest // (micro * dp) < parallel.pp:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megalite.config.batch_size import BatchSize, batch_size_steps
+from megalite.config.batch_size import BatchSize, schedule_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.rules.parallel_rules import sample_ranks
+from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
 from megalite.config.training import iteration_range
 from megalite.errors import Problem
 from megalite.files import url_problem
 
 _RAMPUP, _FULL, _STEPS = "rampup_batch_size", "global_batch_size", "step_batch_size_schedule"
+_LENGTHS = "seq_length_schedule"
 
 
 def ramp_up(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -49,7 +50,7 @@ def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Prob
     if training.step_batch_size_schedule is None:
         return
     current = flag_with_value(_STEPS, training.step_batch_size_schedule)
-    steps = batch_size_steps(training.step_batch_size_schedule, config.model.seq_length)
+    steps = schedule_steps(training.step_batch_size_schedule, config.model.seq_length)
     if not steps:
         yield Problem(
             (_STEPS,),
@@ -72,6 +73,45 @@ def batch_size_schedule(config: Config, world_size: int | None) -> Iterator[Prob
         yield from _whole_microbatches(
             config, world_size, _STEPS, {f"size {size}": size for _, size in steps}
         )
+
+
+def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the lengths cut samples evenly, fit the layout, and end at the full length."""
+    schedule, full = config.training.seq_length_schedule, config.model.seq_length
+    if schedule is None:
+        return
+    current = flag_with_value(_LENGTHS, schedule)
+    steps = schedule_steps(schedule, full)
+    if not steps:
+        yield Problem(
+            (_LENGTHS,),
+            f"{current} is not a schedule: pass TOKENS:LENGTH entries whose tokens rise from 0, as in "
+            "0:2048 100B:8192",
+        )
+        return
+    if config.model.architecture == "bert" or config.data.sft:
+        kind = "--sft" if config.data.sft else "--architecture bert"
+        yield Problem(
+            (_LENGTHS, "architecture", "sft"), f"{current} would cut the samples of {kind}: remove it"
+        )
+    if (last := steps[-1][1]) != full:
+        yield Problem(
+            (_LENGTHS, "seq_length"),
+            f"{current} ends with {last} tokens, but --seq-length is {full}: pass --seq-length {last}",
+        )
+        return
+    divisor = sequence_divisor(config)
+    least = max(divisor, config.model.mtp_num_layers + 1)
+    for _, length in steps:
+        if full % length or length % divisor or length < least:
+            layout = f" and are multiples of {divisor}, which the layout needs" if divisor > 1 else ""
+            possible = [n for n in range(least, full) if full % n == 0 and n % divisor == 0]
+            nearest = min(possible, key=lambda n: abs(n - length), default=full)
+            yield Problem(
+                (_LENGTHS, "seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+                f"{current} has sequences of {length} tokens: pass lengths that divide --seq-length {full}"
+                f"{layout}, such as {nearest}",
+            )
 
 
 def _whole_microbatches(
@@ -101,7 +141,7 @@ def enough_samples(config: Config, world_size: int | None) -> Iterator[Problem]:
     training, dp = config.training, sample_ranks(config, world_size)
     full = training.global_batch_size or training.micro_batch_size * (dp or 1)
     rampup = training.rampup_batch_size
-    steps = batch_size_steps(training.step_batch_size_schedule, config.model.seq_length)
+    steps = schedule_steps(training.step_batch_size_schedule, config.model.seq_length)
     first = BatchSize(full, rampup if rampup is not None and len(rampup) == 3 else None, steps).start
     if training.train_samples is not None and training.train_samples < first:
         yield Problem(

@@ -21,7 +21,7 @@ from megalite.model.compiled import run_as_written
 from megalite.train.anomaly_check import Anomaly
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop
-from megalite.train.model_chunks import unchanged_buffers
+from megalite.train.model_chunks import hidden_shape, unchanged_buffers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
@@ -60,16 +60,16 @@ class NanLocator:
         self._optimizer = trainer.optimizer
         self._load = trainer.load_batch
         self._topology = trainer.topology
+        self._config = trainer.config
         self._micro_batch_size = trainer.config.training.micro_batch_size
-        self._seq_length = trainer.config.model.seq_length
         self._num_later = trainer.config.model.mtp_num_layers
         self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
         self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model.num_layers))}
 
     def locate(self, anomaly: Anomaly, plan: IterationPlan) -> str:
         """Return where the iteration went wrong, as a clause for the log; a collective."""
-        first_sample, num_microbatches = plan.first_sample, plan.num_microbatches
-        table = self._magnitudes(first_sample, num_microbatches)
+        first_sample = plan.first_sample
+        table = self._magnitudes(plan)
         if anomaly.kind == "spike":
             return self._spike(table, first_sample)
         bad = table.isinf()
@@ -88,22 +88,27 @@ class NanLocator:
             return "but not when it was computed again: suspect the hardware"
         return self._bad_gradient(plan)
 
-    def _magnitudes(self, first_sample: int, num_microbatches: int) -> Tensor:
+    def _magnitudes(self, plan: IterationPlan) -> Tensor:
         """Return the largest magnitude of each part's output, ``[parts, microbatches]``; inf for NaN."""
-        num_columns = num_microbatches * self._topology.sample_ranks.size
+        num_columns = plan.num_microbatches * self._topology.sample_ranks.size
         table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
-        with run_as_written(self._is_compiled), self._hooked(table, first_sample):
-            self._pipeline.evaluate(num_microbatches, partial(self._load, first_sample))
+        with run_as_written(self._is_compiled), self._hooked(table, plan):
+            self._pipeline.evaluate(
+                plan.num_microbatches,
+                partial(self._load, plan.first_sample),
+                hidden_shape=hidden_shape(self._config, plan.seq_length),
+            )
         return self._topology.to_host(largest_of_all(table, self._topology))
 
     @contextmanager
-    def _hooked(self, table: Tensor, first_sample: int) -> Iterator[None]:
+    def _hooked(self, table: Tensor, plan: IterationPlan) -> Iterator[None]:
         """Write each part's largest output into the column of the microbatch that its stage runs."""
-        column = 0
+        column, sequences_per_sample = 0, plan.num_sequences // plan.num_samples
 
         def enter(_: nn.Module, arguments: tuple[Microbatch, Tensor | None]) -> None:
             nonlocal column
-            column = (int(arguments[0].sample_numbers[0]) - first_sample) // self._micro_batch_size
+            sample = int(arguments[0].sample_numbers[0]) // sequences_per_sample
+            column = (sample - plan.first_sample) // self._micro_batch_size
 
         def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Any, ...]) -> None:
             first = output if isinstance(output, Tensor) else output[0]  # a norm returns the residual too
@@ -154,10 +159,16 @@ class NanLocator:
             return self._load(plan.first_sample, index)
 
         self._optimizer.begin(1)
-        num_tokens = float(plan.num_samples * self._seq_length)  # of later tokens, about as many have a loss
-        divisors = {"token": num_tokens, "sample": float(plan.num_samples)}
+        num_tokens = float(plan.num_sequences * plan.seq_length)  # of later tokens, about as many have a loss
+        divisors = {"token": num_tokens, "sample": float(plan.num_sequences)}
         divisors |= {later_token(ahead): num_tokens for ahead in range(1, self._num_later + 1)}
-        self._pipeline.train_step(1, load, divisors=divisors, loss_scale=self._optimizer.scaler.scale)
+        self._pipeline.train_step(
+            1,
+            load,
+            divisors=divisors,
+            loss_scale=self._optimizer.scaler.scale,
+            hidden_shape=hidden_shape(self._config, plan.seq_length),
+        )
         return self._topology.to_host(self._optimizer.finish_gradients()).item()
 
     def _first_bad_parameter(self) -> str:

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from megalite.hardware.gpus import peak_tflops
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS
 from megalite.torch_private import compilations_observed
+from megalite.train.iteration_plan import IterationPlan
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.train_step import StepResult
 
@@ -226,7 +228,12 @@ class IntervalMeter:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._seq_length = model.seq_length
-        self._tflop_per_token_and_rank = flops_per_token(model, tp) / world_size / 1e12
+
+        @cache
+        def tflop_per_token_and_rank(seq_length: int) -> float:
+            return flops_per_token(replace(model, seq_length=seq_length), tp) / world_size / 1e12
+
+        self._tflop_per_token_and_rank = tflop_per_token_and_rank
         self._peak_tflops = peak_tflops(device)
         self._train_iters = train_iters
         self._device = device
@@ -234,6 +241,10 @@ class IntervalMeter:
         self._results: list[StepResult] = []
         self._start = clock()
         self._paused_at: float | None = None
+
+    def _tflop_per_rank(self, plan: IterationPlan) -> float:
+        """Return the model TFLOP of an iteration on each rank."""
+        return plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length)
 
     def add(self, result: StepResult) -> None:
         """Add the result of one iteration."""
@@ -269,7 +280,7 @@ class IntervalMeter:
         names = trained[0].losses if trained else ()
         means = {name: sum(each.losses[name] for each in trained) / len(trained) for name in names}
         tokens_per_second = num_samples * self._seq_length / (now - start)
-        tflops = tokens_per_second * self._tflop_per_token_and_rank
+        tflops = sum(map(self._tflop_per_rank, (each.plan for each in trained))) / (now - start)
         memory = measure_memory(self._device)
         return IterationMetrics(
             iteration=last.iteration,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.batch_size import BatchSize, batch_size_steps
+from megalite.config.batch_size import BatchSize, schedule_steps
 
 Ramp = tuple[int, tuple[int, int, int] | None]
 
@@ -77,8 +77,8 @@ GPT3 = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
 
 def test_the_schedule_of_gpt3() -> None:
     """The schedule of Megatron-LM's example of 175B parameters; thresholds in tokens of 2048 per sample."""
-    steps = batch_size_steps(GPT3.split(), 2048)
-    assert steps == batch_size_steps([GPT3], 2048) == batch_size_steps([GPT3.replace(" ", ",")], 2048)
+    steps = schedule_steps(GPT3.split(), 2048)
+    assert steps == schedule_steps([GPT3], 2048) == schedule_steps([GPT3.replace(" ", ",")], 2048)
     batch_size = BatchSize(1536, steps=steps)
     first = 2_400_000_000 // 2048
     assert (batch_size(0), batch_size(first - 1), batch_size(first)) == (16, 16, 320)
@@ -89,7 +89,7 @@ def test_the_schedule_of_gpt3() -> None:
 @pytest.mark.parametrize("schedule", ["0:16 32:8 64:16", "0:4 8:8 16:16", "0:3"])
 @pytest.mark.parametrize("num_iterations", [1, 7, 30])
 def test_sums_of_a_schedule_are_those_of_counting(schedule: str, num_iterations: int) -> None:
-    steps = batch_size_steps([schedule], 1)
+    steps = schedule_steps([schedule], 1)
     batch_size = BatchSize(steps[-1][1], steps=steps)
     total = sum(run(batch_size, num_iterations))
     assert batch_size.consumed_before(num_iterations + 1) == total
@@ -100,4 +100,4 @@ def test_sums_of_a_schedule_are_those_of_counting(schedule: str, num_iterations:
     "schedule", ["", "16", "1:16", "0:16 8", "0:16 8:x", "0:0", "0:16 8:8 8:4", "0:16 8:8 4:4"]
 )
 def test_what_is_no_schedule(schedule: str) -> None:
-    assert batch_size_steps([schedule], 1) == []
+    assert schedule_steps([schedule], 1) == []

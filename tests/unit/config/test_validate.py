@@ -299,6 +299,36 @@ RULES = [
         2,
         "--step-batch-size-schedule with 4 makes 1 microbatches of --micro-batch-size 4",
     ),
+    (
+        "--seq-length 64 --seq-length-schedule 1K:64",
+        None,
+        "--seq-length-schedule 1K:64 is not a schedule: pass TOKENS:LENGTH entries whose tokens rise from 0",
+    ),
+    (
+        "--seq-length 64 --seq-length-schedule 0:16 1K:32",
+        None,
+        "0:16 1K:32 ends with 32 tokens, but --seq-length is 64: pass --seq-length 32",
+    ),
+    (
+        "--seq-length 64 --seq-length-schedule 0:24 1K:64",
+        None,
+        "has sequences of 24 tokens: pass lengths that divide --seq-length 64, such as 16",
+    ),
+    (
+        "--seq-length 64 --seq-length-schedule 0:4 1K:64 --cp 4 --cp-comm-type p2p",
+        4,
+        "pass lengths that divide --seq-length 64 and are multiples of 8, which the layout needs, such as 8",
+    ),
+    (
+        "--seq-length 64 --seq-length-schedule 0:2 1K:64 --mtp-num-layers 2 --position-embedding-type rope",
+        None,
+        "has sequences of 2 tokens: pass lengths that divide --seq-length 64, such as 4",
+    ),
+    (
+        "--sft --seq-length 64 --seq-length-schedule 0:8 1K:64",
+        None,
+        "0:8 1K:64 would cut the samples of --sft",
+    ),
     ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is not a range: pass FIRST:LAST"),
     (f"--iterations-to-skip {'9' * 5000}", None, "is not a range: pass FIRST:LAST"),
     (f"--step-batch-size-schedule 0:{'9' * 5000}", None, "is not a schedule: pass TOKENS:SIZE"),

@@ -17,7 +17,7 @@ from megalite.pipeline.schedules import Action, ActionKind
 def test_a_batch_is_started_as_the_device_s_backend_wants(device: str, launch: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2)
     with Topology.fake(parallel.mesh, 2, 0) as topology:
-        found = PointToPoint(topology.pp, (4, 1, 8), torch.float32, torch.device(device))
+        found = PointToPoint(topology.pp, torch.float32, torch.device(device))
     assert found._launch is getattr(point_to_point, launch)
 
 
@@ -31,7 +31,7 @@ def test_gradients_have_a_group_of_their_own(kind: ActionKind, monkeypatch: pyte
 
     monkeypatch.setattr(point_to_point, "_launch_each", launch)
     with Topology.fake(ParallelConfig(pipeline_model_parallel_size=2).mesh, 2, 0, device="cpu") as topology:
-        exchange = PointToPoint(topology.pp, (1,), torch.float32, topology.device)
-        exchange.start(Batch(StageMessage(0, 1, Action(kind, 0))), torch.zeros(1))
+        exchange = PointToPoint(topology.pp, torch.float32, topology.device)
+        exchange.start(Batch(StageMessage(0, 1, Action(kind, 0))), torch.zeros(1), (1,))
         is_forward = kind is ActionKind.FORWARD
         assert groups == [topology.pp.group if is_forward else topology.pp.backward_group]

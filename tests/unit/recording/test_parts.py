@@ -62,7 +62,7 @@ def test_a_record_has_the_tensors_that_autograd_saves(name: str, one_rank: Topol
     ids = torch.zeros(B, model.seq_length, dtype=torch.int64)
     x = torch.randn(model.seq_length, B, model.hidden_size, requires_grad=True)
     microbatch = Microbatch(ids, ids, torch.arange(B))
-    stage.prepare_tables()
+    stage.prepare_tables(model.seq_length)
     real = saved_by_autograd(stage, microbatch, x)
     record = dict(record_unit(key_of(model)).saved)
     assert OTHER not in record

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, OptimizerConfig, TrainingConfig
+from megalite.config.presets import PRESETS
 from megalite.train.iteration_plan import IterationPlanner
 
 
@@ -73,3 +76,20 @@ def test_in_samples_as_megatron_counts_them() -> None:
         assert rate == pytest.approx(theirs.get_lr({}), rel=1e-15)
         assert decay == pytest.approx(theirs.get_wd(), rel=1e-15)
     assert 2000 - 64 < sum(num_samples for num_samples, *_ in found) <= 2000
+
+
+def test_sequences_grow_at_the_first_iteration_from_a_number_of_tokens_on() -> None:
+    """Iterations of 16 samples of 64 tokens; the second length begins within the third iteration."""
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], vocab_size=256, seq_length=64),
+        training=TrainingConfig(
+            global_batch_size=16, train_iters=6, seq_length_schedule=("0:8", "2.5K:32,5K:64")
+        ),
+    )
+    planner, progress, found = IterationPlanner(config, 2), TrainingProgress(), []
+    for _ in range(6):
+        plan = planner(progress)
+        assert (plan.num_samples, plan.num_sequences * plan.seq_length) == (16, 16 * 64)
+        found.append(plan.seq_length)
+        progress = progress.after(plan.num_samples)
+    assert found == [8, 8, 8, 32, 32, 64]
