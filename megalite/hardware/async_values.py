@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncValues:
-    """Copies a small tensor to the host, after the work that the device has queued so far.
+    """Copies a few values, ``[n]``, to the host, after the work that the device has queued so far.
 
     Work that is queued later runs while the host waits in `read` and decides what to do next, so the
     device's queue does not run empty. On a CPU there is no copy and no wait.
@@ -26,7 +26,7 @@ class AsyncValues:
             self._arrived.record()
 
     def read(self) -> list[Any]:
-        """Wait for the copy and return the values, as `Tensor.tolist`."""
+        """Wait for the copy and return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._values.tolist()
+        return [value.item() for value in self._values]

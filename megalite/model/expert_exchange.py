@@ -72,7 +72,7 @@ class ExchangeSizes:
         sizes = [counts.shape[1]] * axis.size
         self.received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
         self._axis = axis
-        self._on_host = AsyncValues(torch.stack((counts.sum(1), self.received.sum(1))))
+        self._on_host = AsyncValues(torch.cat((counts.sum(1), self.received.sum(1))))
 
     def read(self, num_rows: int, imbalance: float) -> Exchange:
         """Wait for the copy, and return the exchange of the rows.
@@ -84,7 +84,8 @@ class ExchangeSizes:
         if self.received.is_meta:  # without values: as even as possible
             send, receive = (even_sizes(n, self._axis.size) for n in (num_rows, round(imbalance * num_rows)))
         else:
-            send, receive = self._on_host.read()
+            sizes = self._on_host.read()
+            send, receive = sizes[: self._axis.size], sizes[self._axis.size :]
         return Exchange(send, receive, self._axis)
 
 

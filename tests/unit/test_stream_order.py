@@ -167,7 +167,7 @@ def train(
             for loss in losses:
                 loss.backward()
             norm = optimizer.finish_gradients()
-            scalars = AsyncValues(norm)
+            scalars = AsyncValues(norm.unsqueeze(0))
             if save is not None:
                 copy.protect()
             optimizer.step(0.1, 0.01, norm, torch.ones((), dtype=torch.bool, device=device))

@@ -131,7 +131,7 @@ def test_an_iteration_reads_loss_and_norm_in_one_piece_and_nothing_else(case: st
     config = layout.apply(config, 2 * layout.size("dp"))
     num_iterations = MIN_LOSSES + 2 if case == "spikes" else 3
     for counts in run_ranks(count_reads, config.parallel.mesh, layout.world_size, config, num_iterations):
-        assert counts == [(1, 0)] * num_iterations
+        assert counts == [(2, 0)] * num_iterations
 
 
 def test_reads_are_seen() -> None:

@@ -42,7 +42,7 @@ def test_nothing_waits_for_a_gpu_until_the_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    values = AsyncValues(torch.tensor([[1.0, 2.0]]))
+    values = AsyncValues(torch.tensor([1.0, 2.0]))
     assert calls == ["pinned: True", "copy of 2, without a wait: True", "record"]
-    assert values.read() == [[1.0, 2.0]]
+    assert values.read() == [1.0, 2.0]
     assert calls[3:] == ["wait"]
