@@ -111,7 +111,10 @@ def test_pairs_of_actions_have_at_most_the_bubble_of_dualpipe_v(sizes, forward, 
     num_microbatches += 2 * num_ranks - 1
     of_weight, forward, of_input = sorted((forward, of_input, of_weight))
     lengths = dict(zip(ActionKind, (forward, 0, of_input, of_weight), strict=True))
-    makespan = timeline_of("dualpipev", (num_ranks, num_microbatches, 2), lengths).makespan
+    stages = stage_map("dualpipev", (num_ranks, num_microbatches, 2))
+    actions = actions_by_rank(SCHEDULES["dualpipev"].train, stages, num_microbatches)
+    times = compute_times(actions, stages, lambda rank, action: lengths[action.kind])
+    makespan = max(span.end for span in times.values())
     work = 2 * num_microbatches * (forward + of_input + of_weight)
     assert makespan <= work + (num_ranks - 1) * (forward + 2 * of_input - of_weight)
     if forward == of_input == of_weight:
