@@ -16,7 +16,6 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,12 @@ from clock import Clock
 from torch import Tensor
 from torch.nn import Parameter
 
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
-from megalite.model.experts import MixtureOfExperts
+from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -48,7 +47,6 @@ SHAPES_ON_GPU = (
 )
 """The same of Mixtral 8x7B, OLMoE and Qwen 3 30B-A3B."""
 Run = Callable[[Tensor], Tensor]
-Block = TypeVar("Block", bound=torch.nn.Module)
 
 
 def loop_over_experts(block: MixtureOfExperts) -> Run:
@@ -82,18 +80,14 @@ def runs_of(
         moe_ffn_hidden_size=width,
     )
     context = LayerContext(topology, dtype)
-    dense, block = _built(MLP, model, context), _built(MixtureOfExperts, model, context)
+    dense, block = MLP(model, context), MixtureOfExperts(model, context, Router(model, context))
+    for each in (dense, block):
+        initialize(each, 1, topology)
     return {
         "dense": (lambda x: dense(x).x, [*dense.parameters()]),
         "experts": (lambda x: block(x).x, [*block.parameters()]),
         "loop": (loop_over_experts(block), [*block.parameters()]),
     }
-
-
-def _built(kind: Callable[..., Block], model: ModelConfig, context: LayerContext) -> Block:
-    block = kind(model, context)
-    initialize(block, 1, context.topology)
-    return block
 
 
 def main() -> None:

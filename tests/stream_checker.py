@@ -543,6 +543,11 @@ class StreamChecker:
                 mine.view(-1).copy_(whole.view(group.size(), -1)[group.rank()].clone())
             return self._communicate(group, "reduce-scatter", [whole], [mine])
 
+        def exchanged(group: Any, received: Tensor, sent: Tensor, *_: Any, **__: Any) -> _Work:
+            with _unrecorded():
+                received.view(-1).copy_(sent.reshape(-1).clone())
+            return self._communicate(group, "all-to-all", [sent], [received])
+
         def sent(group: Any, tensors: list[Tensor], *_: Any, **__: Any) -> _Work:
             return self._communicate(group, "send", tensors, [])
 
@@ -567,6 +572,8 @@ class StreamChecker:
             "broadcast": broadcast,
             "_allgather_base": gathered,
             "all_gather_single": gathered,  # its name since torch 2.13
+            "alltoall_base": exchanged,
+            "all_to_all_single": exchanged,  # its name since torch 2.13
             "_reduce_scatter_base": scattered,
             "reduce_scatter_single": scattered,
             "send": sent,

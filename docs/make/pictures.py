@@ -256,6 +256,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "interleaved.svg": partial(schedule_svg, "interleaved", 4, 8, 2),
     "zb-h1.svg": partial(schedule_svg, "zb-h1", 4, 8),
     "zb-v.svg": partial(schedule_svg, "zb-v", 4, 8),
+    "dualpipev.svg": partial(schedule_svg, "dualpipev", 4, 10),
     **{f"speed_of_{name}.svg": partial(speed_of, name) for name in TITLES},
 }
 """Functions that draw the pictures, by file name in docs/pictures."""

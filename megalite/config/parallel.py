@@ -74,8 +74,8 @@ class ParallelConfig:
     pipeline_schedule: ScheduleName = field(
         default="1f1b", metadata=flags(sets={"--enable-zbh1-pipeline": "zb-h1"})
     )
-    """Order of forward and backward passes in the pipeline. zb-h1 and zb-v (zero bubble) defer weight
-    gradients."""
+    """Order of forward and backward passes in the pipeline. zb-h1, zb-v and dualpipev defer weight
+    gradients; dualpipev also computes under messages of experts."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Number of model chunks per pipeline rank. With two or more, 1f1b becomes interleaved."""
     num_layers_per_virtual_pipeline_stage: int | None = None

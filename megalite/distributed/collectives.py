@@ -250,10 +250,10 @@ def flat_reduce_scatter(mine: Tensor, whole: Tensor, axis: Axis) -> Pending:
     return Pending(mine, work, axis, "reduce-scatter")
 
 
-def all_to_all(
+def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], axis: Axis, *, of: str = ""
-) -> Tensor:
-    """Send a range of a flat `x` to each rank, and return the ranges that the ranks sent, in their order.
+) -> Pending:
+    """Start to send a range of a flat `x` to each rank; the result has the ranges from the ranks, in order.
 
     Args:
         send_sizes: number of elements for each rank of the axis.
@@ -261,12 +261,18 @@ def all_to_all(
         of: name of `x` for the report of a hang.
     """
     if axis.size == 1:
-        return x
+        return Pending(x, None)
     received = x.new_empty(sum(receive_sizes))
-    axis.wait_begins("all-to-all", of)
-    dist.all_to_all_single(received, x, list(receive_sizes), list(send_sizes), group=axis.group)
-    axis.wait_ends("all-to-all", of)
-    return received
+    sizes = list(receive_sizes), list(send_sizes)
+    work = dist.all_to_all_single(received, x, *sizes, group=axis.group, async_op=True)
+    return Pending(received, work, axis, "all-to-all", of)
+
+
+def all_to_all(
+    x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], axis: Axis, *, of: str = ""
+) -> Tensor:
+    """Run `start_all_to_all`, and wait for the result."""
+    return start_all_to_all(x, send_sizes, receive_sizes, axis, of=of).wait()
 
 
 def all_reduce(

@@ -10,7 +10,7 @@ token for one of its experts, or for one rank's slice of it; n rows are for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,16 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.distributed.axis import Axis, AxisSet
+from megalite.distributed.axis import AxisSet
 from megalite.distributed.collectives import (
-    all_to_all,
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
     reduce_from_tensor_parallel,
     reduce_scatter_to_sequence_parallel,
     start_all_gather,
 )
-from megalite.model.grouped_linear import even_sizes
+from megalite.model.expert_exchange import ExchangeSizes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -49,7 +48,7 @@ class Dispatched(NamedTuple):
     combine: Callable[[Tensor], Tensor]
 
 
-def dispatch(
+def start_dispatch(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
@@ -57,8 +56,10 @@ def dispatch(
     context: LayerContext,
     *,
     drops: bool = False,
-) -> Dispatched:
-    """Bring the rank's tokens to their experts.
+) -> Callable[[], Dispatched]:
+    """Start to bring the rank's tokens to their experts; return a function that waits for the result.
+
+    Messages between ranks of the axes of experts overlap with what the caller computes in between.
 
     Args:
         x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
@@ -68,8 +69,8 @@ def dispatch(
     """
     axes = context.expert_axes
     if axes is None:
-        return _dispatch_within_tp(x, weights, experts, num_experts, context, drops)
-    return _dispatch_to_holders(x, weights, experts, num_experts, axes, drops, context.moe_imbalance)
+        return partial(_dispatch_within_tp, x, weights, experts, num_experts, context, drops)
+    return _start_to_holders(x, weights, experts, num_experts, axes, drops, context)
 
 
 def _dispatch_within_tp(
@@ -92,16 +93,16 @@ def _dispatch_within_tp(
     return Dispatched(rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine)
 
 
-def _dispatch_to_holders(
+def _start_to_holders(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
     num_experts: int,
     axes: AxisSet,
     drops: bool,
-    imbalance: float,
-) -> Dispatched:
-    """Send each token to the ranks that hold its experts."""
+    context: LayerContext,
+) -> Callable[[], Dispatched]:
+    """Start to send each token to the ranks that hold its experts."""
     ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
     num_own, num_copies = num_experts // ep.size, etp.size
     # Rows are ordered by the rank that gets them, and then by its expert. Dropped rows come last.
@@ -110,76 +111,27 @@ def _dispatch_to_holders(
     keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
     sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, drops=drops)
     counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
-    by_holder = counts.view(holders.size, num_own)
-    exchange, received_counts = _plan_exchange(by_holder, keys.numel(), holders, imbalance)
-
+    sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
+    # The GPU copies the rows while the host waits for the sizes.
+    rows = sent.of_tokens(x.flatten(0, 1))
     of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
-    rows = _Exchange.apply(sent.of_tokens(x.flatten(0, 1)), exchange)
-    of_rows = _Exchange.apply(of_rows.unsqueeze(1), exchange).squeeze(1)
-    numbers = torch.arange(num_own, device=x.device).repeat(holders.size)
-    numbers = numbers.repeat_interleave(received_counts.flatten(), output_size=rows.shape[0])
-    ordered = Rows.of(numbers.unsqueeze(1), num_own)
+    of_weights = sizes.read(keys.numel(), context.moe_imbalance)
+    of_hidden = of_weights._replace(turns=context.turns)
+    wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
-    def combine(y: Tensor) -> Tensor:
-        returned = _Exchange.apply(ordered.sums_of_tokens(y), exchange.reverse())
-        return sent.sums_of_tokens(returned).view_as(x)
+    def wait() -> Dispatched:
+        rows, of_rows = wait_for_rows(), wait_for_weights().squeeze(1)
+        numbers = torch.arange(num_own, device=x.device).repeat(holders.size)
+        numbers = numbers.repeat_interleave(sizes.received.flatten(), output_size=rows.shape[0])
+        ordered = Rows.of(numbers.unsqueeze(1), num_own)
 
-    return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)
+        def combine(y: Tensor) -> Tensor:
+            returned = of_hidden.reverse().run(ordered.sums_of_tokens(y))
+            return sent.sums_of_tokens(returned).view_as(x)
 
+        return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)
 
-class Exchange(NamedTuple):
-    """Describes an all-to-all of rows.
-
-    Attributes:
-        send, receive: number of rows to each rank of the axis, and from each rank.
-    """
-
-    send: Sequence[int]
-    receive: Sequence[int]
-    axis: Axis
-
-    def reverse(self) -> Exchange:
-        """Return the exchange that brings the rows back."""
-        return Exchange(self.receive, self.send, self.axis)
-
-    def run(self, x: Tensor) -> Tensor:
-        """Exchange the rows of ``[n, m]``."""
-        width = x.shape[1]
-        send, receive = ([count * width for count in counts] for counts in (self.send, self.receive))
-        return all_to_all(x.flatten(), send, receive, self.axis, of="tokens of experts").view(-1, width)
-
-
-def _plan_exchange(counts: Tensor, num_rows: int, axis: Axis, imbalance: float) -> tuple[Exchange, Tensor]:
-    """Return the exchange of rows, and the number for each of the rank's experts from each rank.
-
-    Args:
-        counts: number of rows of each expert of each rank, ``[ranks, experts of a rank]``.
-        imbalance: rows that the rank receives, relative to those that it sends, if they have no values.
-    """
-    sizes = [counts.shape[1]] * axis.size
-    received = all_to_all(counts.flatten(), sizes, sizes, axis, of="rows of experts").view_as(counts)
-    if counts.is_meta:  # without values: as even as possible
-        received_rows = round(imbalance * num_rows)
-        return (
-            Exchange(even_sizes(num_rows, axis.size), even_sizes(received_rows, axis.size), axis),
-            received,
-        )
-    send, receive = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host must know them
-    return Exchange(send, receive, axis), received
-
-
-class _Exchange(torch.autograd.Function):
-    """Exchanges rows between ranks; backward exchanges their gradients in the other direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.run(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.reverse().run(grad.contiguous()), None
+    return wait
 
 
 class Rows(NamedTuple):

@@ -24,7 +24,7 @@ from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_capacity import capacity_of, within_capacity
-from megalite.model.expert_dispatch import dispatch
+from megalite.model.expert_dispatch import start_dispatch
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
@@ -338,12 +338,17 @@ class MixtureOfExperts(nn.Module):
 
     def compute_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
         """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
-        shared = None if self.shared is None else self.shared.transform(x)
         weights, experts, terms = routing
-        x = x if self.to_latent is None else self.to_latent(x)
-        y, weights, ends, combine = dispatch(
-            x, weights, experts, self.router.num_experts, self.context, drops=self.drops and self.training
+        wait_for_rows = start_dispatch(
+            x if self.to_latent is None else self.to_latent(x),
+            weights,
+            experts,
+            self.router.num_experts,
+            self.context,
+            drops=self.drops and self.training,
         )
+        shared = None if self.shared is None else self.shared.transform(x)  # while rows are in flight
+        y, weights, ends, combine = wait_for_rows()
         y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]
         # The weights come before the product, because its input is smaller than its output in many models,
         # and its output then need not be kept.

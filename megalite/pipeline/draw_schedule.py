@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 
 from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, ScheduleName
@@ -46,6 +47,18 @@ def draw(schedule: ScheduleName, num_ranks: int, num_microbatches: int, num_chun
         for rank, slots in enumerate(timeline.slots)
     ]
     return "\n".join([title(schedule, num_microbatches, num_chunks, timeline), *rows])
+
+
+def lanes(slots: Sequence[TimelineSlot]) -> Iterator[tuple[TimelineSlot, float, float]]:
+    """Yield each slot with its top and height in the row, as parts of its height.
+
+    Two actions that run together have a half each.
+    """
+    number_of = Counter(slot.span for slot in slots)
+    seen = Counter[tuple[float, float]]()
+    for slot in slots:
+        yield slot, seen[slot.span] / number_of[slot.span], 1 / number_of[slot.span]
+        seen[slot.span] += 1
 
 
 def title(schedule: ScheduleName, num_microbatches: int, num_chunks: int, timeline: Timeline) -> str:

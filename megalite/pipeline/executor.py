@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -11,9 +12,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.observer import Observer
+from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.loss_terms import WithTerms
-from megalite.pipeline.messages import Batch, Step, plan_rank, reader_of, source_of
+from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
     SCHEDULES,
@@ -226,6 +228,7 @@ class Pipeline(Generic[M]):
         dtype: torch.dtype,
         device: torch.device,
         store: WeightGradientStore | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """Build the pipeline without communication.
 
@@ -238,6 +241,8 @@ class Pipeline(Generic[M]):
             device: device of the hidden states.
             store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
                 backward.
+            turns: runs the pairs of actions of a schedule that overlaps them; by default, they run one after
+                the other.
         """
         self._chunks = chunks
         self._pp = pp
@@ -248,6 +253,7 @@ class Pipeline(Generic[M]):
         self._exchange = PointToPoint(pp, dtype, device)
         self._hidden_shape = hidden_shape
         self._store = store or WeightGradientStore()
+        self._turns = turns
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -311,18 +317,29 @@ class Pipeline(Generic[M]):
             divisors,
             loss_scale,
         )
-        outgoing: Tensor | None = None
-        for step in self._steps_of(order, num_microbatches):
-            if isinstance(step, Batch):
-                self._exchange.start(step, outgoing, hidden_shape or self._hidden_shape)
-                continue
-            for observer in self.observers:
-                observer.begins(step)
-            outgoing = work(step)
-            for observer in self.observers:
-                observer.ends(step)
+        shape = hidden_shape or self._hidden_shape
+        outgoing: Mapping[Direction, Tensor | None] = {}
+        for group in self.stages.groups(self._steps_of(order, num_microbatches)):
+            if isinstance(group[0], Batch):
+                self._exchange.start(group[0], outgoing.get(group[0].direction), shape)
+            else:
+                outgoing = self._compute([step for step in group if isinstance(step, Action)], work)
         self._exchange.finish()
         return [work.losses[microbatch] for microbatch in sorted(work.losses)]
+
+    def _compute(self, actions: Sequence[Action], work: ScheduleRun[M]) -> Mapping[Direction, Tensor | None]:
+        """Run an action, or two together, and return the outputs by their directions."""
+        for observer in self.observers:
+            for action in actions:
+                observer.begins(action)
+        if self._turns is not None and len(actions) == 2:
+            outputs = self._turns.run(*(partial(work, action) for action in actions))
+        else:
+            outputs = [work(action) for action in actions]
+        for observer in self.observers:
+            for action in reversed(actions):
+                observer.ends(action)
+        return dict(zip(map(direction_of, actions), outputs, strict=True))
 
     def num_actions(self, num_microbatches: int) -> int:
         """Return the number of actions of this rank in a training step."""

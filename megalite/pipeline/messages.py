@@ -6,6 +6,7 @@ batches of messages between the actions of a rank in the order of these times.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -29,7 +30,7 @@ class ActionSpan(NamedTuple):
 
 
 Times = dict[tuple[int, Action], ActionSpan]
-"""Span of each action, by rank and action."""
+"""Span of each action, by rank and action. Actions that run together have the same span."""
 
 
 def source_of(rank: int, action: Action, stages: StageMap) -> tuple[int, Action] | None:
@@ -61,25 +62,27 @@ def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duratio
     """
     times: Times = {}
     clocks = [0.0] * len(actions)
-    done = [0] * len(actions)
-    ready = list(range(len(actions)))  # ranks that may be able to run their next action
+    left = [deque(stages.groups(own)) for own in actions]
+    ready = list(range(len(actions)))  # ranks that may be able to run their next actions
     while ready:
         rank = ready.pop()
-        for action in actions[rank][done[rank] :]:
-            source = source_of(rank, action, stages)
-            if source is not None and source not in times:
+        while left[rank]:
+            sources = [source_of(rank, action, stages) for action in left[rank][0]]
+            arrivals = [times.get(source) for source in sources if source is not None]
+            if None in arrivals:
                 break
-            start = max(clocks[rank], times[source].end) if source else clocks[rank]
-            clocks[rank] = start + duration(rank, action)
-            times[rank, action] = ActionSpan(start, clocks[rank])
-            done[rank] += 1
-            reader = reader_of(rank, action, stages)
-            if reader is not None and reader[0] != rank:
-                ready.append(reader[0])
+            start = max(clocks[rank], *(span.end for span in arrivals if span), 0.0)
+            group = left[rank].popleft()
+            clocks[rank] = start + sum(duration(rank, action) for action in group)
+            for action in group:
+                times[rank, action] = ActionSpan(start, clocks[rank])
+                reader = reader_of(rank, action, stages)
+                if reader is not None and reader[0] != rank:
+                    ready.append(reader[0])
     waiting = [
-        f"rank {rank} for the input of {own[done[rank]]}"
-        for rank, own in enumerate(actions)
-        if done[rank] < len(own)
+        f"rank {rank} for the input of {' or '.join(map(str, groups[0]))}"
+        for rank, groups in enumerate(left)
+        if groups
     ]
     if waiting:
         raise ScheduleError("inputs never come: " + "; ".join(waiting))
@@ -87,6 +90,11 @@ def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duratio
 
 
 Direction = Literal["forward", "backward"]
+
+
+def direction_of(action: Action) -> Direction:
+    """Return the direction of an action's input and output."""
+    return "forward" if action.kind is ActionKind.FORWARD else "backward"
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class StageMessage:
     @property
     def direction(self) -> Direction:
         """Return "forward" for hidden states, "backward" for their gradient."""
-        return "forward" if self.reader.kind is ActionKind.FORWARD else "backward"
+        return direction_of(self.reader)
 
     def __str__(self) -> str:
         return f"the input of {self.reader} from rank {self.sender} to rank {self.receiver}"
@@ -118,7 +126,7 @@ class Batch:
     Hidden states and their gradients use separate process groups, so they do not wait for each other.
 
     Attributes:
-        send: output of the action before the batch.
+        send: output of the action before the batch, or of one of the two that ran together.
         receives: messages to receive, in the order in which they are sent.
     """
 
@@ -164,34 +172,38 @@ def _usual_times(actions: Sequence[Sequence[Action]], stages: StageMap) -> Times
 
 
 def _steps_of(rank: int, actions: Sequence[Action], stages: StageMap, times: Times) -> Iterator[Step]:
-    """Yield a rank's actions, and before each action the batches to start.
+    """Yield a rank's actions, and the batches to start before each action or pair that runs together.
 
     The first batch has the messages that move before the action begins. The second has the messages that
     arrive while the action runs, or until the next action begins if this one sends nothing.
     """
     due = sorted(_receives(rank, actions, stages, times), key=lambda pair: pair[0], reverse=True)
-    send: StageMessage | None = None
-    for action, following in zip_longest(actions, actions[1:]):
-        start, end = times[rank, action]
-        yield from _batches(send, _pop_until(due, start, inclusive=True))
-        reader = reader_of(rank, action, stages)
-        send = None if reader is None or reader[0] == rank else StageMessage(rank, *reader)
-        if send or following is None:
+    sends: list[StageMessage] = []
+    groups = list(stages.groups(actions))
+    for group, following in zip_longest(groups, groups[1:]):
+        start, end = times[rank, group[0]]
+        yield from _batches(sends, _pop_until(due, start, inclusive=True))
+        readers = [reader_of(rank, action, stages) for action in group]
+        sends = [StageMessage(rank, *reader) for reader in readers if reader and reader[0] != rank]
+        if sends or following is None:
             arriving = _pop_until(due, end, inclusive=False)
         else:
-            arriving = _pop_until(due, times[rank, following].start, inclusive=True)
-        yield from _batches(None, arriving)
-        yield action
+            arriving = _pop_until(due, times[rank, following[0]].start, inclusive=True)
+        yield from _batches([], arriving)
+        yield from group
     assert not due, due
-    yield from _batches(send, ())
+    yield from _batches(sends, ())
 
 
-def _batches(send: StageMessage | None, receives: Sequence[StageMessage]) -> Iterator[Batch]:
-    """Yield a batch per direction with messages; first the send's, because another rank waits for it."""
-    messages = [send, *receives] if send else receives
-    for direction in dict.fromkeys(message.direction for message in messages):
-        own = tuple(message for message in receives if message.direction == direction)
-        yield Batch(send if send and send.direction == direction else None, own)
+def _batches(sends: Sequence[StageMessage], receives: Sequence[StageMessage]) -> Iterator[Batch]:
+    """Yield a batch per direction with messages; first those with sends, because other ranks wait for them.
+
+    Args:
+        sends: at most one of each direction.
+    """
+    for direction in dict.fromkeys(message.direction for message in (*sends, *receives)):
+        send = next((message for message in sends if message.direction == direction), None)
+        yield Batch(send, tuple(message for message in receives if message.direction == direction))
 
 
 def _pop_until(

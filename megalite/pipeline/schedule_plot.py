@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.errors import UserError
-from megalite.pipeline.draw_schedule import timeline_of, title
-from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, ScheduleName
+from megalite.pipeline.draw_schedule import lanes, timeline_of, title
+from megalite.pipeline.schedules import SCHEDULES, ActionKind, ScheduleName
+from megalite.pipeline.simulator import TimelineSlot
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -58,8 +59,8 @@ def save_picture(
         y = top + rank * (_ROW + _GAP)
         canvas.text((8, y + 8), f"rank {rank}", _INK, font_size=_SMALL)
         canvas.rectangle((_MARGIN, y, _MARGIN + chart_width - 1, y + _ROW), _WAITING)
-        for slot in slots:
-            _cell(canvas, slot.action, slot.start, slot.end, y, num_chunks)
+        for slot, upper, height in lanes(slots):
+            _cell(canvas, slot, y + int(upper * _ROW), int(height * _ROW), num_chunks)
     _legend(canvas, {slot.action.kind for row in timeline.slots for slot in row}, image.height - _LINE)
     try:
         image.save(path, "PNG")
@@ -67,14 +68,14 @@ def save_picture(
         raise UserError(f"--png {path} cannot be written ({error}): pass another file") from error
 
 
-def _cell(canvas: ImageDraw, action: Action, start: float, end: float, y: int, num_chunks: int) -> None:
-    left, right = _MARGIN + int(start * _UNIT), _MARGIN + int(end * _UNIT) - 1
-    colour = shade(COLOURS[action.kind], action.chunk, num_chunks)
-    canvas.rectangle((left, y, right, y + _ROW), colour, outline=_BACKGROUND)
+def _cell(canvas: ImageDraw, slot: TimelineSlot, y: int, height: int, num_chunks: int) -> None:
+    left, right = _MARGIN + int(slot.start * _UNIT), _MARGIN + int(slot.end * _UNIT) - 1
+    colour = shade(COLOURS[slot.action.kind], slot.action.chunk, num_chunks)
+    canvas.rectangle((left, y, right, y + height), colour, outline=_BACKGROUND)
     bright = sum(colour) > 3 * 150
-    middle = ((left + right) // 2, y + _ROW // 2)
+    middle = ((left + right) // 2, y + height // 2)
     ink = _INK if bright else _BACKGROUND
-    canvas.text(middle, str(action.microbatch), ink, anchor="mm", font_size=_SMALL)
+    canvas.text(middle, str(slot.action.microbatch), ink, anchor="mm", font_size=_SMALL)
 
 
 def shade(colour: Colour, chunk: int, num_chunks: int) -> Colour:

@@ -7,9 +7,10 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from megalite.errors import UserError
-from megalite.pipeline.draw_schedule import timeline_of, title
+from megalite.pipeline.draw_schedule import lanes, timeline_of, title
 from megalite.pipeline.schedule_plot import COLOURS, Colour, shade
-from megalite.pipeline.schedules import SCHEDULES, Action, ScheduleName
+from megalite.pipeline.schedules import SCHEDULES, ScheduleName
+from megalite.pipeline.simulator import TimelineSlot
 
 INK, PAPER, WAITING = (30, 30, 30), (255, 255, 255), (235, 235, 235)
 _UNIT, _ROW, _GAP, _MARGIN, _LINE = 18, 24, 4, 56, 22  # pixels
@@ -92,8 +93,8 @@ def schedule_svg(
         y = top + rank * height
         drawing.text(6, y + 16, f"rank {rank}", 11)
         drawing.box(_MARGIN, y, chart_width, _ROW, WAITING)
-        for slot in slots:
-            _cell(drawing, slot.action, slot.start, slot.end, y, num_chunks)
+        for slot, upper, height_part in lanes(slots):
+            _cell(drawing, slot, y + upper * _ROW, height_part * _ROW, num_chunks)
     kinds = {slot.action.kind for row in timeline.slots for slot in row}
     x, y = float(_MARGIN), top + num_ranks * height + 6
     for kind in (kind for kind in COLOURS if kind in kinds):
@@ -105,12 +106,12 @@ def schedule_svg(
     return drawing.content()
 
 
-def _cell(drawing: Drawing, action: Action, start: float, end: float, y: float, num_chunks: int) -> None:
-    colour = shade(COLOURS[action.kind], action.chunk, num_chunks)
-    left, width = _MARGIN + start * _UNIT, (end - start) * _UNIT
-    drawing.box(left, y, width, _ROW, colour, PAPER)
+def _cell(drawing: Drawing, slot: TimelineSlot, y: float, height: float, num_chunks: int) -> None:
+    colour = shade(COLOURS[slot.action.kind], slot.action.chunk, num_chunks)
+    left, width = _MARGIN + slot.start * _UNIT, (slot.end - slot.start) * _UNIT
+    drawing.box(left, y, width, height, colour, PAPER)
     ink = INK if sum(colour) > 3 * 150 else PAPER
-    drawing.text(left + width / 2, y + 16, str(action.microbatch), 11, ink, "middle")
+    drawing.text(left + width / 2, y + height / 2 + 4, str(slot.action.microbatch), 11, ink, "middle")
 
 
 def save_svg(

@@ -8,11 +8,11 @@ p is the number of ranks along the pipeline axis, m the number of microbatches o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, get_args
+from itertools import accumulate, count, pairwise
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 
 class ActionKind(Enum):
@@ -96,6 +96,9 @@ def _peak(actions: Sequence[Action], begins: ActionKind, ends: Sequence[ActionKi
     return max(accumulate(changes), default=0)
 
 
+Step = TypeVar("Step")
+
+
 @dataclass(frozen=True)
 class StageMap:
     """Maps between global stages and the chunks of ranks. A microbatch passes each rank once per chunk.
@@ -104,11 +107,13 @@ class StageMap:
         v_shaped: odd chunks run over the ranks in reverse order (ZB-V, Qi et al. 2024), so the last
             rank holds two consecutive stages. Otherwise every chunk starts at rank 0 (interleaved stages,
             Narayanan et al. 2021).
+        overlaps: a forward and the input gradient of another chunk right after it run together; see `groups`.
     """
 
     num_ranks: int
     num_chunks: int = 1
     v_shaped: bool = False
+    overlaps: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -131,6 +136,31 @@ class StageMap:
     def stages_of(self, rank: int) -> list[int]:
         """Return the global stages of a rank's chunks, in order."""
         return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
+
+    def groups(self, steps: Iterable[Step]) -> Iterator[tuple[Step, ...]]:
+        """Split a rank's steps into pairs of actions that run together, and single ones.
+
+        A pair starts when both inputs have arrived, and both outputs leave when it ends.
+
+        Args:
+            steps: actions in order; there can be other steps between them.
+        """
+        first: Step | None = None
+        for step in steps:
+            if first is not None and self._run_together(first, step):
+                yield first, step
+                first = None
+                continue
+            if first is not None:
+                yield (first,)
+            first = step
+        if first is not None:
+            yield (first,)
+
+    def _run_together(self, first: object, second: object) -> bool:
+        if not (self.overlaps and isinstance(first, Action) and isinstance(second, Action)):
+            return False
+        return (first.kind, second.kind) == (F, B) and first.chunk != second.chunk
 
 
 ScheduleFunction = Callable[[int, StageMap, int], list[Action]]
@@ -308,6 +338,59 @@ def zb_v_forward(rank: int, stages: StageMap, num_microbatches: int) -> list[Act
     return actions
 
 
+def dualpipe_v(rank: int, stages: StageMap, num_microbatches: int) -> list[Action]:
+    """Run DualPipeV (DeepSeek-AI 2025): a forward beside an input gradient of the rank's other chunk.
+
+    Each of the two computes while messages of the other are in flight, such as tokens on their way to
+    experts. The paper's backwards have both parts here: its bubble is (p - 1)(F + 2 B - W) if nothing is
+    hidden. Here, weight gradients are actions of their own, and input gradients leave before them. If the
+    three take equal time, the bubble is p - 1 forwards. Every rank holds up to 2p + 1 microbatches of half
+    its layers.
+
+    Args:
+        rank: rank along the axis.
+        stages: V-shaped stages with two chunks per rank, whose actions overlap.
+        num_microbatches: m. The pipeline is full from m = 2p on. For smaller m, the order is the one for 2p
+            without the missing microbatches.
+    """
+    full = max(num_microbatches, 2 * stages.num_ranks)
+    actions = _dualpipe_v_full(rank, stages.num_ranks, full)
+    return [action for action in actions if action.microbatch < num_microbatches]
+
+
+def _dualpipe_v_full(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
+    """Yield the order of DualPipeV for m >= 2p."""
+    numbers = {(kind, chunk): count() for kind in (F, B, W) for chunk in (0, 1)}
+
+    def run(kind: ActionKind, chunk: int) -> Action:
+        return Action(kind, next(numbers[kind, chunk]), chunk)
+
+    later = num_ranks - rank - 1  # ranks between this one and the tip of the V
+    # Warm-up: fill the pipeline down to the last rank and back up to this one.
+    for _ in range(2 * later):
+        yield run(F, 0)
+    for _ in range(rank + 1):
+        yield from (run(F, 0), run(F, 1))
+    for _ in range(later):
+        yield from (run(B, 1), run(W, 1), run(F, 1))
+    # Steady state: pairs of a forward and an input gradient.
+    for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
+        yield from (run(F, 0), run(B, 1), run(W, 1), run(F, 1), run(B, 0), run(W, 0))
+    for _ in range(later):
+        yield from (run(B, 1), run(W, 1), run(F, 1), run(B, 0), run(W, 0))
+    # Cool-down: from its middle on, first the input gradients that other ranks wait for.
+    backwards = [1, 0] * (rank + 1) + [0] * later  # by chunk
+    deferred = backwards[rank + 1 :]
+    for number, chunk in enumerate(backwards):
+        if number >= 2 * (rank + 1):
+            yield run(W, deferred.pop(0))
+        yield run(B, chunk)
+        if number <= rank:
+            yield run(W, chunk)
+    for chunk in deferred:
+        yield run(W, chunk)
+
+
 DEFAULT_NUM_CHUNKS = 2
 """Number of chunks per rank if the user can choose it and has not."""
 
@@ -322,6 +405,7 @@ class PipelineSchedule:
         evaluate: returns the forwards of an evaluation.
         num_chunks: model chunks per rank; None if the user chooses the number, two or more.
         v_shaped: whether the chunks of a rank lie along a V; see `StageMap`.
+        overlaps: whether pairs of actions run together; see `StageMap`.
         splits_backward: whether input gradients and weight gradients are separate actions.
         keeps_all_microbatches: whether the number of microbatches in flight grows with m; otherwise p and the
             number of chunks bound it.
@@ -334,6 +418,7 @@ class PipelineSchedule:
     evaluate: ScheduleFunction
     num_chunks: int | None = 1
     v_shaped: bool = False
+    overlaps: bool = False
     splits_backward: bool = False
     keeps_all_microbatches: bool = False
     needs_microbatch_per_rank: bool = False
@@ -345,10 +430,11 @@ class PipelineSchedule:
         Args:
             num_chunks: used if the user can choose it; by default `DEFAULT_NUM_CHUNKS`.
         """
-        return StageMap(num_ranks, self.num_chunks or num_chunks or DEFAULT_NUM_CHUNKS, self.v_shaped)
+        chosen = self.num_chunks or num_chunks or DEFAULT_NUM_CHUNKS
+        return StageMap(num_ranks, chosen, self.v_shaped, self.overlaps)
 
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"]
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipev"]
 """Values of ``--pipeline-schedule``: the keys of `SCHEDULES`, written out for the type checker."""
 
 SCHEDULES: dict[ScheduleName, PipelineSchedule] = {
@@ -360,6 +446,15 @@ SCHEDULES: dict[ScheduleName, PipelineSchedule] = {
     "zb-h1": PipelineSchedule(zb_h1, forward_only, splits_backward=True, layout_suffix="zb"),
     "zb-v": PipelineSchedule(
         zb_v, zb_v_forward, num_chunks=2, v_shaped=True, splits_backward=True, layout_suffix="zbv"
+    ),
+    "dualpipev": PipelineSchedule(
+        dualpipe_v,
+        zb_v_forward,
+        num_chunks=2,
+        v_shaped=True,
+        overlaps=True,
+        splits_backward=True,
+        layout_suffix="dpv",
     ),
 }
 assert tuple(SCHEDULES) == get_args(ScheduleName)

@@ -39,11 +39,16 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class TimelineSlot:
-    """An action with its start and end."""
+    """An action with its start and end; those of actions that run together are equal."""
 
     action: Action
     start: float
     end: float
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Return start and end."""
+        return self.start, self.end
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Return the idle share of all ranks' time; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
-        busy = sum(slot.end - slot.start for row in self.slots for slot in row)
+        busy = sum(end - start for row in self.slots for start, end in {slot.span for slot in row})
         return 1 - busy / (len(self.slots) * self.makespan)
 
 
@@ -122,7 +127,7 @@ def simulate(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Du
     """
     for rank, own in enumerate(actions):
         _check_order(rank, own)
-    slots = run_steps(plan_steps(actions, stages), duration)
+    slots = run_steps(plan_steps(actions, stages), stages, duration)
     return Timeline(slots, tuple(map(peak_in_flight, actions)))
 
 
@@ -150,7 +155,9 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
             raise ScheduleError(f"rank {rank} never runs {weight_part}")
 
 
-def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tuple[TimelineSlot, ...], ...]:
+def run_steps(
+    steps: Sequence[Sequence[Step]], stages: StageMap, duration: Duration
+) -> tuple[tuple[TimelineSlot, ...], ...]:
     """Simulate the steps of all ranks, and return the times of their actions.
 
     A send and its receive wait for each other, as with NCCL, and each rank runs its batches of one direction
@@ -159,7 +166,7 @@ def run_steps(steps: Sequence[Sequence[Step]], duration: Duration) -> tuple[tupl
     Raises:
         ScheduleError: two ranks' messages cross, or no rank can continue.
     """
-    ranks = [_SimulatedRank(number, own, duration) for number, own in enumerate(steps)]
+    ranks = [_SimulatedRank(number, [*stages.groups(own)], duration) for number, own in enumerate(steps)]
     while not all(rank.is_done for rank in ranks):
         moved = False
         for rank in ranks:
@@ -207,9 +214,13 @@ class _Queue:
 
 
 class _SimulatedRank:
-    """Holds the next step of a rank, its batches in flight and its clock."""
+    """Holds the next step of a rank, its batches in flight and its clock.
 
-    def __init__(self, rank: int, steps: Sequence[Step], duration: Duration) -> None:
+    Args:
+        steps: batches, and actions with those that run together in one tuple.
+    """
+
+    def __init__(self, rank: int, steps: Sequence[tuple[Step, ...]], duration: Duration) -> None:
         self.rank = rank
         self.slots: list[TimelineSlot] = []
         self.queues: dict[str, _Queue] = {direction: _Queue() for direction in get_args(Direction)}
@@ -217,7 +228,8 @@ class _SimulatedRank:
         self._next = 0
         self._duration = duration
         self._clock = 0.0
-        self._readers = {m.reader for step in steps if isinstance(step, Batch) for m in step.receives}
+        batches = (step for group in steps for step in group if isinstance(step, Batch))
+        self._readers = {message.reader for batch in batches for message in batch.receives}
         self._arrived: dict[Action, float] = {}
 
     @property
@@ -231,19 +243,25 @@ class _SimulatedRank:
             self._next += 1
         return self._next > first
 
-    def _run(self, step: Step) -> bool:
-        if isinstance(step, Batch):
-            queue = self.queues[step.direction]
-            if len(queue.open) == MAX_OPEN_BATCHES:
-                return False
-            self._clock = max(self._clock, queue.last_ends[len(queue.open)])
-            queue.open.append(_OpenBatch(step, max(self._clock, queue.last_ends[-1])))
-            return True
-        if step in self._readers and step not in self._arrived:
+    def _run(self, group: tuple[Step, ...]) -> bool:
+        if isinstance(group[0], Batch):
+            return self._open(group[0])
+        return self._compute([step for step in group if isinstance(step, Action)])
+
+    def _open(self, batch: Batch) -> bool:
+        queue = self.queues[batch.direction]
+        if len(queue.open) == MAX_OPEN_BATCHES:
             return False
-        start = max(self._clock, self._arrived.get(step, 0.0))
-        self._clock = start + self._duration(self.rank, step)
-        self.slots.append(TimelineSlot(step, start, self._clock))
+        self._clock = max(self._clock, queue.last_ends[len(queue.open)])
+        queue.open.append(_OpenBatch(batch, max(self._clock, queue.last_ends[-1])))
+        return True
+
+    def _compute(self, actions: Sequence[Action]) -> bool:
+        if any(action in self._readers and action not in self._arrived for action in actions):
+            return False
+        start = max(self._clock, *(self._arrived.get(action, 0.0) for action in actions))
+        self._clock = start + sum(self._duration(self.rank, action) for action in actions)
+        self.slots += [TimelineSlot(action, start, self._clock) for action in actions]
         return True
 
     def close_batch(self, queue: _Queue) -> None:
@@ -266,7 +284,7 @@ class _SimulatedRank:
                 waits.append(f"rank {batch.send.receiver} to receive the input of {batch.send.reader}")
             waits += [f"rank {m.sender} to send the input of {m.reader}" for m in batch.receives]
         if not waits:
-            return f"rank {self.rank} waits to run {self._steps[self._next]}"
+            return f"rank {self.rank} waits to run {' and '.join(map(str, self._steps[self._next]))}"
         return f"rank {self.rank} waits for " + " and ".join(waits)
 
 

@@ -277,8 +277,11 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
             chosen += [
                 {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": count} for count in chunks
             ]
-        elif schedule.num_chunks <= max(own, 1) and not schedule.keeps_all_microbatches:
-            fixed.append({"pipeline_schedule": name})  # GPipe takes as long as 1F1B, and more memory
+        elif schedule.num_chunks <= max(own, 1) and not (
+            schedule.keeps_all_microbatches or schedule.overlaps
+        ):
+            # GPipe takes as long as 1F1B, and more memory. Estimates do not know what an overlap hides.
+            fixed.append({"pipeline_schedule": name})
     return fixed + chosen
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megalite.distributed.axes import EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.topology import Topology
+from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.overlap import SEPARATE, Overlap
@@ -167,6 +168,7 @@ class LayerContext:
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
+        turns: lets another action of the pipeline run while rows of experts are in flight; None without.
     """
 
     topology: Topology
@@ -183,6 +185,7 @@ class LayerContext:
     overlap: Overlap = SEPARATE
     cp_comm_type: str = "all_gather"
     moe_imbalance: float = 1.0
+    turns: Turns | None = None
 
     @property
     def tp(self) -> Axis:

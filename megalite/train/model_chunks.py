@@ -12,6 +12,7 @@ from megalite.checkpoint.tensor_files import DTYPE_CODES
 from megalite.config import Config
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
+from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
@@ -44,6 +45,7 @@ def build_chunks(
     fp8_weights: Fp8Weights | None = None,
     offload: ActivationOffload | None = None,
     build_stage: StageProvider | None = None,
+    turns: Turns | None = None,
 ) -> list[Stage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
 
@@ -55,6 +57,7 @@ def build_chunks(
         fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
         offload: holds the activations that the config offloads; None without offload.
         build_stage: builds a stage of your own model; by default a stage of the config's architecture.
+        turns: lets another action run while rows of experts are in flight; None if no actions overlap.
 
     Raises:
         UserError: a model of your own does not follow `StageProvider`.
@@ -63,12 +66,11 @@ def build_chunks(
     if training.fp8_format is not None and has_device:
         with topology.agreed():
             check_device(topology.device, training.fp8_format)
-    context = _layer_context(config, topology, store, fuses_weight_gradients, fp8_weights)
+    context = _layer_context(config, topology, store, fuses_weight_gradients, fp8_weights, turns)
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
     is_own = is_own_model(build_stage)
-    if build_stage is None:
-        build_stage = STAGES[config.model.architecture]
+    build_stage = build_stage or STAGES[config.model.architecture]
     chunks: list[Stage] = []
     for stage in stages.stages_of(topology.pp.rank):
         shared = chunks[0].shared_modules() if chunks and chunks[0].is_first else {}
@@ -102,6 +104,7 @@ def _layer_context(
     store: WeightGradientStore | None,
     fuses_weight_gradients: bool,
     fp8_weights: Fp8Weights | None,
+    turns: Turns | None,
 ) -> LayerContext:
     return LayerContext(
         topology,
@@ -123,6 +126,7 @@ def _layer_context(
         ),
         cp_comm_type=config.parallel.cp_comm_type,
         moe_imbalance=config.parallel.planned_imbalance,
+        turns=turns,
     )
 
 

@@ -14,13 +14,13 @@ from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
+from megalite.hardware.async_values import AsyncValues
 from megalite.loss_terms import later_token
 from megalite.microbatch import Microbatch
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.train.anomaly_check import Anomaly, AnomalyCheck
-from megalite.train.async_scalars import AsyncScalars
 from megalite.train.iteration_plan import IterationPlan, IterationPlanner
 from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
@@ -108,7 +108,7 @@ class TrainStep:
 
         mean_losses, norm = self.compute_gradients(plan)
         mean_loss = mean_losses.sum()
-        scalars = AsyncScalars(norm, *mean_losses)
+        scalars = AsyncValues(torch.stack((norm, *mean_losses)))
 
         is_allowed = self.check.allows(mean_loss, progress.recent_losses)
         for function in self.before_update:  # an asynchronous save must have copied the weights

@@ -21,6 +21,7 @@ from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
+from megalite.distributed.turns import Turns
 from megalite.log import log
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
@@ -51,11 +52,13 @@ def build_pipeline(
     config: Config,
     topology: Topology,
     store: WeightGradientStore | None = None,
+    turns: Turns | None = None,
 ) -> Pipeline[Microbatch]:
     """Create the executor of this rank's chunks.
 
     Args:
         store: collects their weight gradients, for a schedule that computes them later.
+        turns: the one that the chunks' experts give turns to, for a schedule that overlaps actions.
     """
     return Pipeline(
         chunks,
@@ -65,7 +68,18 @@ def build_pipeline(
         dtype=DTYPES[config.model.params_dtype],
         device=topology.device,
         store=store,
+        turns=turns,
     )
+
+
+def overlaps_actions(config: Config, topology: Topology) -> bool:
+    """Return whether pairs of actions run in turns, which change while rows of experts are in flight.
+
+    Tensors without values have no messages, and offloaded activations follow the order of whole actions.
+    """
+    has_messages = config.parallel.has_expert_axes and topology.device.type != "meta"
+    is_offloaded = config.recompute.cpu_offload_activations > 0
+    return SCHEDULES[config.parallel.schedule].overlaps and has_messages and not is_offloaded
 
 
 class Trainer:
@@ -104,6 +118,7 @@ class Trainer:
         self.saver = Saver(config.checkpoint, topology, run.lease)
         with self.timers("model-and-optimizer-setup"):
             store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
+            turns = Turns(topology.device) if overlaps_actions(config, topology) else None
             fuses = weight_gradient_fusion(config, topology).is_on
             fp8_weights = Fp8Weights()
             is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
@@ -117,6 +132,7 @@ class Trainer:
                 fp8_weights=None if is_sharded else fp8_weights,  # ZeRO 3 does not keep full weights
                 offload=self.activation_offload,
                 build_stage=run.providers.model,
+                turns=turns,
             )
             for chunk in self.chunks:
                 for length in config.seq_lengths[:-1]:  # the last one's tables are built with the layers
@@ -130,7 +146,7 @@ class Trainer:
             )
             is_gpu = topology.device.type == "cuda"
             self.epilogues = choose_gemm_epilogues(self.chunks, config, topology) if is_gpu else ""
-        self.pipeline = build_pipeline(self.chunks, config, topology, store)
+        self.pipeline = build_pipeline(self.chunks, config, topology, store, turns)
         assert datasets.train is not None
         self.load_batch = _batch_loader(run, datasets.train, self.num_microbatches)
         self.train_step = TrainStep(

@@ -76,7 +76,7 @@ _CHUNKS = 3
 
 TABLE = (
     *("tp2", "tp4", "pp2", "pp4", "dp2", "dp4", "tp2pp2", "tp2dp2", "pp2dp2", "tp2pp2dp2", "mbs1"),
-    *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2+uneven"),
+    *("tp2+sp", "tp4+sp", "pp2gpipe", "pp2v2", "pp4zb", "pp2zbv", "pp2dpv", "pp2+uneven"),
     *("dp4+zero1", "dp4+zero2", "dp4+zero3", "tp2pp2dp2+sp+zero1+gather", "tp2pp2dp2+sp+zero3"),
     *("dp4shard2+zero1+gather", "dp4shard2+zero2", "dp4shard2+zero3"),
     *("pp2gpipedp2+zero3", "pp2v2dp2+zero3", "pp2zbdp2+zero3", "pp2zbvdp2+zero3", "pp2dp2+zero3+kept"),

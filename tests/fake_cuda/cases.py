@@ -133,6 +133,12 @@ CASES = {
     "recurrence with packed documents": _small(
         "tp1+selective", preset="llama-tiny", recompute_modules=("core_attn",), **HYBRID, **PACKED
     ),
+    "experts": _small(
+        "tp2+sp",
+        preset="llama-tiny",
+        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32},
+        moe_shared_expert_intermediate_size=32,
+    ),
     "latent attention": _small(
         "tp2+sp",
         preset="llama-tiny",

@@ -226,6 +226,7 @@ ROWS += [
         *("dp2ep2", "dp4ep2", "dp4ep4+zero3", "tp4ep4etp1+sp", "tp2dp2ep2etp1+sp", "tp2dp2ep4etp1+sp+zero1"),
         *("tp2dp2ep2+sp+full", "tp2dp2etp1+sp", "dp4shard2ep2+zero2", "pp2zbdp2ep2", "pp2v2dp2ep2+zero1"),
         *("pp2zbvdp2ep2+zero3", "cp2dp2ep4", "cp2ep2+a2a", "dp4ep2+zero2+offload", "dp2ep2mbs1"),
+        *("pp2dpvdp2ep2", "pp2dpvdp2ep2+zero3+full", "tp2pp2dpvdp2ep4etp1+sp+zero2"),
     )
 ]
 ROWS += [

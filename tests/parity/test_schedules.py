@@ -15,10 +15,10 @@ from megalite.verify.layouts import Layout
 from megalite.verify.record_run import record_run
 from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
 
-ALONE = ("pp2v2", "pp4zb", "pp2zbv")
+ALONE = ("pp2v2", "pp4zb", "pp2zbv", "pp2dpv")
 COMBINED = (
     *("tp2pp2v2", "tp2pp2zb", "tp2pp2zbv", "pp2v2dp2", "pp2zbdp2", "pp2zbvdp2"),
-    *("tp2pp2v2dp2", "tp2pp2zbvdp2"),
+    *("tp2pp2v2dp2", "tp2pp2zbvdp2", "tp2pp2dpvdp2"),
 )
 UNEVEN = {
     "given": {"pipeline_layers": (1, 3)},

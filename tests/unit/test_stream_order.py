@@ -34,10 +34,13 @@ from megalite.distributed.collectives import (
     scatter_to_tensor_parallel,
 )
 from megalite.distributed.topology import Topology
+from megalite.hardware.async_values import AsyncValues
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
+from megalite.model.expert_dispatch import start_dispatch
+from megalite.model.expert_exchange import _Finish, _Start
 from megalite.model.recompute import recompute
 from megalite.optim import offload
 from megalite.optim.gradient_buckets import GradReducer
@@ -52,7 +55,6 @@ from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 from megalite.plan.calibrate import _host_link_rate
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
-from megalite.train.async_scalars import AsyncScalars
 from megalite.train.gemm_epilogues import seconds_in_turns
 from megalite.train.telemetry.timers import clock_for
 from tests.ranks.pipeline.test_executor import build, load
@@ -165,7 +167,7 @@ def train(
             for loss in losses:
                 loss.backward()
             norm = optimizer.finish_gradients()
-            scalars = AsyncScalars(norm)
+            scalars = AsyncValues(norm.unsqueeze(0))
             if save is not None:
                 copy.protect()
             optimizer.step(0.1, 0.01, norm, torch.ones((), dtype=torch.bool, device=device))
@@ -272,6 +274,19 @@ def run_collectives() -> None:
             back(there(x * 2, topology.tp) * 2, topology.tp).sum().backward()
 
 
+def exchange_rows() -> None:
+    """Compute something else from the tokens while they are on their way to experts on two ranks."""
+    with world(ParallelConfig(expert_model_parallel_size=2), 2) as topology:
+        x = torch.randn(6, 2, 8, device=topology.device, requires_grad=True)
+        weights = torch.ones(6, 2, 1, device=topology.device, requires_grad=True)
+        experts = torch.zeros(6, 2, 1, dtype=torch.int64, device=topology.device)
+        tokens = x * 2
+        wait = start_dispatch(tokens, weights, experts, 4, LayerContext(topology, torch.float32))
+        other = tokens.square() * 3
+        rows, of_rows, _, combine = wait()
+        (other + combine(rows * of_rows.unsqueeze(1))).sum().backward()
+
+
 def time_parts() -> None:
     clock = clock_for(StreamChecker.device)
     assert clock.seconds(clock.now(), clock.now()) >= 0.0
@@ -323,13 +338,14 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "host buffers": reuse_host_buffer,
     "tied embedding": exchange_tied_gradient,
     "tensor parallelism": run_collectives,
+    "rows of experts": exchange_rows,
     "times of GEMMs": time_gemms,
     "timers": time_parts,
     "host link": measure_host_link,
 }
 COVERED = {
     "megalite/checkpoint/host_copy.py": "zero 1",
-    "megalite/distributed/collectives.py": "tensor parallelism",
+    "megalite/distributed/collectives.py": "rows of experts",
     "megalite/hardware/host_buffers.py": "activations",
     "megalite/microbatch.py": "activations",
     "megalite/optim/flat_buffers.py": "zero 3",
@@ -342,7 +358,7 @@ COVERED = {
     "megalite/plan/calibrate.py": "host link",
     "megalite/tensor_parallel/tied_embedding.py": "tied embedding",
     "megalite/tensor_parallel/parameter_spec.py": "zero 3",
-    "megalite/train/async_scalars.py": "zero 1",
+    "megalite/hardware/async_values.py": "zero 1",
     "megalite/train/gemm_epilogues.py": "times of GEMMs",
     "megalite/train/telemetry/timers.py": "timers",
 }
@@ -391,6 +407,14 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, text: str, r
 
 
 RACES = {
+    "the gradients of rows are read before they arrive": (
+        *(_Start, "backward", "ctx.messages.wait().view_as(grad), None", "grad, None"),
+        *("rows of experts", "are read by .* without waiting until they are written by all-to-all"),
+    ),
+    "rows are read before they arrive": (
+        *(_Finish, "forward", "messages.wait()", "messages.pending.tensor"),
+        *("rows of experts", "are read by .* without waiting until they are written by all-to-all"),
+    ),
     "a temporary is freed while it is saved": (
         *(HostCopy, "_copy_on", "tensor.record_stream(stream)", "pass"),
         *(
@@ -414,8 +438,8 @@ RACES = {
         ),
     ),
     "a scalar is read before it has arrived": (
-        *(AsyncScalars, "read", "self._arrived.synchronize()", "pass"),
-        *("zero 1", "pinned memory .* read by .* on host thread .*async_scalars.py.*written by copy_"),
+        *(AsyncValues, "read", "self._arrived.synchronize()", "pass"),
+        *("zero 1", "pinned memory .* read by .* on host thread .*async_values.py.*written by copy_"),
     ),
     "gradients are read before they are reduced": (
         *(ReduceHandle, "_complete", "self._pending.wait()", "pass"),

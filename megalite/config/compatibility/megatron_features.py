@@ -124,10 +124,17 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
+        "overlapped messages of experts in this schedule",
+        "remove it, or pass --pipeline-schedule dualpipev",
+        "overlap-moe-expert-parallel-comm",
+        of_experts=True,
+    ),
+    UnsupportedFeature(
+        "model",
         "this option of experts",
         "remove it; docs/experts.md lists the options",
         """
-        num-experts-switch overlap-moe-expert-parallel-comm create-moe-param-group use-tutel topk mlp-type
+        num-experts-switch create-moe-param-group use-tutel topk mlp-type
         enable-expert-tensor-parallelism overlap-dispatch-backward-with-experts-wgrad
         high-priority-a2a-comm-stream save-tokens-per-expert-interval
         """,

@@ -95,6 +95,11 @@ ACCEPTED = (
         moe-token-dispatcher-type=1 moe-per-layer-logging
         """,
     ),
+    AcceptedFlags(
+        "model",
+        "the shared expert always computes while rows of the other experts are in flight",
+        "moe-shared-expert-overlap",
+    ),
     AcceptedFlags("model", "--hybrid-override-pattern sets it", "is-hybrid-model"),
     AcceptedFlags(
         "optimizer",

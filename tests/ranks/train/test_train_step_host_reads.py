@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.hardware.async_values import AsyncValues
 from megalite.train import train_step
 from megalite.train.anomaly_check import MIN_LOSSES
-from megalite.train.async_scalars import AsyncScalars
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
 
@@ -101,14 +101,14 @@ def count_reads(topology: Topology, config: Config, num_iterations: int) -> list
         for value in vars(trainer.optimizer.scaler).values()
         if isinstance(value, torch.Tensor)
     }
-    packed: list[AsyncScalars] = []
+    packed: list[AsyncValues] = []
 
-    class Noted(AsyncScalars):
-        def __init__(self, *scalars: torch.Tensor) -> None:
-            super().__init__(*scalars)
+    class Noted(AsyncValues):
+        def __init__(self, values: torch.Tensor) -> None:
+            super().__init__(values)
             packed.append(self)
 
-    train_step.AsyncScalars = Noted  # type: ignore[misc]
+    train_step.AsyncValues = Noted  # type: ignore[misc]
     counts = []
     for _ in range(num_iterations):
         packed.clear()

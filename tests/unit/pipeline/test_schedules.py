@@ -28,7 +28,10 @@ PEAKS = {
     "interleaved": interleaved_peak,
     "zb-h1": lambda rank, ranks, microbatches, chunks: min(ranks, microbatches),
     "zb-v": lambda rank, ranks, microbatches, chunks: min(2 * ranks, 2 * microbatches),
+    "dualpipev": lambda rank, ranks, microbatches, chunks: min(2 * ranks + 1, 2 * microbatches),
 }
+FULL = {"zb-v": lambda ranks: 2 * ranks - 1, "dualpipev": lambda ranks: 2 * ranks}
+"""Microbatches from which on a V is full, by the number of ranks."""
 
 
 def stage_map(name, sizes):
@@ -101,12 +104,43 @@ def test_a_v_waits_only_for_the_first_microbatch(sizes):
     assert timeline.makespan == 6 * num_microbatches + num_ranks - 1
 
 
+@given(SIZES, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+def test_pairs_of_actions_have_at_most_the_bubble_of_dualpipe_v(sizes, forward, of_input, of_weight):
+    """DeepSeek-AI 2025: (p - 1)(F&B + B - 3W), where both B have both parts, if W <= F <= B."""
+    num_ranks, num_microbatches, _ = sizes
+    num_microbatches += 2 * num_ranks - 1
+    of_weight, forward, of_input = sorted((forward, of_input, of_weight))
+    lengths = dict(zip(ActionKind, (forward, 0, of_input, of_weight), strict=True))
+    stages = stage_map("dualpipev", (num_ranks, num_microbatches, 2))
+    actions = actions_by_rank(SCHEDULES["dualpipev"].train, stages, num_microbatches)
+    times = compute_times(actions, stages, lambda rank, action: lengths[action.kind])
+    makespan = max(span.end for span in times.values())
+    work = 2 * num_microbatches * (forward + of_input + of_weight)
+    assert makespan <= work + (num_ranks - 1) * (forward + 2 * of_input - of_weight)
+    if forward == of_input == of_weight:
+        assert makespan == work + (num_ranks - 1) * forward
+
+
+def test_a_pair_waits_for_both_inputs_and_sends_both_outputs_at_its_end():
+    stages = stage_map("dualpipev", (2, 4, 2))
+    actions = actions_by_rank(SCHEDULES["dualpipev"].train, stages, 4)
+    times = compute_times(actions, stages, lambda rank, action: 1)
+    pairs = [(rank, pair) for rank in (0, 1) for pair in stages.groups(actions[rank]) if len(pair) == 2]
+    assert [rank for rank, _ in pairs] == [0] * 3 + [1] * 4
+    for rank, pair in pairs:
+        forward, backward = (times[rank, action] for action in pair)
+        assert forward == backward
+        assert forward.end - forward.start == 2
+        sources = [source_of(rank, action, stages) for action in pair]
+        assert all(times[source].end <= forward.start for source in sources if source is not None)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(SIZES)
 def test_peak_in_flight(name, sizes):
     timeline = timeline_of(name, sizes, usual())
     expected = [PEAKS[name](rank, *sizes) for rank in range(sizes[0])]
-    if name == "zb-v" and sizes[1] < 2 * sizes[0] - 1:
+    if sizes[1] < FULL.get(name, lambda ranks: 1)(sizes[0]):
         assert all(peak <= most for peak, most in zip(timeline.peaks_in_flight, expected, strict=True))
     else:
         assert list(timeline.peaks_in_flight) == expected
@@ -148,7 +182,7 @@ def test_messages_never_hold_a_schedule_up(name, evaluates, sizes):
     def duration(rank, action):
         return action.kind.units
 
-    slots = run_steps(plan_steps(actions, stages), duration)
+    slots = run_steps(plan_steps(actions, stages), stages, duration)
     free = compute_times(actions, stages, duration)
     assert all(
         (slot.start, slot.end) == free[rank, slot.action] for rank, row in enumerate(slots) for slot in row
@@ -221,7 +255,7 @@ def test_an_evaluation_streams_through(name, sizes):
     actions = actions_by_rank(SCHEDULES[name].evaluate, stages, num_microbatches)
     timeline = simulate(actions, stages, lambda rank, action: 1)
     work = num_microbatches * stages.num_chunks
-    if name == "zb-v":
+    if stages.v_shaped:
         assert timeline.makespan <= work + 2 * num_ranks - 1
     else:
         assert timeline.makespan == work + num_ranks - 1

@@ -13,6 +13,7 @@ F0, F1, F2 = (Action(ActionKind.FORWARD, number) for number in range(3))
 B0, B1 = (Action(ActionKind.BACKWARD, number) for number in range(2))
 I0, I1 = (Action(ActionKind.BACKWARD_INPUT, number) for number in range(2))
 W0, W1 = (Action(ActionKind.BACKWARD_WEIGHT, number) for number in range(2))
+ALONE = StageMap(3)  # no actions run together
 
 
 def run(*actions, duration=lambda rank, action: 1):
@@ -45,7 +46,7 @@ def test_a_batch_is_over_when_all_of_it_has_moved():
         [Batch(None, (StageMessage(0, 1, F0),)), F0, Batch(first, (second,)), F1],
         [B0, Batch(None, (first,)), F0],
     ]
-    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    slots = run_steps(steps, ALONE, lambda rank, action: 10 if action is B0 else 1)
     assert [slot.start for slot in slots[1]] == [1, 10]
 
 
@@ -53,7 +54,7 @@ def test_batches_keep_one_queue():
     """Rank 0 sends rank 2, which is long busy, then rank 1, which is free and waits all the same."""
     late, soon = StageMessage(0, 2, F1), StageMessage(0, 1, F0)
     steps = [[F2, Batch(late), Batch(soon)], [Batch(None, (soon,)), F0], [B0, Batch(None, (late,)), F1]]
-    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    slots = run_steps(steps, ALONE, lambda rank, action: 10 if action is B0 else 1)
     assert slots[1][0].start == 10
 
 
@@ -61,7 +62,7 @@ def test_gradients_do_not_queue_behind_hidden_states():
     """Rank 1 gets its gradient while rank 2, which is long busy, does not take microbatch 0 of rank 0."""
     late, soon = StageMessage(0, 2, F0), StageMessage(0, 1, B1)
     steps = [[F0, Batch(late), Batch(soon)], [Batch(None, (soon,)), B1], [B0, Batch(None, (late,)), F0]]
-    slots = run_steps(steps, lambda rank, action: 10 if action is B0 else 1)
+    slots = run_steps(steps, ALONE, lambda rank, action: 10 if action is B0 else 1)
     assert slots[1][0].start == 1
 
 
@@ -72,7 +73,7 @@ def test_a_rank_waits_for_the_second_to_last_batch():
         [F0, Batch(messages[0]), F1, Batch(messages[1]), F2, Batch(messages[2]), B0],
         [B1, *(step for m in messages for step in (Batch(None, (m,)), m.reader))],
     ]
-    slots = run_steps(steps, lambda rank, action: 10 if action is B1 else 1)
+    slots = run_steps(steps, ALONE, lambda rank, action: 10 if action is B1 else 1)
     assert [slot.start for slot in slots[0]] == [0, 1, 2, 10]
 
 
@@ -84,7 +85,7 @@ def test_crossed_order():
     with pytest.raises(
         ScheduleError, match="sends rank 1 the input of forward 0, which expects the input of forward 1"
     ):
-        run_steps(steps, lambda rank, action: 1)
+        run_steps(steps, ALONE, lambda rank, action: 1)
 
 
 def test_a_receive_in_front_of_a_send_on_both_sides():
@@ -93,7 +94,7 @@ def test_a_receive_in_front_of_a_send_on_both_sides():
         [Batch(None, (StageMessage(0, 1, F1),)), F1, Batch(StageMessage(1, 0, F0))],
     ]
     with pytest.raises(ScheduleError) as error:
-        run_steps(steps, lambda rank, action: 1)
+        run_steps(steps, ALONE, lambda rank, action: 1)
     assert str(error.value) == (
         "deadlock: rank 0 waits for rank 1 to send the input of forward 0; "
         "rank 1 waits for rank 0 to send the input of forward 1"
@@ -104,7 +105,7 @@ def test_a_message_that_nobody_takes():
     with pytest.raises(
         ScheduleError, match="rank 0 waits for rank 1 to receive the input of forward 0; rank 1 is done"
     ):
-        run_steps([[F0, Batch(StageMessage(0, 1, F0))], []], lambda rank, action: 1)
+        run_steps([[F0, Batch(StageMessage(0, 1, F0))], []], ALONE, lambda rank, action: 1)
 
 
 def test_backward_before_forward():

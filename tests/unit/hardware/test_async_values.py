@@ -1,4 +1,4 @@
-"""Test the transfer of scalars to the host."""
+"""Test the transfer of values to the host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.train.async_scalars import AsyncScalars
+from megalite.hardware.async_values import AsyncValues
 
 
 def test_values_are_those_at_the_start_of_the_copy() -> None:
     loss, norm = torch.tensor(1.5, dtype=torch.float64), torch.tensor(math.inf, dtype=torch.float64)
-    scalars = AsyncScalars(loss, norm)
+    values = AsyncValues(torch.stack((loss, norm)))
     loss += 1.0
-    assert scalars.read() == [1.5, math.inf]
+    assert values.read() == [1.5, math.inf]
 
 
 def test_nothing_waits_for_a_gpu_until_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_nothing_waits_for_a_gpu_until_the_read(monkeypatch: pytest.MonkeyPatch)
         def synchronize(self) -> None:
             calls.append("wait")
 
-    def pinned(*size: int, pin_memory: bool, **options: Any) -> torch.Tensor:
+    def pinned(*size: object, pin_memory: bool, **options: Any) -> torch.Tensor:
         calls.append(f"pinned: {pin_memory}")
         return empty(*size, **options)
 
@@ -42,7 +42,7 @@ def test_nothing_waits_for_a_gpu_until_the_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    scalars = AsyncScalars(torch.tensor(1.0), torch.tensor(2.0))
+    values = AsyncValues(torch.tensor([1.0, 2.0]))
     assert calls == ["pinned: True", "copy of 2, without a wait: True", "record"]
-    assert scalars.read() == [1.0, 2.0]
+    assert values.read() == [1.0, 2.0]
     assert calls[3:] == ["wait"]

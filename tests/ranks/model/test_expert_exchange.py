@@ -1,0 +1,83 @@
+"""The shared expert computes while rows of the other experts are in flight, in forward and in backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.topology import Topology
+from megalite.model import expert_exchange
+from megalite.model.expert_exchange import Exchange, _RowMessages
+from megalite.model.experts import MixtureOfExperts, Router
+from megalite.tensor_parallel.counter_random import initialize
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+CONFIG = replace(
+    PRESETS["llama-tiny"],
+    hidden_size=16,
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=8,
+    moe_shared_expert_intermediate_size=24,
+)
+EP2 = ParallelConfig(expert_model_parallel_size=2)
+
+
+class NotedMessages(_RowMessages):
+    """Notes when rows depart and when they are waited for."""
+
+    events: ClassVar[list[str]] = []
+
+    def start(self, x: Tensor, exchange: Exchange) -> Tensor:
+        self.events.append(f"start {x.shape[1]}")
+        return super().start(x, exchange)
+
+    def wait(self) -> Tensor:
+        rows = super().wait()
+        self.events.append("wait")
+        return rows
+
+
+def _events(topology: Topology, config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return what happens in forward and in backward: messages, and the work of both kinds of experts."""
+    context = LayerContext(topology, torch.float64)
+    block = MixtureOfExperts(config, context, Router(config, context))
+    initialize(block, 3, topology)
+    assert block.shared is not None
+    events: list[str] = []
+    for name, module in (("shared", block.shared.up), ("experts", block.down)):
+        module.weight.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    multiply, transform = block.down.multiply, block.shared.transform
+
+    def noted_multiply(*args: Tensor) -> Tensor:
+        events.append("experts")
+        return multiply(*args)
+
+    def noted_transform(x: Tensor) -> Tensor:
+        events.append("shared")
+        return transform(x)
+
+    block.down.multiply, block.shared.transform = noted_multiply, noted_transform  # type: ignore[method-assign]
+    NotedMessages.events = events
+    torch.manual_seed(topology.rank)
+    x = torch.randn(6, 1, config.hidden_size, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(expert_exchange, "_RowMessages", NotedMessages):
+        y = block(x).x
+    forward = events.copy()
+    events.clear()
+    y.sum().backward()
+    return forward, events
+
+
+def test_the_shared_expert_computes_under_the_messages() -> None:
+    for forward, backward in run_ranks(_events, EP2.mesh, 2, CONFIG):
+        there = ["start 1", "start 16", "shared", "wait", "wait"]
+        assert forward == [*there, "experts", "start 16", "wait"]
+        assert backward == ["start 16", "wait", "experts", "start 1", "start 16", "shared", "wait", "wait"]
