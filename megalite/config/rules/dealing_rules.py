@@ -34,6 +34,12 @@ def dealt_documents(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--seq-length-schedule with {flag_of(_DEAL)}, which deals samples before they are cut into "
             "shorter sequences: remove one",
         )
+    if model.has_recurrent_layers:
+        yield Problem(
+            (_DEAL, "recurrent_mixer", "hybrid_override_pattern"),
+            f"{flag_of(_DEAL)} with recurrent layers, which compute the tokens of all samples in one order: "
+            f"remove {flag_of(_DEAL)}",
+        )
     for name, is_on in (
         ("hidden_dropout", model.hidden_dropout > 0.0),
         ("moe_input_jitter_eps", model.moe_input_jitter_eps is not None),
