@@ -186,14 +186,14 @@ class OwnEmbeddingLayer(SandwichNormLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *given: Tensor
+        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *tensors: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
-            given: the layer's own embedding ``[s, b, e]``, and keys and values that it shares.
+            tensors: the layer's own embedding ``[s, b, e]``, and keys and values that it shares.
         """
-        embedding, *keys = given
+        embedding, *keys = tensors
         x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
         return WithTerms.if_any(self.output_scale(x + self.embedding_gate(x, embedding)), terms, given)
 

@@ -12,6 +12,7 @@ from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.saved_activations import (
     deferred_input_bytes,
+    embedding_bytes,
     later_token_bytes,
     offloaded_bytes,
     part_bytes,
@@ -142,7 +143,7 @@ def _activations(run: PlannedRun) -> list[float]:
     later *= peak_of_last_stage(run) - 1 if later else 0  # those of one microbatch count as logits
     held, moving, deferred = zip(*(found[kinds] for kinds in run.stage_kinds), strict=True)
     return [
-        in_flight * _average(run, rank, held)
+        in_flight * (_average(run, rank, held) + embedding_bytes(run))  # a model with these has one stage
         + max(moving[stage] for stage in run.stages.stages_of(rank))
         + num_deferred * _average(run, rank, deferred)
         + (later if run.ranks[rank].is_last else 0.0)

@@ -72,6 +72,13 @@ def later_token_bytes(run: PlannedRun) -> float:
     return sum(each.num_bytes for each in run.units.head.saved if each.part not in (INPUT, *OF_LOGITS))
 
 
+def embedding_bytes(run: PlannedRun) -> float:
+    """Return the bytes that embeddings for each layer save per microbatch; the words' embedding saves few."""
+    if run.config.model.hidden_size_per_layer_input is None:
+        return 0.0
+    return sum(each.num_bytes for each in run.units.embedding.saved if each.part != INPUT)
+
+
 def deferred_input_bytes(run: PlannedRun, kind: int) -> float:
     """Return the bytes of a layer's activations that its deferred weight gradients read."""
     phase = run.units.layers[kind].weight

@@ -15,7 +15,7 @@ from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.programs import PROGRAMS, Program, in_dtype
 from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, host_activations, rank_memories
-from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.saved_activations import embedding_bytes, stage_bytes
 from megalite.verify.layouts import Layout
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
@@ -101,6 +101,16 @@ def test_recomputed_layers_keep_shared_keys(one_rank: Topology) -> None:
         planned.append(stage_bytes(run, kinds) / 8)  # in fp64
         kept.append(_kept(one_rank, model, 4, recompute))
     assert planned[1] - planned[0] == kept[1] - kept[0] > 0
+
+
+def test_embeddings_for_layers_are_kept(one_rank: Topology) -> None:
+    without = replace(LLAMA, norm_position="sandwich", activation="geglu")
+    model = replace(without, hidden_size_per_layer_input=24)
+    kept = [_kept(one_rank, each, 4, RECOMPUTE["full"]) for each in (without, model)]
+    run = run_of(model, 1, 1)
+    training = replace(run.config.training, micro_batch_size=2)
+    run = replace(run, config=replace(run.config, training=training))
+    assert kept[1] - kept[0] == pytest.approx(embedding_bytes(run) / 8, rel=SLACK)
 
 
 def offloading(num_layers: int, schedule: str, pp: int) -> PlannedRun:
