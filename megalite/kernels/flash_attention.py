@@ -58,51 +58,12 @@ def flash_attention(
             ends where the next one starts.
         sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
     """
-    rest = _operands(softmax, softmax.visible.first)
+    rest = operands(softmax, softmax.visible.first)
     out: Tensor = torch.ops.megalite.flash_attention(q, k, v, *rest, sinks)[0]
     return out
 
 
-def attend_keys(
-    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, first: int, first_key: int
-) -> tuple[Tensor, Tensor]:
-    """Return attention with a slice of the keys, and the logarithms of its sums ``[b, n, m]``; no autograd.
-
-    A query that sees no key of the slice has an output of 0, and a logarithm of -inf.
-
-    Args:
-        q: ``[b, n, m, d]``, the queries from position `first` on.
-        k, v: ``[b, g, e, d]``, the keys from position `first_key` on.
-    """
-    out, log_sums = torch.ops.megalite.flash_attention(q, k, v, *_operands(softmax, first, first_key))
-    return out, log_sums
-
-
-def attend_keys_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    softmax: CausalSoftmax,
-    first: int,
-    first_key: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a slice of the keys adds to the gradients of q, k and v.
-
-    Args:
-        grad: gradient of `out`.
-        out, log_sums: results of these queries with all keys.
-    """
-    return gradients_of(
-        torch.ops.megalite.flash_attention_backward(
-            grad, q, k, v, out, log_sums, *_operands(softmax, first, first_key)
-        )
-    )
-
-
-def _operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> tuple[Any, ...]:
+def operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> tuple[Any, ...]:
     """Return the operators' arguments from `slopes` to `seq_length`."""
     s, scale, slopes, visible, drop, cap = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])

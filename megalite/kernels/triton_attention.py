@@ -286,14 +286,12 @@ def key_gradients_kernel(
         of_head = (sample.to(tl.int64) * n + head) * m
         for masked in tl.static_range(0 if query_ends is None else 1, 2):
             for row in range(begin if masked else full_begin, full_begin if masked else end, M):
-                first = _position(row, start)
-                rows = row + tl.arange(0, M)
+                first, rows = _position(row, start), row + tl.arange(0, M)
                 q_block = _load_rows(q_head, q_strides[2], row, m, d, M, D)
                 log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
                 products = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
-                x = _scores(
-                    products, _position(rows, start)[None, :], keys, scale, cap, slopes, head
-                )  # [N, M]
+                queries = _position(rows, start)[None, :]
+                x = _scores(products, queries, keys, scale, cap, slopes, head)  # [N, M]
                 p = tl.exp2(x - log_sum[None, :])
                 if masked:
                     seen = keys < _end_keys(ends, sample, first, s, key_start, e, M)[None, :]

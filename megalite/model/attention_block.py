@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
+from megalite.kernels.attention_to_keys import attend_keys, attend_keys_backward
 from megalite.kernels.dropout import dropout
-from megalite.kernels.flash_attention import attend_keys, attend_keys_backward
 from megalite.model.blockwise_attention import Blocking
 from megalite.torch_private import (
     cpu_attention,
@@ -216,19 +216,22 @@ class TritonBlocks:
         self, q: Tensor, k: Tensor, v: Tensor, block: Block, softmax: CausalSoftmax
     ) -> tuple[Tensor, Tensor]:
         """Compute a block; see `Blocks`."""
-        padded, size = _of_one_size(q, k, v), v.shape[3]
-        out, log_sums = attend_keys(*padded, softmax, block.queries.start, block.keys.start)
+        size = v.shape[3]
+        q, k, v = _of_one_size(q, k, v)
+        out, log_sums = attend_keys(q, k, v, softmax, block.queries.start, block.keys.start)
         return out[..., :size].to(log_sums.dtype), log_sums
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention, block: Block, softmax: CausalSoftmax
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
-        grad, out, *padded = _of_one_size(whole.grad, whole.out, q, k, v)
-        sums, starts = whole.log_sums.contiguous(), (block.queries.start, block.keys.start)
-        grads = attend_keys_backward(grad, *padded, out, sums, softmax, *starts)
-        of_q, of_k, of_v = (x[..., : like.shape[3]] for x, like in zip(grads, (q, k, v), strict=True))
-        return of_q, of_k, of_v
+        grad, out, queries, keys, values = _of_one_size(whole.grad, whole.out, q, k, v)
+        results = out, whole.log_sums.contiguous()
+        first, first_key = block.queries.start, block.keys.start
+        grad_q, grad_k, grad_v = attend_keys_backward(
+            grad, queries, keys, values, *results, softmax, first, first_key
+        )
+        return grad_q[..., : q.shape[3]], grad_k[..., : k.shape[3]], grad_v[..., : v.shape[3]]
 
 
 def _of_one_size(*heads: Tensor) -> list[Tensor]:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
+from megalite.kernels.attention_to_keys import attend_keys, attend_keys_backward
 from megalite.kernels.flash_attention import (
     BLACKWELL_SIZES,
     SMALL_SIZES,
-    attend_keys,
-    attend_keys_backward,
     different_sizes,
     padded,
 )
