@@ -122,15 +122,16 @@ def test_pairs_of_actions_have_at_most_the_bubble_of_dualpipe_v(sizes, forward, 
 
 
 def test_a_pair_waits_for_both_inputs_and_sends_both_outputs_at_its_end():
-    stages = stage_map("dualpipev", (2, 4, 2))
-    actions = actions_by_rank(SCHEDULES["dualpipev"].train, stages, 4)
-    times = compute_times(actions, stages, lambda rank, action: 1)
-    pairs = [(rank, pair) for rank in (0, 1) for pair in stages.groups(actions[rank]) if len(pair) == 2]
-    assert [rank for rank, _ in pairs] == [0] * 3 + [1] * 4
+    """Later ranks are faster, so that some wait for the input of a backward."""
+    stages = stage_map("dualpipev", (3, 8, 2))
+    actions = actions_by_rank(SCHEDULES["dualpipev"].train, stages, 8)
+    times = compute_times(actions, stages, lambda rank, action: 9 - 4 * rank)
+    pairs = [(rank, pair) for rank in range(3) for pair in stages.groups(actions[rank]) if len(pair) == 2]
+    assert [rank for rank, _ in pairs] == [0] * 8 + [1] * 9 + [2] * 10
     for rank, pair in pairs:
         forward, backward = (times[rank, action] for action in pair)
         assert forward == backward
-        assert forward.end - forward.start == 2
+        assert forward.end - forward.start == 2 * (9 - 4 * rank)
         sources = [source_of(rank, action, stages) for action in pair]
         assert all(times[source].end <= forward.start for source in sources if source is not None)
 
