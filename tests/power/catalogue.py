@@ -29,6 +29,7 @@ from megalite.model import (
     context_parallel,
     embedding,
     expert_dispatch,
+    expert_exchange,
     experts,
     gated_delta_net,
     head,
@@ -118,7 +119,7 @@ def _scattered_only(mine: Tensor, *_: Any) -> Pending:
     return Pending(mine, None)
 
 
-def _from_next_rank(rows: Tensor, exchange: Any, x: Tensor) -> Tensor:
+def _from_next_rank(rows: Tensor, exchange: Any) -> Tensor:
     """Return what an exchange of rows returns, with the ranges of the ranks in another order, if they fit."""
     parts = rows.split(list(exchange.receive))
     return torch.cat([*parts[1:], *parts[:1]])
@@ -719,8 +720,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("gradients of experts are divided by the ranks that send tokens", "dp2ep2", experts.ExpertWeights,
          "__init__", after(lambda _, self, *args: self.weight.register_hook(
              lambda grad: grad / args[-1].topology.dp.size) and None), "experts"),
-        ("tokens go to the experts of the next rank", "dp2ep2", expert_dispatch.Exchange, "run",
-         after(_from_next_rank), "experts"),
+        ("tokens go to the experts of the next rank", "dp2ep2", expert_exchange.Exchange, "start",
+         after(lambda wait, exchange, _: lambda: _from_next_rank(wait(), exchange)), "experts"),
         ("sums over slices of an expert's width are means", "tp2dp2ep2+sp", expert_dispatch.Rows,
          "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),
         ("the norm counts the experts of one rank", "dp2ep2", ParameterAxes, "acts",
