@@ -62,7 +62,7 @@ TESTS_OF_NO_MODULE = {
 }
 """Test files that are not named after a module, below tests/unit or tests/ranks, by what they test"""
 MAX_FILE_LINES = 500
-TABLES = {"megalite/config/model.py": 780}
+TABLES = {"megalite/config/model.py": 790}
 """Files that list fields with their help, and their own number of lines."""
 MAX_FUNCTION_LINES = 60
 

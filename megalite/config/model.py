@@ -258,6 +258,10 @@ class ModelConfig:
         default=1e-5, metadata=option("--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     )
     """Epsilon of the normalization layers."""
+    latent_norm_epsilon: float | None = field(
+        default=None, metadata=option(allowed=NOT_NEGATIVE, same_shapes=True, in_megatron=False, **_LATENT)
+    )
+    """Epsilon of the norms of latents. By default --layernorm-epsilon."""
     zero_centered_norms: bool = field(
         default=False,
         metadata=option("--apply-layernorm-1p", "--layernorm-zero-centered-gamma", in_megatron=False),
@@ -545,6 +549,11 @@ class ModelConfig:
     def widest_heads(self) -> ModelConfig:
         """Return the config with the sizes of the layers that have the largest attention heads."""
         return max(map(self.for_kind, self.head_kinds), key=lambda config: config.head_dim)
+
+    @property
+    def latent_epsilon(self) -> float:
+        """Return the epsilon of the norms of latents."""
+        return self.norm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
 
     @property
     def has_recurrent_layers(self) -> bool:

@@ -47,6 +47,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": model.num_kv_heads,
         "kv_channels": model.head_dim,
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
+        "latent_norm_epsilon": model.latent_epsilon,
         "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
         "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
         "max_position_embeddings": model.num_positions,

@@ -9,6 +9,7 @@ Shapes: s sequence, b microbatch, h hidden size, n heads, d head size, tp = tp.s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +158,10 @@ def build_norm(config: ModelConfig, context: LayerContext, with_residual: bool =
 
 def build_latent_norm(config: ModelConfig, context: LayerContext, width: int) -> nn.Module:
     """Return the norm of a latent ``[s, b, width]`` of multi-latent attention."""
-    return NORMS[config.normalization](config, context, width=width) if config.qk_layernorm else nn.Identity()
+    if not config.qk_layernorm:
+        return nn.Identity()
+    of_latents = replace(config, norm_epsilon=config.latent_epsilon)
+    return NORMS[config.normalization](of_latents, context, width=width)
 
 
 def build_head_norm(config: ModelConfig, context: LayerContext, num_heads: int) -> nn.Module:

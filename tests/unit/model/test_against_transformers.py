@@ -515,7 +515,6 @@ def latent_fields(choose):
         "qk_nope_head_dim": choose((4, 6)),
         "qk_rope_head_dim": choose((2, 4)),
         "v_head_dim": choose((5, 8)),
-        "rms_norm_eps": 1e-6,
     }
 
 

@@ -27,11 +27,12 @@ def read_latent_attention(hf: HFSettings, kind: str) -> dict[str, Any]:
         kind: name of the family, for messages.
     """
     heads = hf["num_attention_heads"]
-    hf.require(kind, attention_bias=False, mlp_bias=False, rms_norm_eps=_LATENT_EPSILON)
+    hf.require(kind, attention_bias=False, mlp_bias=False)
     if hf.get("num_key_value_heads") is not None:
         hf.require(kind, num_key_value_heads=heads)
     return {
-        **read_llama_like(hf, epsilon=_LATENT_EPSILON),
+        **read_llama_like(hf),
+        "latent_norm_epsilon": _LATENT_EPSILON,
         "num_query_groups": None,
         "kv_channels": None,
         "multi_latent_attention": True,
@@ -46,7 +47,6 @@ def write_latent_attention(config: ModelConfig) -> dict[str, Any]:
         **write_llama_like(config),
         "num_key_value_heads": config.num_attention_heads,
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
-        "rms_norm_eps": _LATENT_EPSILON,
     }
 
 
