@@ -82,8 +82,16 @@ def delta_net_modules(block: str, in_projections: Sequence[str], grouping: Trans
 
 
 def _to_two(full: Tensor, config: ModelConfig) -> Parts:
+    return split_kinds(full, config.delta_net.key_heads, _rows_of_two(config))
+
+
+def _from_two(parts: Parts, config: ModelConfig) -> Tensor:
+    return join_kinds(parts, config.delta_net.key_heads, _rows_of_two(config))
+
+
+def _rows_of_two(config: ModelConfig) -> tuple[int, int]:
     rows = config.delta_net.group_rows
-    return split_kinds(full, config.delta_net.key_heads, (sum(rows[:4]), sum(rows[4:])))
+    return sum(rows[:4]), sum(rows[4:])
 
 
 def _to_four(full: Tensor, config: ModelConfig) -> Parts:
@@ -93,7 +101,8 @@ def _to_four(full: Tensor, config: ModelConfig) -> Parts:
 
 def _from_four(parts: Parts, config: ModelConfig) -> Tensor:
     qkv, *others = parts
-    return join_kinds([*_split_mixed(qkv, config), *others], config.delta_net.key_heads)
+    parts = [*_split_mixed(qkv, config), *others]
+    return join_kinds(parts, config.delta_net.key_heads, config.delta_net.group_rows)
 
 
 def _split_mixed(qkv: Tensor, config: ModelConfig) -> Parts:
@@ -109,10 +118,11 @@ def _ungroup_channels(full: Tensor, config: ModelConfig) -> Parts:
 
 
 def _group_channels(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(_split_mixed(parts[0].squeeze(1), config), config.delta_net.key_heads)
+    mixed, sizes = _split_mixed(parts[0].squeeze(1), config), config.delta_net
+    return join_kinds(mixed, sizes.key_heads, sizes.group_rows[:3])
 
 
-TWO_PROJECTIONS = Transform(_to_two, lambda parts, config: join_kinds(parts, config.delta_net.key_heads))
+TWO_PROJECTIONS = Transform(_to_two, _from_two)
 FOUR_PROJECTIONS = Transform(_to_four, _from_four)
 """Rows of two projections by key head, and of four: of queries, keys and values, gates, rates, and decays."""
 _CONVOLUTION = Transform(_ungroup_channels, _group_channels)

@@ -42,12 +42,16 @@ def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _split_queries_keys(full: Tensor, config: ModelConfig) -> Parts:
     """Split ``[g (r + 1) d, ...]`` into ``[n d, ...]`` and ``[g d, ...]``."""
-    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
-    return split_kinds(full, config.num_kv_heads, (queries * d, d))
+    return split_kinds(full, config.num_kv_heads, _rows(config))
 
 
 def _join_queries_keys(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.num_kv_heads)
+    return join_kinds(parts, config.num_kv_heads, _rows(config))
+
+
+def _rows(config: ModelConfig) -> tuple[int, int]:
+    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
+    return queries * d, d
 
 
 _ATTENTION, _OURS = "model.layers.{}.self_attn.", "layers.{}.attention."

@@ -19,6 +19,11 @@ def split_kinds(full: Tensor, num_groups: int, rows: Sequence[int]) -> list[Tens
     return [part.flatten(0, 1) for part in parts]
 
 
-def join_kinds(parts: Sequence[Tensor], num_groups: int) -> Tensor:
-    """Return the rows of all kinds, ordered by group."""
-    return torch.cat([part.unflatten(0, (num_groups, -1)) for part in parts], dim=1).flatten(0, 1)
+def join_kinds(parts: Sequence[Tensor], num_groups: int, rows: Sequence[int]) -> Tensor:
+    """Return the rows of all kinds, ordered by group; the inverse of `split_kinds`.
+
+    Raises:
+        RuntimeError: a kind has another number of rows.
+    """
+    grouped = [part.unflatten(0, (num_groups, size)) for part, size in zip(parts, rows, strict=True)]
+    return torch.cat(grouped, dim=1).flatten(0, 1)

@@ -99,8 +99,8 @@ def _ungrouped(kinds: slice) -> Transform:
         return [torch.cat(split_kinds(full, config.mamba.num_groups, config.mamba.group_rows[kinds]))]
 
     def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
-        groups = config.mamba.num_groups
-        return join_kinds(parts[0].split([groups * rows for rows in config.mamba.group_rows[kinds]]), groups)
+        groups, rows = config.mamba.num_groups, config.mamba.group_rows[kinds]
+        return join_kinds(parts[0].split([groups * size for size in rows]), groups, rows)
 
     return Transform(to_hf, from_hf)
 
