@@ -50,7 +50,10 @@ def test_too_large_a_model_is_refused_with_what_fits(train_step: ModuleType) -> 
         train_step.config_that_fits(arguments_of(train_step, "--model gpt-7b"), 0.0, cpu_of(train_step, 24))
     text = str(refused.value)
     assert text.startswith("--model gpt-7b in fp32 with --micro-batch-size 1 needs 13")
-    assert "24.0 GB are free: small, small-llama, gpt-0.1b, gpt-7b with --layers 4 would fit" in text
+    assert (
+        "24.0 GB are free: small, small-llama, small-experts, gpt-0.1b, gpt-7b with --layers 4 would fit"
+        in text
+    )
     assert "\n" not in text
     four = arguments_of(train_step, "--model gpt-7b --layers 4")
     train_step.config_that_fits(four, 0.0, cpu_of(train_step, 24))
