@@ -90,13 +90,13 @@ class BatchLoader:
         self.samples = samples
         self.num_later = num_later
         self.sequences_per_sample = sequences_per_sample
-        self.deal: DocumentDealer | None = None
+        self.dealer: DocumentDealer | None = None
         if self.positions.is_dealt:
-            self.deal = DocumentDealer(samples, self.positions, num_later)
+            self.dealer = DocumentDealer(samples, self.positions, num_later)
         stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
-            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.deal)
+            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.dealer)
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Load one microbatch to the device.
@@ -115,7 +115,7 @@ class BatchLoader:
         """
 
         def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
-            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.deal)
+            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.dealer)
 
         numbers = self._numbers(consumed, index, replica)
         return self._load(consumed, numbers, None if self._prefetcher is None else read)
@@ -142,7 +142,7 @@ class BatchLoader:
         except UserError as error:
             error.on_one_rank = True
             raise
-        if self.deal is not None:
+        if self.dealer is not None:
             assert count == 1, "samples are dealt before they are cut into sequences"
             return microbatch
         whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
@@ -184,11 +184,11 @@ class Prefetcher:
         device: torch.device,
         samples: Samples,
         num_ahead: int = NUM_AHEAD,
-        deal: DocumentDealer | None = None,
+        dealer: DocumentDealer | None = None,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._deal = deal
+        self._dealer = dealer
         self._num_ahead = num_ahead
         self._stride = stride
         self._device = device
@@ -213,7 +213,7 @@ class Prefetcher:
 
     def _start(self, numbers: npt.NDArray[np.int64]) -> Future[Microbatch]:
         return self._pool.submit(
-            read_microbatch, self._dataset, numbers, self._device, self._samples, self._deal
+            read_microbatch, self._dataset, numbers, self._device, self._samples, self._dealer
         )
 
     def close(self, *, waits: bool = True) -> None:
@@ -227,18 +227,18 @@ def read_microbatch(
     numbers: npt.NDArray[np.int64],
     device: torch.device,
     samples: Samples,
-    deal: DocumentDealer | None = None,
+    dealer: DocumentDealer | None = None,
 ) -> Microbatch:
     """Read samples by number into host memory that `device` can copy from; any thread may call this.
 
     Args:
-        deal: returns this rank's tokens of the samples; None for whole samples.
+        dealer: returns this rank's tokens of the samples; None for whole samples.
 
     Raises:
         UserError: a sample is damaged.
     """
     whole = samples.read(dataset, numbers)
-    return _on_host(whole if deal is None else deal(whole), device)
+    return _on_host(whole if dealer is None else dealer(whole), device)
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:

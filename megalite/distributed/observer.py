@@ -50,8 +50,8 @@ class Wait(NamedTuple):
 class EventStack:
     """Holds the events of this process that have begun and not ended; it can observe any event.
 
-    Only one thread posts at a time: the main thread, or autograd's thread while the main thread waits for it.
-    Other threads can read.
+    Only one thread posts at a time: the main thread, or one that it waits for (autograd's, or that of
+    `Turns`). Other threads can read.
     """
 
     def __init__(self) -> None:

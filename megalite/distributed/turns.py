@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Runs two computations in turns; each calls `give` before it waits for messages that are in flight.
+    """Runs two computations in turns; each calls `yield_turn` before it waits for messages in flight.
 
-    Only one of them runs at a time, and they change places only in `give` and when one ends. So every rank
-    launches its collectives in the same order, and a GPU runs the kernels of both on one stream.
+    Only one of them runs at a time, and they change places only in `yield_turn` and when one ends. So every
+    rank launches its collectives in the same order, and a GPU runs the kernels of both on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class Turns:
             raise results[0]
         return [own, results[0]]
 
-    def give(self) -> None:
+    def yield_turn(self) -> None:
         """Let the other computation run until it gives back or ends; without another one, do nothing."""
         if self._are_two:
             mine, self._turn = self._turn, 1 - self._turn

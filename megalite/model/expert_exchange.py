@@ -108,7 +108,7 @@ class _RowMessages:
         assert self.pending is not None
         pending, self.pending = self.pending, None
         if self.exchange.turns is not None:
-            self.exchange.turns.give()
+            self.exchange.turns.yield_turn()
         return pending.wait()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -253,7 +254,7 @@ class Pipeline(Generic[M]):
         self._exchange = PointToPoint(pp, dtype, device)
         self._hidden_shape = hidden_shape
         self._store = store or WeightGradientStore()
-        self._turns = turns
+        self.turns = turns
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -329,17 +330,26 @@ class Pipeline(Generic[M]):
 
     def _compute(self, actions: Sequence[Action], work: ScheduleRun[M]) -> Mapping[Direction, Tensor | None]:
         """Run an action, or two together, and return the outputs by their directions."""
+        if self.turns is not None and len(actions) == 2:
+            with self._observed(*actions):
+                outputs = self.turns.run(*(partial(work, action) for action in actions))
+        else:
+            outputs = []
+            for action in actions:
+                with self._observed(action):
+                    outputs.append(work(action))
+        return dict(zip(map(direction_of, actions), outputs, strict=True))
+
+    @contextmanager
+    def _observed(self, *actions: Action) -> Iterator[None]:
+        """Notify the observers of actions that run in the block."""
         for observer in self.observers:
             for action in actions:
                 observer.begins(action)
-        if self._turns is not None and len(actions) == 2:
-            outputs = self._turns.run(*(partial(work, action) for action in actions))
-        else:
-            outputs = [work(action) for action in actions]
+        yield
         for observer in self.observers:
             for action in reversed(actions):
                 observer.ends(action)
-        return dict(zip(map(direction_of, actions), outputs, strict=True))
 
     def num_actions(self, num_microbatches: int) -> int:
         """Return the number of actions of this rank in a training step."""

@@ -153,7 +153,7 @@ def _stages(run: PlannedRun) -> list[Stage]:
 
 
 class _UnshardedStage(NamedTuple):
-    """The work of a stage without the communication of ZeRO stage 3.
+    """Holds the work of a stage without the communication of ZeRO stage 3.
 
     Attributes:
         computed: work that this communication can overlap with, by kind of action.

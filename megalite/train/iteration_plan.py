@@ -19,7 +19,7 @@ class IterationPlan:
         num_samples: size of its global batch.
         num_microbatches: number of microbatches on each data-parallel rank.
         seq_length: tokens of a sequence; --seq-length-schedule may cut each sample into several sequences.
-        num_sequences: sequences of its global batch.
+        sequences_per_sample: number of sequences that each of its samples is cut into.
         is_excluded: whether --iterations-to-skip consumes its samples without training.
         decoupled_learning_rate: learning rate of the word embedding and the output layer; None for
             `learning_rate`.
@@ -30,11 +30,16 @@ class IterationPlan:
     num_samples: int
     num_microbatches: int
     seq_length: int
-    num_sequences: int
+    sequences_per_sample: int
     learning_rate: float
     weight_decay: float
     is_excluded: bool
     decoupled_learning_rate: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Return the number of sequences of the global batch."""
+        return self.num_samples * self.sequences_per_sample
 
 
 class IterationPlanner:
@@ -67,7 +72,7 @@ class IterationPlanner:
             num_samples,
             num_samples // self._samples_per_microbatch,
             self._full_length // count,
-            num_samples * count,
+            count,
             self._learning_rate(position),
             self._weight_decay(position),
             self._training.is_skipped(iteration),

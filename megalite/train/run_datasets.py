@@ -116,6 +116,11 @@ def _checked(run: RunContext, split: str, dataset: Dataset) -> Dataset:
     if isinstance(samples, GPTSamples):
         lengths = {"": model.seq_length + 1}
     elif isinstance(samples, FieldSamples):
+        if "position_ids" in samples.fields and run.config.training.seq_length_schedule is not None:
+            raise UserError(
+                f"the {split} dataset has position_ids of its own, which --seq-length-schedule would change: "
+                "remove one"
+            )
         lengths = dict.fromkeys(samples.fields, model.seq_length)
     else:
         return dataset

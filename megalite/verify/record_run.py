@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
@@ -60,8 +61,13 @@ def record_run(
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
-        UserError: the config's data or tokenizer cannot be read.
+        UserError: the config's data or tokenizer cannot be read, or routing is replayed for dealt documents.
     """
+    if routing is not None and config.mesh.is_dealt:
+        raise UserError(
+            "--replay-routing in a layout with --dynamic-context-parallel, whose ranks hold other positions "
+            "of each sample: remove one"
+        )
     stages = run_ranks(
         record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )
@@ -90,11 +96,7 @@ def record_rank(
     """Train on this rank, and return the gradients and weights of its stage in host memory."""
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
-        # Dealt tokens have no positions that are the same in all samples, by which choices are recorded.
-        if routing is None or topology.positions.is_dealt:
-            rerouted = {}
-        else:
-            rerouted = _observe_choices(trainer, routing)
+        rerouted = {} if routing is None else _observe_choices(trainer, routing)
         # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
         with unchanged_buffers(trainer.chunks):
             trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))

@@ -417,6 +417,7 @@ def trace_rank(
         activations = ActivationRecorder(collectives)
         for chunk in trainer.chunks:
             activations.watch(chunk)
+        trainer.pipeline.turns = None  # a module that runs belongs to one action
         trainer.pipeline.observers.append(activations)
         steps = StepRecorder(trainer, collectives)
         steps.note_weights("weight before")

@@ -40,6 +40,17 @@ def dealt_documents(config: Config, world_size: int | None) -> Iterator[Problem]
             f"{flag_of(_DEAL)} with recurrent layers, which compute the tokens of all samples in one order: "
             f"remove {flag_of(_DEAL)}",
         )
+    for name, value in (
+        ("record_routing", config.logging.record_routing),
+        ("replay_routing_from", config.training.replay_routing_from),
+        ("eval_tasks", config.training.eval_tasks),
+    ):
+        if value is not None:
+            yield Problem(
+                (_DEAL, name),
+                f"{flag_with_value(name, value)} with {flag_of(_DEAL)}, whose ranks hold other positions of "
+                "each sample: remove one",
+            )
     for name, is_on in (
         ("hidden_dropout", model.hidden_dropout > 0.0),
         ("moe_input_jitter_eps", model.moe_input_jitter_eps is not None),

@@ -180,6 +180,14 @@ def recorded_routing(config: Config, world_size: int | None) -> Iterator[Problem
             "5:6, or one iteration",
         )
     replayed = config.training.replay_routing_from
+    if config.training.seq_length_schedule is not None:
+        for name, folder in (("record_routing", recorded), ("replay_routing_from", replayed)):
+            if folder is not None:
+                yield Problem(
+                    (name, "seq_length_schedule"),
+                    f"{flag_with_value(name, folder)} with --seq-length-schedule, which cuts samples: files "
+                    "have the experts of whole samples; remove one",
+                )
     if replayed is None:
         return
     if recorded is not None:

@@ -1,4 +1,4 @@
-"""The rule of embeddings for each layer."""
+"""Check embeddings for each layer."""
 
 from __future__ import annotations
 

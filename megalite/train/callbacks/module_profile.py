@@ -76,7 +76,8 @@ def log_module_profile(trainer: Trainer) -> None:
 def title(trainer: Trainer) -> str:
     """Return the line above the tables."""
     rank, iteration = trainer.topology.rank, trainer.progress.iteration + 1
-    size, length = trainer.config.training.micro_batch_size, trainer.config.model.seq_length
+    plan = trainer.train_step.plan_iteration(trainer.progress)
+    size, length = trainer.config.training.micro_batch_size * plan.sequences_per_sample, plan.seq_length
     return (
         f"modules of rank {rank} before iteration {iteration}, in one microbatch of {size} x {length} tokens:"
     )

@@ -103,11 +103,11 @@ class NanLocator:
     @contextmanager
     def _hooked(self, table: Tensor, plan: IterationPlan) -> Iterator[None]:
         """Write each part's largest output into the column of the microbatch that its stage runs."""
-        column, sequences_per_sample = 0, plan.num_sequences // plan.num_samples
+        column = 0
 
         def enter(_: nn.Module, arguments: tuple[Microbatch, Tensor | None]) -> None:
             nonlocal column
-            sample = int(arguments[0].sample_numbers[0]) // sequences_per_sample
+            sample = int(arguments[0].sample_numbers[0]) // plan.sequences_per_sample
             column = (sample - plan.first_sample) // self._micro_batch_size
 
         def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Any, ...]) -> None:

@@ -156,10 +156,8 @@ class RoutingReplay(Callback):
             }
             observe_choices(trainer, self._replayers)
 
-    def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
-        observe_choices(loop.trainer, {})
-
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        observe_choices(loop.trainer, {})  # until now, a NaN may be located by running the iteration again
         if self._replayers and is_due(loop.iteration, loop.trainer.config.logging.log_interval):
             num_others, num_tokens = count_others(self._replayers, loop.trainer)
             log.info(

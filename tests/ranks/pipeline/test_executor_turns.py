@@ -33,10 +33,10 @@ class NotedTurns(Turns):
         super().__init__(device)
         self.given = ""
 
-    def give(self) -> None:
+    def yield_turn(self) -> None:
         if self._are_two:
             self.given += "F" if threading.current_thread() is threading.main_thread() else "B"
-        super().give()
+        super().yield_turn()
 
 
 def _step(topology: Topology, turns: Turns | None) -> list[Tensor]:

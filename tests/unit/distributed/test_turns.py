@@ -16,7 +16,7 @@ def test_they_change_places_in_give_alone() -> None:
     def count(name: str, number: int) -> str:
         for each in range(number):
             order.append(f"{name}{each}")
-            turns.give()
+            turns.yield_turn()
         return name
 
     for _ in range(2):
@@ -29,7 +29,7 @@ def test_they_change_places_in_give_alone() -> None:
 
 
 def test_give_does_nothing_alone() -> None:
-    Turns(CPU).give()
+    Turns(CPU).yield_turn()
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -37,10 +37,10 @@ def test_an_error_is_raised(fails: int) -> None:
     turns = Turns(CPU)
 
     def run(number: int) -> None:
-        turns.give()
+        turns.yield_turn()
         if number == fails:
             raise ValueError(f"computation {number}")
-        turns.give()
+        turns.yield_turn()
 
     with pytest.raises(ValueError, match=f"computation {fails}"):
         turns.run(lambda: run(0), lambda: run(1))

@@ -166,3 +166,12 @@ def test_a_run_has_one_source_of_experts(
 )
 def test_records_without_experts_or_a_folder_have_no_effect(config: Config, line: str) -> None:
     assert line in unused_options(config)
+
+
+def test_files_have_no_experts_of_cut_samples() -> None:
+    config = Config(
+        model=ModelConfig(num_experts=8),
+        training=TrainingConfig(replay_routing_from="a", seq_length_schedule=("0:512", "1M:1024")),
+    )
+    (problem,) = recorded_routing(config, None)
+    assert "--replay-routing-from a with --seq-length-schedule, which cuts samples" in problem.text

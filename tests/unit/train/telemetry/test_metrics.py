@@ -54,7 +54,7 @@ def _add(
     scale_too_high: bool = False,
 ) -> None:
     plan = IterationPlan(
-        iteration, 8 * (iteration - 1), num_samples, 1, MODEL.seq_length, num_samples, 1e-3, 0.0, is_excluded
+        iteration, 8 * (iteration - 1), num_samples, 1, MODEL.seq_length, 1, 1e-3, 0.0, is_excluded
     )
     meter.add(StepResult(plan, loss, grad_norm, skipped, anomaly, scale_too_high, {"lm_loss": loss}))
 
