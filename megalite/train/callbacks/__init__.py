@@ -30,10 +30,10 @@ def default_callbacks(writers: Writers, config: Config) -> list[Callback]:
     return [
         HangWatchdog(),
         *([RoutingReplay()] if config.training.replay_routing_from else []),  # before what runs a microbatch
+        ModuleProfile(),  # runs microbatches, before the iteration's own are observed
         *([RoutingRecording()] if config.logging.record_routing else []),
         *([Audit()] if config.training.audit_interval else []),  # it has a state
         Profiler(),
-        ModuleProfile(),
         PipelineTracing(),
         Stragglers(),
         ExpertLogging(writers),

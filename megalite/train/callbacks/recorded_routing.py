@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,10 +122,12 @@ def _written(folder: IterationFolder) -> Iterator[None]:
 
 def _tensors(recorders: Mapping[str, _Recorder]) -> dict[str, Tensor]:
     """Return the tensors of this rank's file; an empty one if its stage has no router."""
-    experts = {name: torch.cat(each.experts).cpu() for name, each in recorders.items()}
     for each in recorders.values():  # all of them route the same tokens
         assert each.positions is not None
-        return tensors_of_file(torch.cat(each.samples).cpu(), each.positions.cpu(), experts)
+        samples, kept = np.unique(torch.cat(each.samples).cpu().numpy(), return_index=True)
+        # An audit and a profile of modules run some microbatches again.
+        experts = {name: torch.cat(each.experts).cpu()[kept] for name, each in recorders.items()}
+        return tensors_of_file(torch.from_numpy(samples), each.positions.cpu(), experts)
     return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), {})
 
 

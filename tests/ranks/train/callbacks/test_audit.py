@@ -16,6 +16,7 @@ from megalite.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    LoggingConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -28,10 +29,13 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.audit.finding import AuditFailed, Finding
 from megalite.train.audit.replicas import held_tensors
+from megalite.train.callbacks import default_callbacks
 from megalite.train.callbacks.audit import Audit, check_determinism
 from megalite.train.callbacks.checkpointing import Checkpointing
+from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
+from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
 from tests.power.bit_flips import BitFlip, Injection, flip
@@ -195,6 +199,19 @@ def test_audited_iterations_may_overflow(one_rank: Topology) -> None:
     found = _scales(one_rank, _with_dtype(config, "fp16"))
     assert found.skipped[-2:] == [True, False]
     assert found.scales[-2:] == [2.0**19, 2.0**20]
+
+
+def test_a_profile_of_modules_is_not_audited(one_rank: Topology, tmp_path: Path) -> None:
+    """Its microbatches have other divisors than the iteration's; in the order of a run's callbacks."""
+    config = _config(ParallelConfig(), train_iters=2, micro_batch_size=2)
+    file = str(tmp_path / "modules.txt")
+    config = replace(config, logging=LoggingConfig(profile_modules=2, profile_modules_file=file))
+    with Writers(config.logging, one_rank, "", None) as writers:
+        callbacks = default_callbacks(writers, config)
+        chosen = [each for each in callbacks if isinstance(each, Audit | ModuleProfile)]
+    assert len(chosen) == 2
+    assert _run(one_rank, config, chosen).finding is None
+    assert Path(file).exists()
 
 
 def test_an_audit_changes_nothing_in_bert() -> None:
