@@ -24,8 +24,8 @@ from megalite.log import configure_logging, log
 from megalite.verify.compare_runs import bisect_layouts, verify_layouts
 from megalite.verify.layouts import layouts_named
 
-_LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv or gpipe after
-pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
+_LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (chunks), zb, zbv, dpv or gpipe
+after pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
 technique once, and 'all' also combinations"""
 
 

@@ -44,8 +44,8 @@ class ParallelConfig:
     """How queries reach the keys of other context-parallel ranks: all_gather keys and values, exchange heads
     for tokens (a2a), or pass keys and values around a ring (p2p)."""
     dynamic_context_parallel: bool = False
-    """Deal the documents of packed samples to context-parallel ranks, with balanced attention: short ones to
-    one rank, long ones cut over all. Needs --cp-comm-type p2p."""
+    """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
+    ones to one rank, long ones to several. Needs --cp-comm-type p2p."""
     expert_model_parallel_size: int = field(default=1, metadata=flags("--ep", "--moe-expert-parallel-size"))
     """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
     expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))

@@ -163,7 +163,7 @@ class Layout:
         shard: number of replicas that ZeRO shards over; None for all of them.
         mbs: micro-batch size.
         v: chunks per rank of an interleaved pipeline.
-        schedule: zb for ZB-H1, zbv for ZB-V, or gpipe.
+        schedule: zb for ZB-H1, zbv for ZB-V, dpv for DualPipeV, or gpipe.
         sp: turn on sequence parallelism.
         zero: ZeRO stage.
         kept: keep gathered weights for a whole iteration.

@@ -124,8 +124,8 @@ UNSUPPORTED = (
     ),
     UnsupportedFeature(
         "model",
-        "overlapped messages of experts in this schedule",
-        "remove it, or pass --pipeline-schedule dualpipev",
+        "overlapped messages of experts by this flag",
+        "remove it, and pass --pipeline-schedule dualpipev",
         "overlap-moe-expert-parallel-comm",
         of_experts=True,
     ),
@@ -223,7 +223,8 @@ UNSUPPORTED = (
     UnsupportedFeature(
         "training",
         "DeepSpeed's data efficiency",
-        "remove it; --step-batch-size-schedule and --rampup-batch-size begin with small batches",
+        "remove it; --step-batch-size-schedule and --rampup-batch-size begin with small batches, and "
+        "--seq-length-schedule with short sequences",
         """
         random-ltd train-data-exact-num-epochs return-data-index train-idx-path train-desc-path
         train-doc-idx-path train-sample-idx-path train-shuffle-idx-path repeated-dataloader

@@ -161,7 +161,8 @@ class RoutingReplay(Callback):
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         observe_choices(loop.trainer, {})  # until now, a NaN may be located by running the iteration again
-        if self._replayers and is_due(loop.iteration, loop.trainer.config.logging.log_interval):
+        interval = loop.trainer.config.logging.log_interval
+        if self._replayers and (loop.is_ending or is_due(loop.iteration, interval)):
             num_others, num_tokens = count_others(self._replayers, loop.trainer)
             log.info(
                 "iteration %d: recorded experts replace others for %d of %d tokens, counted in each layer",
