@@ -11,9 +11,9 @@ from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
+from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
 from megalite.train.model_chunks import named_parameters, saved_buffers, unchanged_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
@@ -116,12 +116,11 @@ def record_rank(
 def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[RoutedToken, float]:
     """Let the routers record their choices, or replay recorded ones; return the tokens that it reroutes."""
     is_empty, others = not routing.experts, dict[RoutedToken, float]()
-    for chunk in trainer.chunks:
-        for name, module in chunk.named_modules():
-            if isinstance(module, Router):
-                module.choice_observer = (
-                    ChoiceRecorder(name, routing) if is_empty else ChoiceReplayer(name, routing, others)
-                )
+    observers = {
+        name: ChoiceRecorder(name, routing) if is_empty else ChoiceReplayer(name, routing, others)
+        for name in routers_of(trainer)
+    }
+    observe_choices(trainer, observers)
     return others
 
 

@@ -29,14 +29,15 @@ class Transform:
 
 def _split_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
     """Split ``[g (r + 2) d, ...]``, grouped by key/value head, into ``[n d, ...]`` and two ``[g d, ...]``."""
-    return split_kinds(qkv, config.num_kv_heads, _qkv_rows(config))
+    return split_kinds(qkv, config.num_kv_heads, qkv_rows(config))
 
 
 def _join_qkv(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.num_kv_heads, _qkv_rows(config))
+    return join_kinds(parts, config.num_kv_heads, qkv_rows(config))
 
 
-def _qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
+def qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
+    """Return the rows of queries, keys and values of a key/value head."""
     queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
     return queries * d, d, d
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.convert.families.family import Module, Parts, Transform
+from megalite.checkpoint.convert.families.family import Module, Parts, Transform, qkv_rows
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
@@ -42,16 +42,11 @@ def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _split_queries_keys(full: Tensor, config: ModelConfig) -> Parts:
     """Split ``[g (r + 1) d, ...]`` into ``[n d, ...]`` and ``[g d, ...]``."""
-    return split_kinds(full, config.num_kv_heads, _rows(config))
+    return split_kinds(full, config.num_kv_heads, qkv_rows(config)[:2])
 
 
 def _join_queries_keys(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.num_kv_heads, _rows(config))
-
-
-def _rows(config: ModelConfig) -> tuple[int, int]:
-    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
-    return queries * d, d
+    return join_kinds(parts, config.num_kv_heads, qkv_rows(config)[:2])
 
 
 _ATTENTION, _OURS = "model.layers.{}.self_attn.", "layers.{}.attention."
