@@ -30,6 +30,9 @@ _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)")
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _PARTS = re.compile(r"(@!?\w+\s+)?([A-Z]\w*)((?:\.\w+)*)\s*(.*)")
 _ADDRESS = re.compile(r"0x([0-9a-f]+)")
+_UNIFORM = re.compile(r"\bUR(\d+)")
+_WRITES_UNIFORM = re.compile(r"U[A-Z]|R2UR|S2UR|CS2UR|LDCU|VOTEU|REDUX")
+"""opcodes whose first operand, if it is a uniform register, is their result"""
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
@@ -74,6 +77,34 @@ class Instruction(NamedTuple):
     modifiers: str
     operands: str
 
+    @property
+    def uniform_writes(self) -> set[int]:
+        """Return the numbers of the uniform registers that it writes."""
+        found = _UNIFORM.match(self.operands) if _WRITES_UNIFORM.match(self.opcode) else None
+        widths = (n for name, n in (("128", 4), ("64", 2), ("WIDE", 2)) if f".{name}" in self.modifiers)
+        return set() if found is None else _numbers(found[1], next(widths, 1))
+
+    @property
+    def uniform_reads(self) -> set[int]:
+        """Return the numbers of the uniform registers that it reads: the first of two for some operands.
+
+        `gdesc[UR4]` of WGMMA is the address of the first matrix in UR4 and UR5, unless the matrix is in
+        registers, and that of the second one in UR6 and UR7.
+        """
+        found = set()
+        operands = self.operands.split(", ")
+        for place, operand in enumerate(operands):
+            if place == 0 and self.uniform_writes:
+                continue
+            for number in _UNIFORM.findall(operand):
+                if not operand.startswith("gdesc"):
+                    found |= _numbers(number, 1)
+                elif place == 1:
+                    found |= _numbers(number, 4)
+                else:
+                    found |= _numbers(int(number) + 2, 2)
+        return found
+
 
 class Code(list[Instruction]):
     """Instructions of a kernel or of a loop."""
@@ -100,6 +131,17 @@ class Code(list[Instruction]):
         """
         found = (each for each in self if each.opcode in {"HMMA", "HGMMA", "UTCHMMA"})
         return dict(Counter(".".join([each.opcode, *each.modifiers.split(".")[1:2]]) for each in found))
+
+    @property
+    def without_value(self) -> list[Instruction]:
+        """Return the instructions that read a uniform register which no instruction before them writes."""
+        written: set[int] = set()
+        found = []
+        for each in self:
+            if not each.uniform_reads <= written:
+                found.append(each)
+            written |= each.uniform_writes
+        return found
 
     def bytes_of(self, opcode: str) -> int:
         """Return the bytes of global memory that a thread loads with LDG, or stores with STG."""
@@ -230,6 +272,10 @@ def read(cubin: bytes | Path) -> list[Kernel]:
         Kernel(name, int(registers), int(stack), codes[name])
         for name, registers, stack in _USAGE.findall(usage)
     ]
+
+
+def _numbers(first: int | str, count: int) -> set[int]:
+    return set(range(int(first), int(first) + count))
 
 
 def has_cuobjdump() -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalite.kernels.flash_attention import has_triton, padded
 from megalite.kernels.library import NAMESPACE, compile_problem
+from megalite.kernels.ptxas import ptxas_problem
 
 _OP = f"{NAMESPACE}::recurrence"
 _BACKWARD = f"{NAMESPACE}::recurrence_backward"
@@ -51,7 +52,7 @@ def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return "a GPU of a compute capability below 8.0"
-    return compile_problem("cuda")
+    return compile_problem("cuda") or ptxas_problem(device)
 
 
 def recurrence(

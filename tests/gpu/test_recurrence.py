@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.kernels import recurrence_problem
 from megalite.kernels.flash_attention import has_triton
 from tests.unit.kernels.test_recurrence import (
     CASES,
@@ -33,6 +34,7 @@ LONG = {
     "case", [*CASES.values(), *LONG.values()], ids=[*CASES, *(f"long {name}" for name in LONG)]
 )
 def test_equals_the_recurrence(case: Case, dtype: torch.dtype) -> None:
+    assert recurrence_problem(torch.device("cuda"), dtype, case.d, case.e) == ""
     arguments = inputs(case, dtype, "cuda")
     results = computed(case, arguments)
     assert_close(case, results, expected(case, arguments), dtype)

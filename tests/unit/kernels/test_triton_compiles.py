@@ -72,6 +72,17 @@ def test_recurrences_fit_into_shared_memory(
     assert max(each.metadata.shared for each in found.values()) <= memory
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("key_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("is_delta", [True, False])
+def test_no_kernel_reads_a_register_without_a_value(is_delta: bool, key_dim: int) -> None:
+    """ptxas of CUDA 12.8 wrote such code."""
+    for name, each in compile_recurrence(key_dim, 32, torch.bfloat16, 90, is_delta=is_delta).items():
+        (kernel,) = read(each.asm["cubin"])
+        assert kernel.code.products
+        assert kernel.code.without_value == [], name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("run", [run_dropout, run_dropout_backward, run_softmax])
 def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dtype: torch.dtype) -> None:
