@@ -227,4 +227,6 @@ def check_routers(trainer: Trainer, flag: str) -> None:
     count = torch.tensor([len(routers_of(trainer))], device=topology.device)
     all_reduce(count, topology.pp, of="number of routers")
     if not topology.to_host(count).item():
-        raise UserError(f"{flag}: the model has no megalite.model.experts.Router; remove it")
+        raise UserError(
+            f"{flag}: the model has no megalite.model.experts.Router: pass --num-experts, or remove {flag}"
+        )
