@@ -25,6 +25,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.experts import Router
+from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
@@ -67,7 +68,13 @@ def _run(topology: Topology, config: Config) -> Run:
     losses = _Losses()
     replays = config.training.replay_routing_from is not None
     records = config.logging.record_routing is not None
-    callbacks = [losses, *([RoutingReplay()] * replays), *([RoutingRecording()] * records)]
+    audits = config.training.audit_interval is not None
+    callbacks = [
+        losses,
+        *([RoutingReplay()] * replays),
+        *([RoutingRecording()] * records),
+        *([Audit()] * audits),
+    ]
     with (
         mock.patch.object(Router, "_ranking", RANKINGS["near ties"]),
         start_trainer(config, topology) as trainer,
@@ -92,8 +99,8 @@ def _config(
     )
 
 
-def _train(parallel: ParallelConfig, logs: LoggingConfig, **training: object) -> Run:
-    size = parallel.tp * parallel.pp * parallel.cp * parallel.ep
+def _train(parallel: ParallelConfig, logs: LoggingConfig, dp: int = 1, **training: object) -> Run:
+    size = parallel.tp * parallel.pp * parallel.cp * parallel.ep * dp
     config = _config(parallel, logs, **training)
     return run_ranks(_run, parallel.mesh, size, config)[0]
 
@@ -146,6 +153,14 @@ def test_iterations_without_a_record_route_as_usual(tmp_path: Path) -> None:
     found = [line.removesuffix(", counted in each layer") for line in lines if "replace others" in line]
     count = f"recorded experts replace others for 0 of {NUM_TOKENS} tokens"
     assert found == [f"iteration 2: {count}", f"iteration 3: {count}"]
+
+
+def test_an_audit_does_not_count_tokens_again(of_one_rank: tuple[list[float], Path]) -> None:
+    _, folder = of_one_rank
+    _, lines = _train(ONE, LoggingConfig(), dp=2, replay_routing_from=str(folder), audit_interval=1)
+    counted = [line for line in lines if "replace others for" in line]
+    assert len(counted) == 3
+    assert all(f" of {NUM_TOKENS} tokens" in line for line in counted)
 
 
 def test_an_iteration_is_recorded_again_in_another_layout(tmp_path: Path) -> None:
