@@ -9,6 +9,7 @@ import pytest
 
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.rules.expert_rules import (
+    audited_experts,
     expert_parallel,
     experts,
     imbalance,
@@ -161,3 +162,24 @@ def test_files_have_no_experts_of_cut_samples() -> None:
     )
     (problem,) = recorded_routing(config, None)
     assert "--replay-routing-from a with --seq-length-schedule, which cuts samples" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_refused"),
+    [
+        (ParallelConfig(expert_model_parallel_size=2), True),
+        (
+            ParallelConfig(
+                tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+            ),
+            False,
+        ),
+    ],
+)
+def test_an_audit_needs_experts_that_sum_tokens_of_one_replica(
+    parallel: ParallelConfig, is_refused: bool
+) -> None:
+    training = TrainingConfig(audit_interval=3)
+    config = Config(model=ModelConfig(num_experts=8), parallel=parallel, training=training)
+    problems = [problem.text for problem in audited_experts(config, None)]
+    assert [each.split(":")[0] for each in problems] == ["--audit-interval 3 with --ep 2"] * is_refused
