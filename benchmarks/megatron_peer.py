@@ -22,6 +22,7 @@ from turns import LeftOutError, Work
 
 from megalite.checkpoint.convert.megatron_tensors import our_name
 from megalite.config import Config, ModelConfig
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.model.stage import DTYPES
 
@@ -66,7 +67,7 @@ def _network(config: Config, topology: Topology) -> nn.Module:
     network = GPTModel(
         settings,
         _layers(model, settings),
-        vocab_size=model.padded_vocab_size(1),
+        vocab_size=padded_vocab_size(model, 1),
         max_sequence_length=model.num_positions,
         position_embedding_type=model.position_embedding_type,
         rotary_base=int(model.rotary_base),

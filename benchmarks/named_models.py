@@ -20,6 +20,7 @@ from megalite.config import (
 )
 from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
+from megalite.config.vocab_padding import padded_vocab_size
 
 
 class NamedModel(NamedTuple):
@@ -102,7 +103,7 @@ def named_model(args: argparse.Namespace, dropout: float) -> NamedModel:
     )
     if args.vocab_size:
         model = replace(model, vocab_size=args.vocab_size, pad_vocab_size_to=None)
-    return NamedModel(replace(model, vocab_size=model.padded_vocab_size(tp)), tp)
+    return NamedModel(replace(model, vocab_size=padded_vocab_size(model, tp)), tp)
 
 
 def config_of(named: NamedModel, args: argparse.Namespace, micro_batch_size: int) -> Config:

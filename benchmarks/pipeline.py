@@ -23,6 +23,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.pipeline.executor import Pipeline
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
@@ -91,13 +92,14 @@ def waiting(topology: Topology, schedule: str, num_microbatches: int) -> float:
     seconds = FORWARD_MS / 1000 / stages.num_chunks
     own = stages.stages_of(topology.pp.rank)
     chunks = [Sleeper(stage == stages.num_stages - 1, seconds, store, busy) for stage in own]
-    pipeline = Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float32, topology.device, store)
+    exchange = PointToPoint(topology.pp, torch.float32, topology.device)
+    pipeline = Pipeline(chunks, exchange, schedule, store)
     ratios = []
     for _ in range(3):
         busy.clear()
         dist.barrier()
         start = time.perf_counter()
-        pipeline.train_step(num_microbatches, lambda number: torch.zeros(SHAPE))
+        pipeline.train_step(num_microbatches, lambda number: torch.zeros(SHAPE), SHAPE)
         dist.barrier()
         both = torch.tensor([time.perf_counter() - start, sum(busy)], dtype=torch.float64)
         dist.all_reduce(both)
@@ -132,7 +134,8 @@ def overhead(topology: Topology, schedule: str, num_microbatches: int) -> float:
     stages = SCHEDULES[schedule].stage_map(topology.pp.size, CHUNKS)
     own = stages.stages_of(topology.pp.rank)
     chunks = [Tiny(stage == stages.num_stages - 1) for stage in own]
-    pipeline = Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float32, topology.device)
+    exchange = PointToPoint(topology.pp, torch.float32, topology.device)
+    pipeline = Pipeline(chunks, exchange, schedule)
     microbatch = torch.zeros(SHAPE)
 
     def plain() -> None:
@@ -143,7 +146,7 @@ def overhead(topology: Topology, schedule: str, num_microbatches: int) -> float:
                 torch.autograd.backward(output, None if chunk.is_last else torch.zeros(SHAPE))
 
     def piped() -> None:
-        pipeline.train_step(num_microbatches, lambda number: microbatch)
+        pipeline.train_step(num_microbatches, lambda number: microbatch, SHAPE)
 
     num_actions = len(SCHEDULES[schedule].train(topology.pp.rank, stages, num_microbatches))
     difference = processor_time(piped, 20) - processor_time(plain, 20)

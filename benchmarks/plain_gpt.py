@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.config import ModelConfig
+from megalite.config.vocab_padding import padded_vocab_size
 
 # Where a parameter of megalite's stands here.
 _NAMES = (
@@ -61,7 +62,7 @@ class PlainGPT(nn.Module):
     def __init__(self, model: ModelConfig, layers: Iterable[int] | None = None) -> None:
         super().__init__()
         numbers = list(range(model.num_layers) if layers is None else layers)
-        h, v = model.hidden_size, model.padded_vocab_size(1)
+        h, v = model.hidden_size, padded_vocab_size(model, 1)
         self.dropout = model.hidden_dropout
         self.is_first, self.is_last = 0 in numbers, model.num_layers - 1 in numbers
         if self.is_first:

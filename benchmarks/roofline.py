@@ -27,6 +27,7 @@ from megalite.config import ModelConfig
 from megalite.config.entry_point import run_main
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.layer_time import (
@@ -161,7 +162,7 @@ def gemms(model: ModelConfig, micro_batch_size: int) -> list[Gemm]:
         ("projection", model.num_layers, h, h),
         ("mlp up", model.num_layers, model.ffn_size, h),
         ("mlp down", model.num_layers, h, model.ffn_size),
-        ("logits", 1, model.padded_vocab_size(1), h),
+        ("logits", 1, padded_vocab_size(model, 1), h),
     )
     return [
         gemm
@@ -305,10 +306,10 @@ def _layer_kernels(model: ModelConfig, tokens: int, program: Program) -> Iterato
 
 def _other_kernels(model: ModelConfig, tokens: int, program: Program) -> Iterator[Kernel]:
     """Yield the memory-bound kernels outside of the layers."""
-    h, logits = model.hidden_size, 2.0 * tokens * model.padded_vocab_size(1)
+    h, logits = model.hidden_size, 2.0 * tokens * padded_vocab_size(model, 1)
     x, table, parameters = (
         2.0 * tokens * h,
-        model.padded_vocab_size(1) * h,
+        padded_vocab_size(model, 1) * h,
         whole_model(model, 1).num_parameters,
     )
     yield Kernel("last norm forward", 1, 2 * x, 0.84)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -87,10 +88,12 @@ class Config:
         steps = schedule_steps(self.training.seq_length_schedule, self.model.seq_length)
         return [length for _, length in steps] or [self.model.seq_length]
 
-    def sequences_per_sample(self, consumed_samples: int) -> int:
-        """Return the number of sequences that each sample after `consumed_samples` samples is cut into."""
-        steps = schedule_steps(self.training.seq_length_schedule, self.model.seq_length)
-        return self.model.seq_length // value_at(steps, consumed_samples) if steps else 1
+    @property
+    def sequences_per_sample(self) -> Callable[[int], int]:
+        """Return a function: into how many sequences each sample after some consumed samples is cut."""
+        full = self.model.seq_length
+        steps = schedule_steps(self.training.seq_length_schedule, full) or [(0, full)]
+        return lambda consumed_samples: full // value_at(steps, consumed_samples)
 
     @property
     def hang_timeout(self) -> float:

@@ -20,7 +20,6 @@ from megalite.config.option import (
     OnResume,
     option,
 )
-from megalite.errors import UserError
 
 Architecture = Literal["gpt", "bert"]
 NUM_BERT_SPECIAL = 3
@@ -614,18 +613,6 @@ class ModelConfig:
         """Return the kinds of all layers."""
         return tuple(map(self.layer_kind, range(self.num_layers)))
 
-    def mean_visible_keys(self, kind: LayerKind) -> float:
-        """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
-
-        Documents are not considered. A recurrent layer has no keys to see.
-        """
-        if kind.mixer != "attention":
-            return 0.0
-        if not self.is_causal:
-            return self.seq_length
-        most = self.seq_length if kind.window is None else min(kind.window + 1, self.seq_length)
-        return most - most**2 / (2 * self.seq_length)
-
     @property
     def predicted_share(self) -> float:
         """Return the share of tokens for which the model computes logits."""
@@ -741,48 +728,6 @@ class ModelConfig:
     def num_positions(self) -> int:
         """Return the number of rows of the learned position table, resolved."""
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
-
-    def padded_vocab_size(self, tp: int) -> int:
-        """Return the padded vocabulary size, a multiple of `tp`.
-
-        Raises:
-            UserError: `vocab_size` is unknown, or --pad-vocab-size-to is too small or not divisible by `tp`.
-        """
-        if self.vocab_size is None:
-            raise UserError("the vocabulary size is unknown: pass --vocab-size, or a tokenizer")
-        if problems := vocab_padding_problems(self, tp):
-            raise UserError(problems[0])
-        if self.pad_vocab_size_to is not None:
-            return self.pad_vocab_size_to
-        return _round_up(self.vocab_size, math.lcm(self.make_vocab_size_divisible_by, tp))
-
-    def num_padding_rows(self, tp: int) -> int:
-        """Return the number of padding rows at the end of the padded vocabulary.
-
-        Raises:
-            UserError: see `padded_vocab_size`.
-        """
-        padded = self.padded_vocab_size(tp)
-        assert self.vocab_size is not None  # otherwise padded_vocab_size raises
-        return padded - self.vocab_size
-
-
-def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
-    """Return the errors in --pad-vocab-size-to."""
-    target, problems = model.pad_vocab_size_to, list[str]()
-    if target is None:
-        return problems
-    if model.vocab_size is not None and target < model.vocab_size:
-        problems.append(
-            f"--pad-vocab-size-to {target} is smaller than the vocabulary of {model.vocab_size} tokens: "
-            f"pass at least {model.vocab_size}, or remove it"
-        )
-    if target % tp:
-        problems.append(
-            f"--pad-vocab-size-to {target} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"pass --pad-vocab-size-to {_round_up(target, tp)}"
-        )
-    return problems
 
 
 def _round_up(value: int, multiple: int) -> int:

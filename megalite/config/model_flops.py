@@ -5,6 +5,7 @@ from __future__ import annotations
 from megalite.config.layer_kind import LayerKind
 from megalite.config.layer_weights import layer_weights
 from megalite.config.model import ModelConfig
+from megalite.config.vocab_padding import padded_vocab_size
 
 CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"
 """The convention for TFLOP/s and MFU, in plans and in training's log."""
@@ -23,10 +24,10 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     forward, and with half of the attention scores as in FlashAttention-2 (arXiv 2307.08691, section 4.1).
     """
     hidden = model.hidden_size
-    head = hidden * model.padded_vocab_size(tp) + (hidden * hidden if model.architecture == "bert" else 0)
+    head = hidden * padded_vocab_size(model, tp) + (hidden * hidden if model.architecture == "bert" else 0)
     kinds = _kinds(model)
     scores_and_context = sum(
-        _features(model, kind) * model.mean_visible_keys(kind) for kind in kinds if kind.mixer == "attention"
+        _features(model, kind) * mean_visible_keys(model, kind) for kind in kinds if kind.mixer == "attention"
     )
     layers = sum(layer_weights(model, kind, active=True) for kind in kinds)
     of_mixers = {"gated_delta_net": model.delta_net.multiply_adds, "mamba": model.mamba.multiply_adds}
@@ -46,13 +47,26 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     """
     causal = flops_per_token(model, tp)
     scores = 6 * sum(
-        _features(model, kind) * (model.seq_length - model.mean_visible_keys(kind))
+        _features(model, kind) * (model.seq_length - mean_visible_keys(model, kind))
         for kind in _kinds(model)
         if kind.mixer == "attention"
     )
-    logits = 6 * model.hidden_size * model.padded_vocab_size(tp) * _logits_per_token(model)
+    logits = 6 * model.hidden_size * padded_vocab_size(model, tp) * _logits_per_token(model)
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}
+
+
+def mean_visible_keys(model: ModelConfig, kind: LayerKind) -> float:
+    """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
+
+    Documents are not considered. A recurrent layer has no keys to see.
+    """
+    if kind.mixer != "attention":
+        return 0.0
+    if not model.is_causal:
+        return model.seq_length
+    most = model.seq_length if kind.window is None else min(kind.window + 1, model.seq_length)
+    return most - most**2 / (2 * model.seq_length)
 
 
 def _features(model: ModelConfig, kind: LayerKind) -> int:

@@ -9,6 +9,7 @@ from functools import cache
 from megalite.config.config import Config
 from megalite.config.layer_weights import layer_weights, mtp_weights
 from megalite.config.model import ModelConfig
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
 
 SPLITS = (
@@ -151,7 +152,7 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
     if method == "uniform":
         return even_partition(model.num_layers, stages)
     if method == "parameters":
-        table = model.padded_vocab_size(tp) * model.hidden_size
+        table = padded_vocab_size(model, tp) * model.hidden_size
         weights = [layer_weights(model, kind) for kind in model.layer_kinds]
         return balanced_partition(weights, stages, table, table + mtp_weights(model))
     before, each, after = weights_by_name(model, method)

@@ -85,9 +85,6 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
         logging.tensorboard_dir or logging.wandb_project or logging.metrics_path(config.checkpoint.save)
     ):
         yield "log_experts_interval", "there is no metrics file, and --tensorboard-dir is not set"
-    if not model.has_experts:
-        for name in ("record_routing", "replay_routing_from"):
-            yield name, "there are no experts (--num-experts)"
     if logging.record_routing is None:
         yield "record_routing_iterations", "--record-routing is not set"
     if not config.dry_run.dry_run:

@@ -43,6 +43,7 @@ from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.loop import Callback, TrainingLoop, is_due
+from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import Stopped
 from megalite.train.telemetry.metrics import TaskScores
@@ -197,7 +198,9 @@ class TrainingModel(TaskModel):
         self.trainer = trainer
         self.before_batch = before_batch
         self.last = next((_ScoringStage(chunk) for chunk in trainer.chunks if chunk.is_last), None)
-        self._pipelines: dict[int, Pipeline[Microbatch]] = {}
+        chunks = [self.last if chunk.is_last else chunk for chunk in trainer.chunks]
+        self.pipeline: Pipeline[Microbatch] = build_pipeline(chunks, trainer.config, trainer.topology)  # type: ignore[arg-type]
+        self.pipeline.observers = trainer.pipeline.observers  # the watchdog sees its progress
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError  # `load_tasks` refuses tasks that generate text
@@ -233,13 +236,14 @@ class TrainingModel(TaskModel):
 
     def _run(self, batches: Sequence[Sequence[TokenWindow]], length: int) -> list[tuple[float, bool]]:
         """Return the scores of this replica's windows on the last stage; nothing on the others."""
-        topology = self.trainer.topology
+        config, topology = self.trainer.config, self.trainer.topology
         runs = topology.positions.runs(length // topology.positions.count)
 
         def load(index: int) -> Microbatch:
             return self._microbatch(batches[index], length).cut(runs).to(topology.device)
 
-        self._pipeline(length).evaluate(len(batches), load)
+        config = replace(config, model=replace(config.model, seq_length=length))
+        self.pipeline.evaluate(len(batches), load, hidden_shape(config, length))
         if self.last is None:
             return []
         results, self.last.results = self.last.results, []
@@ -261,17 +265,6 @@ class TrainingModel(TaskModel):
             is_scored[row, end - len(continuation) : end] = True
         numbers = torch.zeros(size, dtype=torch.int64)  # keys of dropout, which is off
         return replace(Microbatch.of(text, numbers), loss_mask=is_scored)
-
-    def _pipeline(self, length: int) -> Pipeline[Microbatch]:
-        """Return a pipeline of the run's chunks for sequences of this length."""
-        if length not in self._pipelines:
-            trainer = self.trainer
-            config = replace(trainer.config, model=replace(trainer.config.model, seq_length=length))
-            chunks = [self.last if chunk.is_last else chunk for chunk in trainer.chunks]
-            pipeline = build_pipeline(chunks, config, trainer.topology)  # type: ignore[arg-type]
-            pipeline.observers = trainer.pipeline.observers  # the watchdog sees its progress
-            self._pipelines[length] = pipeline
-        return self._pipelines[length]
 
     def _merged(self, mine: dict[int, tuple[float, bool]]) -> dict[int, tuple[float, bool]]:
         """Return the scores of all replicas, from the ranks with the last stage, on all ranks."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax
-from megalite.kernels.attention_to_keys import attend_keys, attend_keys_backward
+from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.kernels.dropout import dropout
 from megalite.model.blockwise_attention import Blocking
 from megalite.torch_private import (
@@ -218,7 +218,8 @@ class TritonBlocks:
         """Compute a block; see `Blocks`."""
         size = v.shape[3]
         q, k, v = _of_one_size(q, k, v)
-        out, log_sums = attend_keys(q, k, v, softmax, block.queries.start, block.keys.start)
+        attention = AttentionToKeys(q, k, v, softmax, block.queries.start, block.keys.start)
+        out, log_sums = attention.forward()
         return out[..., :size].to(log_sums.dtype), log_sums
 
     def backward(
@@ -226,11 +227,8 @@ class TritonBlocks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of a block, in the dtype of `q`; see `Blocks`."""
         grad, out, queries, keys, values = _of_one_size(whole.grad, whole.out, q, k, v)
-        results = out, whole.log_sums.contiguous()
-        first, first_key = block.queries.start, block.keys.start
-        grad_q, grad_k, grad_v = attend_keys_backward(
-            grad, queries, keys, values, *results, softmax, first, first_key
-        )
+        attention = AttentionToKeys(queries, keys, values, softmax, block.queries.start, block.keys.start)
+        grad_q, grad_k, grad_v = attention.backward(grad, out, whole.log_sums.contiguous())
         return grad_q[..., : q.shape[3]], grad_k[..., : k.shape[3]], grad_v[..., : v.shape[3]]
 
 

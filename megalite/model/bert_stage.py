@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
 from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
 from megalite.loss_terms import LM_LOSS, LossTerm
 from megalite.microbatch import Microbatch
@@ -56,10 +57,10 @@ class MaskedTokenHead(nn.Module):
         self.dense = ReplicatedLinear(h, h, context, bias=config.add_bias_linear, std=config.init_method_std)
         self.norm = build_norm(config, context)
         spec = ParameterSpec(
-            (config.padded_vocab_size(tp),),
+            (padded_vocab_size(config, tp),),
             Cut("tp", 0),
             decay=False,
-            num_padding=config.num_padding_rows(tp),
+            num_padding=num_padding_rows(config, tp),
         )
         self.output_bias = new_parameter(spec, context)  # [v/tp]
 

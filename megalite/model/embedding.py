@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
 from megalite.microbatch import Microbatch
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
@@ -75,7 +76,7 @@ class NoTokenTypeTable(nn.Module):
 
 def word_table(config: ModelConfig, context: LayerContext, size: int | None = None) -> VocabParallelEmbedding:
     """Return an embedding of the padded vocabulary, of the hidden size or another one."""
-    rows, padding = config.padded_vocab_size(context.tp.size), config.num_padding_rows(context.tp.size)
+    rows, padding = padded_vocab_size(config, context.tp.size), num_padding_rows(config, context.tp.size)
     columns = config.hidden_size if size is None else size
     return VocabParallelEmbedding(rows, columns, context, std=config.init_method_std, num_padding=padding)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
 from megalite.model.embedding import multiplier
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.linear import LinearContext, column_linear
@@ -44,10 +45,10 @@ class OutputLayer(nn.Module):
         super().__init__()
         self.context = LinearContext.of(replace(context, fp8_format=None))
         spec = ParameterSpec(
-            (config.padded_vocab_size(context.tp.size), config.hidden_size),
+            (padded_vocab_size(config, context.tp.size), config.hidden_size),
             Cut("tp", 0),
             std=config.init_method_std,
-            num_padding=config.num_padding_rows(context.tp.size),
+            num_padding=num_padding_rows(config, context.tp.size),
             is_vocabulary=True,
         )
         self.multiply = multiplier(config.logit_multiplier / config.width_ratio)

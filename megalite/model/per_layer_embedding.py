@@ -28,11 +28,12 @@ class Embedded(NamedTuple):
 
     Attributes:
         hidden: ``[s, b, h]``.
-        for_layers: nothing, or one element: the layers' own embeddings, ``[s, b, e]`` each.
+        layer_inputs: arguments of each layer besides x and `Stage.layer_inputs`, such as the embeddings for
+            all layers, ``[s, b, e]`` each.
     """
 
     hidden: Tensor
-    for_layers: tuple[Sequence[Tensor], ...] = ()
+    layer_inputs: tuple[Sequence[Tensor], ...] = ()
 
     @staticmethod
     def of(output: Tensor | Embedded) -> Embedded:

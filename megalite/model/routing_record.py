@@ -3,12 +3,13 @@
 Layouts sum in other orders, so two scores that are equal up to rounding may change places between them. With
 the same experts, the rest of the runs can be compared.
 
-Shapes: s tokens of a rank's samples, b microbatch, e experts, k experts of a token.
+Shapes: S tokens of a sample, s of them on this rank, b microbatch, e experts, k experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -44,9 +45,22 @@ class ChoiceObserver(Protocol):
         ...
 
 
+class RecordedChoices(Protocol):
+    """Interface of the experts of a run's tokens, in memory or in files."""
+
+    def of_sample(self, layer: str, sample: int, topk: int) -> Tensor:
+        """Return the experts of a whole sample, int64 ``[S, k]``.
+
+        Args:
+            layer: name of the router in the model.
+            topk: number of experts of a token.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class RoutingRecord:
-    """Holds the experts of whole samples, ``[s, k]``, by layer and number of the sample."""
+    """Holds the experts of whole samples, ``[S, k]``, by layer and number of the sample."""
 
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
@@ -55,44 +69,74 @@ class RoutingRecord:
         """Return the number of tokens, counted in each layer."""
         return sum(len(each) for each in self.experts.values())
 
+    def of_sample(self, layer: str, sample: int, topk: int) -> Tensor:
+        """Return the experts of a sample; see `RecordedChoices`."""
+        return self.experts[layer, sample].long()
 
-@dataclass(frozen=True)
+
+@dataclass
 class ChoiceRecorder:
-    """Adds the experts of whole samples to a record."""
+    """Keeps the experts of a router's tokens, without waiting for the device.
 
-    layer: str
-    record: RoutingRecord
+    Attributes:
+        samples: numbers of the samples of each microbatch, ``[b]``.
+        experts: experts of their tokens, ``[b, s, k]``.
+        positions: positions of the tokens in their samples, ``[s]``, if there were any.
+    """
+
+    samples: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    positions: Tensor | None = None
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        assert len(positions) == positions[-1] + 1, "samples are recorded on one rank"
-        for index, sample in enumerate(sample_numbers.tolist()):
-            self.record.experts[self.layer, sample] = experts[:, index].cpu()
+        self.samples.append(sample_numbers)
+        self.experts.append(experts.transpose(0, 1).to(torch.int16))
+        self.positions = positions
         return experts
 
+    def by_sample(self) -> dict[int, Tensor]:
+        """Return the experts ``[s, k]`` in host memory by number of the sample.
 
-@dataclass(frozen=True)
+        An audit and a profile of modules run some samples again.
+        """
+        if not self.samples:
+            return {}
+        return dict(zip(torch.cat(self.samples).tolist(), torch.cat(self.experts).cpu(), strict=True))
+
+
+@dataclass
 class ChoiceReplayer:
     """Returns recorded experts.
 
     Attributes:
-        others: tokens for which the router selects other experts, and by how much the lowest score of these
-            is above the lowest score of the recorded ones.
+        gaps: by number of the sample, by how much the lowest score of the router's own experts is above the
+            lowest score of the recorded ones, ``[s]``; -inf for tokens with the same experts.
+        positions: positions of these tokens in their samples, ``[s]``.
     """
 
     layer: str
-    record: RoutingRecord
-    others: dict[RoutedToken, float]
+    recorded: RecordedChoices
+    gaps: dict[int, Tensor] = field(default_factory=dict)
+    positions: Tensor | None = None
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        samples, own = sample_numbers.tolist(), positions.cpu()
-        recorded = torch.stack([self.record.experts[self.layer, sample][own] for sample in samples], dim=1)
-        recorded = recorded.to(experts.device)  # [s, b, k]
+        numbers, own, topk = sample_numbers.tolist(), positions.cpu(), experts.shape[-1]
+        samples = [self.recorded.of_sample(self.layer, number, topk)[own] for number in numbers]
+        recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]
         gaps = ranking.gather(-1, experts).amin(-1) - ranking.gather(-1, recorded).amin(-1)  # [s, b]
         is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
-        for row, column in is_other.nonzero().tolist():
-            token = RoutedToken(self.layer, samples[column], int(own[row]))
-            self.others[token] = max(gaps[row, column].item(), self.others.get(token, 0.0))
+        gaps = gaps.where(is_other, -math.inf)
+        self.gaps.update(zip(numbers, gaps.unbind(1), strict=True))
+        self.positions = own
         return recorded
+
+    def rerouted(self) -> Iterator[tuple[RoutedToken, float]]:
+        """Yield the tokens for which the router selects other experts, with their gaps."""
+        for sample, gaps in self.gaps.items():
+            assert self.positions is not None
+            for position, gap in zip(self.positions.tolist(), gaps.tolist(), strict=True):
+                if gap != -math.inf:
+                    yield RoutedToken(self.layer, sample, position), gap
 
 
 def largest_gap(others: Mapping[RoutedToken, float]) -> float:

@@ -236,9 +236,9 @@ class Stage(nn.Module, ABC):
 
     def hidden_and_terms(self, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, Terms]:
         """Return the output of this stage's last layer, and the terms of the loss that layers compute."""
-        x, for_layers = Embedded.of(self.embedding(microbatch) if hidden is None else hidden)
+        x, more_inputs = Embedded.of(self.embedding(microbatch) if hidden is None else hidden)
         result: tuple[Tensor, Terms] = self.run_layers(
-            [*self.layers.values()], x, *self.layer_inputs(microbatch), *for_layers
+            [*self.layers.values()], x, *self.layer_inputs(microbatch), *more_inputs
         )
         return result
 

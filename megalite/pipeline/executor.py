@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.distributed.axis import Axis
 from megalite.distributed.observer import Observer
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
@@ -95,7 +94,6 @@ class ScheduleRun(Generic[M]):
         self,
         chunks: Sequence[StageFunction[M]],
         stages: StageMap,
-        rank: int,
         exchange: PointToPoint,
         load: Callable[[int], M],
         store: WeightGradientStore,
@@ -105,8 +103,8 @@ class ScheduleRun(Generic[M]):
         self.losses: dict[int, dict[str, Tensor]] = {}
         self._chunks = chunks
         self._stages = stages
-        self._rank = rank
         self._exchange = exchange
+        self._rank = exchange.pp.rank
         self._load = load
         self._store = store
         self._divisors = divisors
@@ -223,11 +221,8 @@ class Pipeline(Generic[M]):
     def __init__(
         self,
         chunks: Sequence[StageFunction[M]],
-        pp: Axis,
+        exchange: PointToPoint,
         schedule: ScheduleName,
-        hidden_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
         store: WeightGradientStore | None = None,
         turns: Turns | None = None,
     ) -> None:
@@ -235,24 +230,19 @@ class Pipeline(Generic[M]):
 
         Args:
             chunks: this rank's stages, one for each chunk of the schedule; the same number on every rank.
-            pp: the pipeline axis.
+            exchange: sends hidden states and their gradients along the pipeline axis.
             schedule: a key of SCHEDULES.
-            hidden_shape: shape of one microbatch's hidden states between two stages, if a step has no other.
-            dtype: dtype of the hidden states.
-            device: device of the hidden states.
             store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
                 backward.
             turns: runs the pairs of actions of a schedule that overlaps them; by default, they run one after
                 the other.
         """
         self._chunks = chunks
-        self._pp = pp
+        self._exchange, self._pp = exchange, exchange.pp
         self._schedule = SCHEDULES[schedule]
-        self.stages = self._schedule.stage_map(pp.size, len(chunks))
+        self.stages = self._schedule.stage_map(self._pp.size, len(chunks))
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
         self.observers: list[Observer[Action]] = []
-        self._exchange = PointToPoint(pp, dtype, device)
-        self._hidden_shape = hidden_shape
         self._store = store or WeightGradientStore()
         self.turns = turns
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
@@ -261,10 +251,10 @@ class Pipeline(Generic[M]):
         self,
         num_microbatches: int,
         load: Callable[[int], M],
+        hidden_shape: tuple[int, ...],
         *,
         divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
         loss_scale: float = 1.0,
-        hidden_shape: tuple[int, ...] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run the forward and backward of all microbatches, and accumulate the parameters' gradients.
 
@@ -274,55 +264,48 @@ class Pipeline(Generic[M]):
         Args:
             num_microbatches: any number, even fewer than stages.
             load: returns a microbatch by its number in the step; called once for each, before its forward.
+            hidden_shape: shape of one microbatch's hidden states between two stages.
             divisors: number of the global batch's units, by the name of `LossTerm.per`.
             loss_scale: multiplies the gradients, to keep them in fp16's range.
-            hidden_shape: shape of the hidden states in this step; None for the constructor's.
 
         Returns:
             Detached losses by name, without `loss_scale`, for each microbatch; only the terms of this rank's
             stages, and an empty list if they have none.
         """
-        return self._run(self._schedule.train, num_microbatches, load, divisors, hidden_shape, loss_scale)
+        work = self._work(load, divisors, loss_scale)
+        return self._run(work, self._schedule.train, num_microbatches, hidden_shape)
 
     @torch.no_grad()
     def evaluate(
         self,
         num_microbatches: int,
         load: Callable[[int], M],
+        hidden_shape: tuple[int, ...],
         *,
         divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
-        hidden_shape: tuple[int, ...] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run the forward of all microbatches; memory does not grow with their number.
 
         Arguments and result are as in `train_step`.
         """
-        return self._run(self._schedule.evaluate, num_microbatches, load, divisors, hidden_shape)
+        return self._run(self._work(load, divisors), self._schedule.evaluate, num_microbatches, hidden_shape)
+
+    def _work(
+        self, load: Callable[[int], M], divisors: Mapping[str, float | Tensor], loss_scale: float = 1.0
+    ) -> ScheduleRun[M]:
+        return ScheduleRun(self._chunks, self.stages, self._exchange, load, self._store, divisors, loss_scale)
 
     def _run(
         self,
+        work: ScheduleRun[M],
         order: ScheduleFunction,
         num_microbatches: int,
-        load: Callable[[int], M],
-        divisors: Mapping[str, float | Tensor],
-        hidden_shape: tuple[int, ...] | None,
-        loss_scale: float = 1.0,
+        hidden_shape: tuple[int, ...],
     ) -> list[dict[str, Tensor]]:
-        work = ScheduleRun(
-            self._chunks,
-            self.stages,
-            self._pp.rank,
-            self._exchange,
-            load,
-            self._store,
-            divisors,
-            loss_scale,
-        )
-        shape = hidden_shape or self._hidden_shape
         outgoing: Mapping[Direction, Tensor | None] = {}
         for group in self.stages.groups(self._steps_of(order, num_microbatches)):
             if isinstance(group[0], Batch):
-                self._exchange.start(group[0], outgoing.get(group[0].direction), shape)
+                self._exchange.start(group[0], outgoing.get(group[0].direction), hidden_shape)
             else:
                 outgoing = self._compute([step for step in group if isinstance(step, Action)], work)
         self._exchange.finish()

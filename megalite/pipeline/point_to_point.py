@@ -21,10 +21,16 @@ Launched = tuple[list[dist.Work], "dist.Work | None"]
 
 
 class PointToPoint:
-    """Sends and receives messages for one rank of a pipeline. All tensors of a step have the same shape."""
+    """Sends and receives messages for one rank of a pipeline. All tensors of a step have the same shape.
+
+    Args:
+        pp: the pipeline axis.
+        dtype: dtype of the hidden states.
+        device: device of the hidden states.
+    """
 
     def __init__(self, pp: Axis, dtype: torch.dtype, device: torch.device) -> None:
-        self._pp = pp
+        self.pp = pp
         self._dtype = dtype
         self._device = device
         self._launch = _launch_together if device.type == "cuda" else _launch_each  # by NCCL, and by gloo
@@ -78,9 +84,9 @@ class PointToPoint:
             self._wait(work, f"{direction}-send", message.reader, message.receiver)
 
     def _wait(self, work: dist.Work, what: str, reader: Action, peer: int) -> None:
-        self._pp.wait_begins(what, reader, self._pp.ranks[peer])
+        self.pp.wait_begins(what, reader, self.pp.ranks[peer])
         work.wait()
-        self._pp.wait_ends(what, reader, self._pp.ranks[peer])
+        self.pp.wait_ends(what, reader, self.pp.ranks[peer])
 
     def _checked(self, outgoing: Tensor, shape: tuple[int, ...]) -> Tensor:
         # The receiver does not check the size, and a different number of bytes would abort it.

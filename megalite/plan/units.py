@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.plan.programs import Program
 from megalite.recording.records import kinds_of_layers, unit_record
 from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
@@ -163,7 +164,7 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
         provider: builds the stages of the program's own model.
     """
     key = UnitKey(
-        replace(model, attention_backend="auto", pad_vocab_size_to=model.padded_vocab_size(tp)),
+        replace(model, attention_backend="auto", pad_vocab_size_to=padded_vocab_size(model, tp)),
         0,
         tp=1,
         positions=model.seq_length,

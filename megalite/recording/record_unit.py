@@ -305,7 +305,7 @@ def _results(output: Any) -> Iterator[Tensor]:
     """Yield the tensors that backward starts from."""
     if isinstance(output, Embedded):
         yield output.hidden
-        for embeddings in output.for_layers:
+        for embeddings in output.layer_inputs:
             yield from embeddings
         return
     if isinstance(output, Mapping):

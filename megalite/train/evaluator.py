@@ -11,6 +11,7 @@ from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
+from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.train_step import GlobalBatches, LossMasks, global_losses
 
@@ -67,7 +68,8 @@ class Evaluator:
                 load, divisors = self.batches.open(
                     read, self.num_microbatches, self.global_batch_size, config.model.seq_length
                 )
-                losses = self.pipeline.evaluate(self.num_microbatches, load, divisors=divisors)
+                shape = hidden_shape(config, config.model.seq_length)
+                losses = self.pipeline.evaluate(self.num_microbatches, load, shape, divisors=divisors)
                 total += global_losses(losses, names, topology)
         if config.data.masks_loss:
             total *= masks.token_ratio(topology)

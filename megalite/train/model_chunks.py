@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,11 +20,13 @@ from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider, is_own_model
+from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
 from megalite.tensor_parallel.overlap import choose_overlap
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, buffer_spec
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.own_model import OutputCheck, check_stage
+from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
@@ -36,28 +39,61 @@ def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
     return seq_length // config.parallel.num_hidden_slices, num_sequences, config.model.hidden_size
 
 
+@dataclass(frozen=True)
+class ChunkResources:
+    """Holds what a rank's chunks share with its pipeline, optimizer and train step.
+
+    Attributes:
+        store: collects the linear layers' weight gradients if the schedule computes them later.
+        fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
+        fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
+        offload: holds the activations that the config offloads; None without offload.
+        turns: lets another action run while rows of experts are in flight; None if no actions overlap.
+    """
+
+    store: WeightGradientStore | None = None
+    fuses_weight_gradients: bool = False
+    fp8_weights: Fp8Weights | None = None
+    offload: ActivationOffload | None = None
+    turns: Turns | None = None
+
+    @staticmethod
+    def of(config: Config, topology: Topology) -> ChunkResources:
+        """Create what a run needs."""
+        is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
+        is_offloaded = config.recompute.cpu_offload_activations > 0
+        return ChunkResources(
+            WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None,
+            weight_gradient_fusion(config, topology).is_on,
+            None if is_sharded else Fp8Weights(),  # ZeRO 3 does not keep full weights
+            ActivationOffload(topology.device) if is_offloaded else None,
+            Turns(topology.device) if overlaps_actions(config, topology) else None,
+        )
+
+
+def overlaps_actions(config: Config, topology: Topology) -> bool:
+    """Return whether pairs of actions run in turns, which change while rows of experts are in flight.
+
+    Tensors without values have no messages, and offloaded activations follow the order of whole actions.
+    """
+    has_messages = config.parallel.has_expert_axes and topology.device.type != "meta"
+    is_offloaded = config.recompute.cpu_offload_activations > 0
+    return SCHEDULES[config.parallel.schedule].overlaps and has_messages and not is_offloaded
+
+
 def build_chunks(
     config: Config,
     topology: Topology,
-    store: WeightGradientStore | None = None,
-    *,
-    fuses_weight_gradients: bool = False,
-    fp8_weights: Fp8Weights | None = None,
-    offload: ActivationOffload | None = None,
+    resources: ChunkResources | None = None,
     build_stage: StageProvider | None = None,
-    turns: Turns | None = None,
 ) -> list[Stage]:
     """Build this rank's chunks with their initial weights, in the order in which a microbatch passes them.
 
     With ZeRO stage 3 they have no weights yet: the optimizer creates them.
 
     Args:
-        store: collects the linear layers' weight gradients if the schedule computes them later.
-        fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
-        fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
-        offload: holds the activations that the config offloads; None without offload.
+        resources: such as `ChunkResources.of` creates; by default none.
         build_stage: builds a stage of your own model; by default a stage of the config's architecture.
-        turns: lets another action run while rows of experts are in flight; None if no actions overlap.
 
     Raises:
         UserError: a model of your own does not follow `StageProvider`.
@@ -66,7 +102,8 @@ def build_chunks(
     if training.fp8_format is not None and has_device:
         with topology.agreed():
             check_device(topology.device, training.fp8_format)
-    context = _layer_context(config, topology, store, fuses_weight_gradients, fp8_weights, turns)
+    resources = resources or ChunkResources()
+    context = _layer_context(config, topology, resources)
     stages = stage_map(config)
     layers = layers_of_stages(config.model.num_layers, layers_per_stage(config))
     is_own = is_own_model(build_stage)
@@ -87,8 +124,8 @@ def build_chunks(
             saved_buffers([chunk], topology)
             chunk.register_forward_hook(OutputCheck(hidden_shape(config, config.model.seq_length), chunk))
         apply_recompute(chunk, config.recompute)
-        if offload is not None:
-            apply_offload(chunk, config.recompute.cpu_offload_activations, offload)
+        if resources.offload is not None:
+            apply_offload(chunk, config.recompute.cpu_offload_activations, resources.offload)
         chunks.append(chunk)
     if training.compile and has_device:
         with topology.agreed():
@@ -98,25 +135,18 @@ def build_chunks(
     return chunks
 
 
-def _layer_context(
-    config: Config,
-    topology: Topology,
-    store: WeightGradientStore | None,
-    fuses_weight_gradients: bool,
-    fp8_weights: Fp8Weights | None,
-    turns: Turns | None,
-) -> LayerContext:
+def _layer_context(config: Config, topology: Topology, resources: ChunkResources) -> LayerContext:
     return LayerContext(
         topology,
         DTYPES[config.model.params_dtype],
         seed=config.training.seed,
         sequence_parallel=config.parallel.sequence_parallel,
         has_documents=config.masks_documents,
-        weight_gradient_store=store,
-        fuses_weight_gradients=fuses_weight_gradients,
+        weight_gradient_store=resources.store,
+        fuses_weight_gradients=resources.fuses_weight_gradients,
         has_memory=config.parallel.zero_stage_among(topology.replicas.shard.size) < 3,
         fp8_format=config.training.fp8_format,
-        fp8_weights=fp8_weights,
+        fp8_weights=resources.fp8_weights,
         overlap=choose_overlap(
             config.parallel,
             topology,
@@ -126,7 +156,7 @@ def _layer_context(
         ),
         cp_comm_type=config.parallel.cp_comm_type,
         moe_imbalance=config.parallel.planned_imbalance,
-        turns=turns,
+        turns=resources.turns,
     )
 
 

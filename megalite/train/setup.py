@@ -13,6 +13,7 @@ from megalite.config import Config, OptimizerConfig, ParallelConfig, check_confi
 from megalite.config.flags import flag_of
 from megalite.config.model_flops import CONVENTION
 from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
@@ -137,7 +138,7 @@ def announce(trainer: Trainer) -> None:
     log.info(
         "vocabulary: %s tokens, padded to %d",
         config.model.vocab_size,
-        config.model.padded_vocab_size(topology.tp.size),
+        padded_vocab_size(config.model, topology.tp.size),
     )
     if trainer.optimizer.averages is not None:
         log.info("weights are averaged after each update, with decay %g", config.optimizer.ema_decay)

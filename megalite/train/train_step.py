@@ -159,9 +159,9 @@ class TrainStep:
             losses = self.pipeline.train_step(
                 plan.num_microbatches,
                 load,
+                hidden_shape(self.config, plan.seq_length),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
-                hidden_shape=hidden_shape(self.config, plan.seq_length),
             )
         ratio = masks.token_ratio(self.topology) if self.masks_loss else None
         means = global_losses(losses, self.loss_names, self.topology, ratio)
@@ -187,9 +187,9 @@ class TrainStep:
             self.pipeline.train_step(
                 1,
                 lambda _: load(plan.first_sample, 0, replica),
+                hidden_shape(self.config, plan.seq_length),
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
-                hidden_shape=hidden_shape(self.config, plan.seq_length),
             )
         self.optimizer.finish_gradients()
 

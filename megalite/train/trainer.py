@@ -21,22 +21,19 @@ from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
-from megalite.distributed.turns import Turns
 from megalite.log import log
 from megalite.microbatch import Microbatch
-from megalite.model.activation_offload import ActivationOffload
 from megalite.model.stage import DTYPES, Stage, is_own_model
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.schedules import SCHEDULES
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.parameter_spec import ParameterShard
-from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
 from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.model_chunks import build_chunks, hidden_shape, saved_buffers
+from megalite.train.model_chunks import ChunkResources, build_chunks, saved_buffers
 from megalite.train.own_model import check_first_iteration
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
@@ -44,42 +41,22 @@ from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep, reads_whole_batches
 from megalite.train.verification import warn_if_unverified
-from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def build_pipeline(
     chunks: Sequence[Stage],
     config: Config,
     topology: Topology,
-    store: WeightGradientStore | None = None,
-    turns: Turns | None = None,
+    resources: ChunkResources | None = None,
 ) -> Pipeline[Microbatch]:
     """Create the executor of this rank's chunks.
 
     Args:
-        store: collects their weight gradients, for a schedule that computes them later.
-        turns: the one that the chunks' experts give turns to, for a schedule that overlaps actions.
+        resources: those of `build_chunks`; none are needed to evaluate.
     """
-    return Pipeline(
-        chunks,
-        topology.pp,
-        config.parallel.schedule,
-        hidden_shape=hidden_shape(config, config.model.seq_length),
-        dtype=DTYPES[config.model.params_dtype],
-        device=topology.device,
-        store=store,
-        turns=turns,
-    )
-
-
-def overlaps_actions(config: Config, topology: Topology) -> bool:
-    """Return whether pairs of actions run in turns, which change while rows of experts are in flight.
-
-    Tensors without values have no messages, and offloaded activations follow the order of whole actions.
-    """
-    has_messages = config.parallel.has_expert_axes and topology.device.type != "meta"
-    is_offloaded = config.recompute.cpu_offload_activations > 0
-    return SCHEDULES[config.parallel.schedule].overlaps and has_messages and not is_offloaded
+    resources = resources or ChunkResources()
+    exchange = PointToPoint(topology.pp, DTYPES[config.model.params_dtype], topology.device)
+    return Pipeline(chunks, exchange, config.parallel.schedule, resources.store, resources.turns)
 
 
 class Trainer:
@@ -117,23 +94,9 @@ class Trainer:
         self.num_microbatches = config.num_microbatches(topology.sample_ranks.size)
         self.saver = Saver(config.checkpoint, topology, run.lease)
         with self.timers("model-and-optimizer-setup"):
-            store = WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None
-            turns = Turns(topology.device) if overlaps_actions(config, topology) else None
-            fuses = weight_gradient_fusion(config, topology).is_on
-            fp8_weights = Fp8Weights()
-            is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
-            is_offloaded = config.recompute.cpu_offload_activations > 0
-            self.activation_offload = ActivationOffload(topology.device) if is_offloaded else None
-            self.chunks = build_chunks(
-                config,
-                topology,
-                store,
-                fuses_weight_gradients=fuses,
-                fp8_weights=None if is_sharded else fp8_weights,  # ZeRO 3 does not keep full weights
-                offload=self.activation_offload,
-                build_stage=run.providers.model,
-                turns=turns,
-            )
+            resources = ChunkResources.of(config, topology)
+            self.activation_offload = resources.offload
+            self.chunks = build_chunks(config, topology, resources, run.providers.model)
             for chunk in self.chunks:
                 for length in config.seq_lengths[:-1]:  # the last one's tables are built with the layers
                     chunk.prepare_tables(length)
@@ -141,12 +104,12 @@ class Trainer:
                 self.chunks,
                 config,
                 topology,
-                fuses_weight_gradients=fuses,
+                fuses_weight_gradients=resources.fuses_weight_gradients,
                 keeps_weights=self.gathering.keeps_weights,
             )
             is_gpu = topology.device.type == "cuda"
             self.epilogues = choose_gemm_epilogues(self.chunks, config, topology) if is_gpu else ""
-        self.pipeline = build_pipeline(self.chunks, config, topology, store, turns)
+        self.pipeline = build_pipeline(self.chunks, config, topology, resources)
         assert datasets.train is not None
         self.load_batch = _batch_loader(run, datasets.train, self.num_microbatches)
         self.train_step = TrainStep(
@@ -154,7 +117,7 @@ class Trainer:
             self.pipeline,
             self.optimizer,
             self.load_batch,
-            fp8_weights,
+            resources.fp8_weights or Fp8Weights(),
             self.chunks[0].loss_names,
             self.saver.before_update,
         )

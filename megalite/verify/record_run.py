@@ -96,7 +96,7 @@ def record_rank(
     """Train on this rank, and return the gradients and weights of its stage in host memory."""
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
-        rerouted = {} if routing is None else _observe_choices(trainer, routing)
+        observers = {} if routing is None else _observe_choices(trainer, routing)
         # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
         with unchanged_buffers(trainer.chunks):
             trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
@@ -110,18 +110,23 @@ def record_rank(
                 averages = _gather(trainer, trainer.optimizer.weight)
             weights |= {f"ema.{name}": average for name, average in averages.items()}
     losses, norms = [r.losses for r in results], [r.grad_norm for r in results]
+    rerouted: dict[RoutedToken, float] = {}
+    for name, observer in observers.items():
+        if isinstance(observer, ChoiceReplayer):
+            rerouted.update(observer.rerouted())
+        elif routing is not None:
+            routing.experts.update({(name, each): of for each, of in observer.by_sample().items()})
     return RunRecord(losses, norms, gradients, weights, routing, rerouted)
 
 
-def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[RoutedToken, float]:
-    """Let the routers record their choices, or replay recorded ones; return the tokens that it reroutes."""
-    is_empty, others = not routing.experts, dict[RoutedToken, float]()
-    observers = {
-        name: ChoiceRecorder(name, routing) if is_empty else ChoiceReplayer(name, routing, others)
+def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[str, ChoiceRecorder | ChoiceReplayer]:
+    """Let the routers record their choices if the record is empty, or replay it; return their observers."""
+    observers: dict[str, ChoiceRecorder | ChoiceReplayer] = {
+        name: ChoiceReplayer(name, routing) if routing.experts else ChoiceRecorder()
         for name in routers_of(trainer)
     }
     observe_choices(trainer, observers)
-    return others
+    return observers
 
 
 def _gather(trainer: Trainer, local: Callable[[str], Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from megalite.kernels import has_linear_gelu, library
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.gemm_epilogues import choose_gemm_epilogues, seconds_in_turns
-from megalite.train.model_chunks import build_chunks
+from megalite.train.model_chunks import ChunkResources, build_chunks
 from tests.stages import build_stage
 
 pytestmark = [
@@ -74,7 +74,7 @@ def test_a_training_step_is_the_same(dtype: str, has_bias: bool, one_gpu: Topolo
 def test_both_forms_are_timed_and_one_is_chosen(one_gpu: Topology) -> None:
     """At the shapes of GPT-1.3B with one sample, where each of the timed GEMMs takes over 50 us."""
     config = Config(model=replace(PRESETS["gpt-1.3b"], num_layers=1, params_dtype="bf16"))
-    chunks = build_chunks(config, one_gpu, fuses_weight_gradients=True)
+    chunks = build_chunks(config, one_gpu, ChunkResources(fuses_weight_gradients=True))
     timed = []
 
     def timer(functions):  # type: ignore[no-untyped-def]

@@ -98,9 +98,9 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
         token_types=types,
     )
     with filled(stage, stage.embedding.parameters(), load):
-        x, for_layers = Embedded.of(stage.embedding(batch))  # [s, 1, h]
+        x, more_inputs = Embedded.of(stage.embedding(batch))  # [s, 1, h]
     yield EMBEDDING, x[:, 0]
-    inputs = (*stage.layer_inputs(batch), *for_layers)
+    inputs = (*stage.layer_inputs(batch), *more_inputs)
     keys: SharedKeys = {}
     for number, layer in stage.layers.items():
         with filled(stage, layer.parameters(), load):

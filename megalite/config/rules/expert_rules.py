@@ -204,6 +204,18 @@ def recorded_routing(config: Config, world_size: int | None) -> Iterator[Problem
         )
 
 
+def audited_experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that an audit can run a microbatch on another replica: experts must not sum tokens of both."""
+    interval, parallel = config.training.audit_interval, config.parallel
+    spans_replicas = parallel.ep * parallel.etp > parallel.tp * parallel.cp
+    if interval is not None and config.model.has_experts and spans_replicas:
+        yield Problem(
+            ("audit_interval", _EP),
+            f"--audit-interval {interval} with --ep {parallel.ep}: experts sum tokens in the order of the "
+            "ranks that read them, so a microbatch has other bits on another replica; remove one",
+        )
+
+
 def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
     model, parallel = config.model, config.parallel

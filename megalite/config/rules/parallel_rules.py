@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value, format_value
-from megalite.config.model import vocab_padding_problems
 from megalite.config.parallel import ParallelConfig
 from megalite.config.stage_layers import (
     even_partition,
@@ -19,6 +18,7 @@ from megalite.config.stage_layers import (
     num_stages,
     weights_by_name,
 )
+from megalite.config.vocab_padding import vocab_padding_problems
 from megalite.errors import Problem
 from megalite.pipeline.schedules import SCHEDULES
 

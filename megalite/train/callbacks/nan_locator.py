@@ -96,7 +96,7 @@ class NanLocator:
             self._pipeline.evaluate(
                 plan.num_microbatches,
                 partial(self._load, plan.first_sample),
-                hidden_shape=hidden_shape(self._config, plan.seq_length),
+                hidden_shape(self._config, plan.seq_length),
             )
         return self._topology.to_host(largest_of_all(table, self._topology))
 
@@ -165,9 +165,9 @@ class NanLocator:
         self._pipeline.train_step(
             1,
             load,
+            hidden_shape(self._config, plan.seq_length),
             divisors=divisors,
             loss_scale=self._optimizer.scaler.scale,
-            hidden_shape=hidden_shape(self._config, plan.seq_length),
         )
         return self._topology.to_host(self._optimizer.finish_gradients()).item()
 

@@ -6,12 +6,11 @@ of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,48 +21,18 @@ from megalite.checkpoint.routing_files import (
     tensors_of_file,
 )
 from megalite.config import ModelConfig
+from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import all_reduce
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import log
 from megalite.model.experts import Router
-from megalite.model.routing_record import ChoiceObserver
+from megalite.model.routing_record import ChoiceObserver, ChoiceRecorder, ChoiceReplayer
 from megalite.optim.expert_bias import sum_over_tokens
+from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
-
-
-@dataclass
-class _Recorder:
-    """Keeps the experts of a router's tokens, one tensor for each microbatch."""
-
-    samples: list[Tensor] = field(default_factory=list)  # [b]
-    experts: list[Tensor] = field(default_factory=list)  # [b, s, k]
-    positions: Tensor | None = None  # [s]
-
-    def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        self.samples.append(sample_numbers)
-        self.experts.append(experts.transpose(0, 1).to(torch.int16))
-        self.positions = positions
-        return experts
-
-
-@dataclass
-class _Replayer:
-    """Returns recorded experts, and counts the tokens for which the router selects others."""
-
-    layer: str
-    recorded: RecordedExperts
-    counts: Tensor  # [2] those tokens, and all tokens
-
-    def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        own, topk = positions.cpu(), experts.shape[-1]
-        samples = [self.recorded.of_sample(self.layer, each, topk)[own] for each in sample_numbers.tolist()]
-        recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]
-        is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
-        self.counts += torch.stack((is_other.sum(), is_other.new_tensor(is_other.numel(), dtype=torch.int64)))
-        return recorded
 
 
 class RoutingRecording(Callback):
@@ -78,9 +47,9 @@ class RoutingRecording(Callback):
         check_routers(trainer, "--record-routing")
 
     def before_step(self, loop: TrainingLoop) -> None:
-        self._recorders: dict[str, _Recorder] = {}
+        self._recorders: dict[str, ChoiceRecorder] = {}
         if loop.trainer.config.logging.records_routing(loop.next_iteration):
-            self._recorders = {name: _Recorder() for name in routers_of(loop.trainer)}
+            self._recorders = {name: ChoiceRecorder() for name in routers_of(loop.trainer)}
             observe_choices(loop.trainer, self._recorders)
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
@@ -94,7 +63,7 @@ class RoutingRecording(Callback):
             write_routing(folder, self._recorders, loop.trainer)
 
 
-def write_routing(folder: IterationFolder, recorders: Mapping[str, _Recorder], trainer: Trainer) -> None:
+def write_routing(folder: IterationFolder, recorders: Mapping[str, ChoiceRecorder], trainer: Trainer) -> None:
     """Write the experts of an iteration; a collective.
 
     Raises:
@@ -120,15 +89,16 @@ def _written(folder: IterationFolder) -> Iterator[None]:
         raise UserError(f"--record-routing {folder.path}: {error.strerror}") from None
 
 
-def _tensors(recorders: Mapping[str, _Recorder]) -> dict[str, Tensor]:
+def _tensors(recorders: Mapping[str, ChoiceRecorder]) -> dict[str, Tensor]:
     """Return the tensors of this rank's file; an empty one if its stage has no router."""
-    for each in recorders.values():  # all of them route the same tokens
-        assert each.positions is not None
-        samples, kept = np.unique(torch.cat(each.samples).cpu().numpy(), return_index=True)
-        # An audit and a profile of modules run some microbatches again.
-        experts = {name: torch.cat(each.experts).cpu()[kept] for name, each in recorders.items()}
-        return tensors_of_file(torch.from_numpy(samples), each.positions.cpu(), experts)
-    return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), {})
+    positions, samples = torch.empty(0, dtype=torch.int64), list[int]()
+    experts: dict[str, Tensor] = {}
+    for name, recorder in recorders.items():  # all of them route the same tokens
+        assert recorder.positions is not None
+        by_sample = recorder.by_sample()
+        positions, samples = recorder.positions.cpu(), sorted(by_sample)
+        experts[name] = torch.stack([by_sample[each] for each in samples])
+    return tensors_of_file(torch.tensor(samples, dtype=torch.int64), positions, experts)
 
 
 class RoutingReplay(Callback):
@@ -147,23 +117,19 @@ class RoutingReplay(Callback):
     def before_step(self, loop: TrainingLoop) -> None:
         trainer = loop.trainer
         plan = trainer.train_step.plan_iteration(trainer.progress)
-        self._replayers: dict[str, _Replayer] = {}  # none if the iteration is not recorded
+        self._replayers: dict[str, ChoiceReplayer] = {}  # none if the iteration is not recorded
         samples = range(plan.first_sample, plan.first_sample + plan.num_samples)
         with trainer.topology.agreed():
             recorded = self._read(samples, trainer.config.model)
         if recorded is not None:
-            device = trainer.topology.device
-            self._replayers = {
-                name: _Replayer(name, recorded, torch.zeros(2, dtype=torch.int64, device=device))
-                for name in routers_of(trainer)
-            }
+            self._replayers = {name: ChoiceReplayer(name, recorded) for name in routers_of(trainer)}
             observe_choices(trainer, self._replayers)
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         observe_choices(loop.trainer, {})  # until now, a NaN may be located by running the iteration again
         interval = loop.trainer.config.logging.log_interval
         if self._replayers and (loop.is_ending or is_due(loop.iteration, interval)):
-            num_others, num_tokens = count_others(self._replayers, loop.trainer)
+            num_others, num_tokens = count_others(self._replayers, result.plan, loop.trainer)
             log.info(
                 "iteration %d: recorded experts replace others for %d of %d tokens, counted in each layer",
                 *(loop.iteration, num_others, num_tokens),
@@ -188,12 +154,18 @@ class RoutingReplay(Callback):
         return recorded
 
 
-def count_others(replayers: Mapping[str, _Replayer], trainer: Trainer) -> tuple[int, int]:
+def count_others(
+    replayers: Mapping[str, ChoiceReplayer], plan: IterationPlan, trainer: Trainer
+) -> tuple[int, int]:
     """Return how many tokens got other experts than routers select, and of how many; a collective."""
-    topology = trainer.topology
+    topology, size = trainer.topology, trainer.config.training.micro_batch_size
+    ranks = topology.sample_ranks
     counts = torch.zeros(2, dtype=torch.int64, device=topology.device)
-    for each in replayers.values():
-        counts += each.counts
+    for index in range(plan.num_microbatches):  # an audit also runs samples of other ranks
+        samples = microbatch_samples(plan.first_sample, index, size, ranks.rank, ranks.size).tolist()
+        for each in replayers.values():
+            is_other = torch.stack([each.gaps[sample] for sample in samples]) != -math.inf
+            counts += torch.stack((is_other.sum(), torch.ones_like(is_other).sum()))
     for router in list(routers_of(trainer).values())[:1]:
         sum_over_tokens(counts, router.weight, topology)
     all_reduce(counts, topology.pp, of="replayed tokens")
@@ -227,4 +199,6 @@ def check_routers(trainer: Trainer, flag: str) -> None:
     count = torch.tensor([len(routers_of(trainer))], device=topology.device)
     all_reduce(count, topology.pp, of="number of routers")
     if not topology.to_host(count).item():
-        raise UserError(f"{flag}: the model has no megalite.model.experts.Router; remove it")
+        raise UserError(
+            f"{flag}: the model has no megalite.model.experts.Router: pass --num-experts, or remove {flag}"
+        )

@@ -13,6 +13,7 @@ from megalite.errors import UserError
 from megalite.loss_terms import LossTerm, WithTerms
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.messages import MAX_OPEN_BATCHES
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, peak_in_flight
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
@@ -81,7 +82,8 @@ def stage_map(schedule, num_ranks):
 
 
 def pipeline_of(topology, schedule, chunks, store=None):
-    return Pipeline(chunks, topology.pp, schedule, SHAPE, torch.float64, topology.device, store)
+    exchange = PointToPoint(topology.pp, torch.float64, topology.device)
+    return Pipeline(chunks, exchange, schedule, store)
 
 
 def build(topology, schedule, make=Link):
@@ -98,9 +100,9 @@ def run_everything(topology):
     for schedule in SCHEDULES:
         links, pipeline = build(topology, schedule)
         for num_microbatches in NUM_MICROBATCHES:
-            evaluated = pipeline.evaluate(num_microbatches, load)
+            evaluated = pipeline.evaluate(num_microbatches, load, SHAPE)
             assert all(link.weight.grad is None for link in links)
-            losses = pipeline.train_step(num_microbatches, load)
+            losses = pipeline.train_step(num_microbatches, load, SHAPE)
             assert not any(loss.requires_grad for terms in losses + evaluated for loss in terms.values())
             gradients = [(link.weight.grad, link.scale.grad) for link in links]
             results[schedule, num_microbatches] = losses, gradients, evaluated
@@ -148,7 +150,7 @@ class Watched:
 
 def count_alive(topology, schedule, train):
     chunks, pipeline = build(topology, schedule, Watched)
-    (pipeline.train_step if train else pipeline.evaluate)(30, load)
+    (pipeline.train_step if train else pipeline.evaluate)(30, load, SHAPE)
     return [chunk.most_alive for chunk in chunks], sum(chunk.num_alive() for chunk in chunks)
 
 
@@ -200,7 +202,7 @@ def peak_of_rank(topology, schedule, num_microbatches):
             return super().forward(microbatch, Holding.apply(hidden, self, tracker))
 
     _, pipeline = build(topology, schedule, Tracked)
-    pipeline.train_step(num_microbatches, load)
+    pipeline.train_step(num_microbatches, load, SHAPE)
     assert tracker.now == 0
     return tracker.most
 
@@ -228,7 +230,7 @@ class Through:
 
 def run_empty_stages(topology):
     stage = (Link(0, 3), Through(), Tail())[topology.pp.rank]
-    losses = pipeline_of(topology, "1f1b", [stage]).train_step(2, load)
+    losses = pipeline_of(topology, "1f1b", [stage]).train_step(2, load, SHAPE)
     return losses or (stage.weight.grad if topology.pp.is_first else None)
 
 
@@ -258,7 +260,7 @@ def run_terms(topology):
     for schedule in SCHEDULES:
         links, pipeline = build(topology, schedule, Adding)
         for run in (pipeline.evaluate, pipeline.train_step):
-            losses = run(2, load, divisors={"token": 2.0, "sample": 8.0}, **SCALED[run.__name__])
+            losses = run(2, load, SHAPE, divisors={"token": 2.0, "sample": 8.0}, **SCALED[run.__name__])
             results[schedule, run.__name__] = losses, [link.weight.grad for link in links]
     return results
 
@@ -297,7 +299,7 @@ def test_a_term_per_something_unknown(one_rank):
     stage = lambda microbatch, hidden: WithTerms(None, {"a_loss": LossTerm(microbatch.sum(), "word")})  # noqa: E731
     message = r"the term a_loss of the loss is a mean per word, and this run counts no words: use per='token'"
     with pytest.raises(UserError, match=message):
-        pipeline_of(one_rank, "1f1b", [stage]).evaluate(1, load)
+        pipeline_of(one_rank, "1f1b", [stage]).evaluate(1, load, SHAPE)
 
 
 class Turning:
@@ -317,7 +319,7 @@ class Turning:
 def test_what_stays_on_a_rank_is_not_copied(one_rank):
     addresses = []
     chunks = [Turning(addresses, Link(stage, 2)) for stage in range(2)]
-    pipeline_of(one_rank, "zb-v", chunks, WeightGradientStore()).evaluate(1, load)
+    pipeline_of(one_rank, "zb-v", chunks, WeightGradientStore()).evaluate(1, load, SHAPE)
     given, taken, _ = addresses
     assert given == taken
 
@@ -329,12 +331,12 @@ def test_the_loss_is_a_mean_over_tokens_and_its_gradient_is_scaled(one_rank, sch
     link = Link(0, 1, store)
     divisors = {"token": 4.0}
     (losses,) = pipeline_of(one_rank, schedule, [link], store).train_step(
-        1, load, divisors=divisors, loss_scale=8.0
+        1, load, SHAPE, divisors=divisors, loss_scale=8.0
     )
     assert losses == {"lm_loss": plain / 4}
     torch.testing.assert_close(link.weight.grad, 2 * weight_grad, rtol=1e-12, atol=0)
     torch.testing.assert_close(link.scale.grad, 2 * scale_grad, rtol=1e-12, atol=0)
-    (evaluated,) = pipeline_of(one_rank, schedule, [link], store).evaluate(1, load, divisors=divisors)
+    (evaluated,) = pipeline_of(one_rank, schedule, [link], store).evaluate(1, load, SHAPE, divisors=divisors)
     assert evaluated == losses
 
 
@@ -353,8 +355,8 @@ def observe(topology):
     _, pipeline = build(topology, "zb-h1")
     notes = Notes()
     pipeline.observers.append(notes)
-    pipeline.evaluate(3, load)
-    pipeline.train_step(3, load)
+    pipeline.evaluate(3, load, SHAPE)
+    pipeline.train_step(3, load, SHAPE)
     return notes.begun, notes.ended
 
 
@@ -371,7 +373,7 @@ def give_a_wrong_shape(topology):
     def stage(microbatch, hidden):
         return microbatch[:, :1] if hidden is None else hidden
 
-    pipeline_of(topology, "1f1b", [stage]).evaluate(1, load)
+    pipeline_of(topology, "1f1b", [stage]).evaluate(1, load, SHAPE)
 
 
 def test_a_stage_that_gives_another_shape_is_named():

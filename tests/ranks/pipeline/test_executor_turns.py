@@ -15,6 +15,7 @@ from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.pipeline.executor import Pipeline
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
@@ -55,8 +56,9 @@ def _step(topology: Topology, turns: Turns | None) -> list[Tensor]:
         lambda x, _: blocks[0](x).x,
         lambda x, hidden: (hidden + blocks[1](hidden).x - x).square().sum(),
     ]
-    pipeline = Pipeline(chunks, topology.pp, "dualpipev", SHAPE, torch.float64, topology.device, store, turns)
-    losses = pipeline.train_step(NUM_MICROBATCHES, load)
+    exchange = PointToPoint(topology.pp, torch.float64, topology.device)
+    pipeline = Pipeline(chunks, exchange, "dualpipev", store, turns)
+    losses = pipeline.train_step(NUM_MICROBATCHES, load, SHAPE)
     gradients = [weight.grad for block in blocks for weight in block.parameters()]
     return [*(each["lm_loss"] for each in losses), *(each for each in gradients if each is not None)]
 

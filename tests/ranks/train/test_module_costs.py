@@ -9,6 +9,7 @@ import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token_by_convention
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.plan.saved_activations import stage_bytes
@@ -75,7 +76,7 @@ def check_flops(flops: Counter[Phase], layout: Layout) -> None:
     """Compare the FLOPs of all ranks with the formula's."""
     formula = layout.size("dp") * TOKENS * flops_per_token_by_convention(MODEL, 1)["full_attention"]
     scores = layout.size("dp") * 2 * TOKENS * MODEL.seq_length * MODEL.hidden_size * MODEL.num_layers
-    logits = layout.size("dp") * 2 * TOKENS * MODEL.hidden_size * MODEL.padded_vocab_size(1)
+    logits = layout.size("dp") * 2 * TOKENS * MODEL.hidden_size * padded_vocab_size(MODEL, 1)
     # A schedule that splits backward computes the linear layers' weight gradients outside of all modules.
     of_weights = formula / 3 - 2 * scores if layout.schedule == "zb" else 0
     assert flops[Phase.FORWARD] == formula / 3
@@ -97,7 +98,7 @@ def check_activations(costs: dict[str, ModuleCosts], config: Config, layout: Lay
     if layout.size("tp") == layout.size("pp") == 1 or (layout.schedule == "zb" and "layers.3" in costs):
         # The output of the embedding or of the first stage, the final norm's output, and the logits.
         rest = costs[""].activation_bytes - costs["layers"].activation_bytes
-        expected = 2 * hidden + 8 * TOKENS * MODEL.padded_vocab_size(1)
+        expected = 2 * hidden + 8 * TOKENS * padded_vocab_size(MODEL, 1)
         assert expected < rest < 1.1 * expected
 
 

@@ -39,7 +39,7 @@ from megalite.hardware.gpus import GPUS
 from megalite.microbatch import Microbatch
 from megalite.plan.layer_time import FUSED_BACKWARD, fused_attention_seconds
 from megalite.train.build_optimizer import build_optimizer
-from megalite.train.model_chunks import build_chunks
+from megalite.train.model_chunks import ChunkResources, build_chunks
 
 MODEL, H200 = PRESETS["gpt-1.3b"], GPUS["h200"]
 DOCS = Path(__file__).parents[3] / "docs"
@@ -117,7 +117,7 @@ def operators_of(num_layers: int) -> Counter[str]:
     with Topology.fake(parallel.mesh, 1, 0) as topology, ExitStack() as patches:
         for name, function in is_there.items():
             patches.enter_context(patch(name, function))
-        chunks = build_chunks(config, topology, fuses_weight_gradients=True)
+        chunks = build_chunks(config, topology, ChunkResources(fuses_weight_gradients=True))
         optimizer = build_optimizer(chunks, config, topology, fuses_weight_gradients=True)
         ids = torch.zeros(1, model.seq_length, dtype=torch.int64, device="meta")
         optimizer.begin(1)

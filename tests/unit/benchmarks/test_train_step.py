@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.errors import UserError
 from megalite.plan.units import whole_model
 
@@ -35,7 +36,7 @@ def test_models_have_their_size(train_step: ModuleType, name: str, billions: flo
     """GPT's as the paper's table has them; BLOOM's 8 layers are 20 billion without the table of words."""
     named = train_step.named_model(arguments_of(train_step, f"--model {name}"), 0.0)
     assert whole_model(named.model, named.tp).num_parameters / 1e9 == pytest.approx(billions, rel=0.02)
-    assert named.model.vocab_size == named.model.padded_vocab_size(named.tp)
+    assert named.model.vocab_size == padded_vocab_size(named.model, named.tp)
 
 
 def test_a_shape_of_ones_own_keeps_the_size_of_a_head(train_step: ModuleType) -> None:

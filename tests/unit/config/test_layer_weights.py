@@ -10,6 +10,7 @@ import pytest
 from megalite.config.layer_weights import mtp_weights
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from tests.stages import build_stage
 
@@ -58,7 +59,7 @@ def test_a_module_counts_as_one_more_layer_a_projection_and_logits(kind: str) ->
     assert mtp_weights(model) == sum(each.numel() for each in matrices)
 
     longer = replace(model, num_layers=5, mtp_num_layers=0, **more)
-    added = 2 * model.hidden_size**2 + model.hidden_size * model.padded_vocab_size(1)
+    added = 2 * model.hidden_size**2 + model.hidden_size * padded_vocab_size(model, 1)
     assert flops_per_token(model, 1) == pytest.approx(flops_per_token(longer, 1) + 6 * added, rel=1e-12)
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from megalite.config import ModelConfig
 from megalite.config.layer_weights import layer_weights
 from megalite.config.mamba_sizes import KERNEL
-from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
+from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention, mean_visible_keys
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.plan.units import whole_model
@@ -146,7 +146,7 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     convolution = 4 * 2 * (6 + 6 + 2 * 5)
     assert hybrid.delta_net.multiply_adds == counter.get_total_flops() / 2 + convolution
     attention = dataclasses.replace(hybrid, recurrent_mixer="none")
-    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * hybrid.mean_visible_keys(second)
+    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * mean_visible_keys(hybrid, second)
     per_layer = layer_weights(hybrid, first) - layer_weights(hybrid, second) + hybrid.delta_net.multiply_adds
     more = flops_per_token(hybrid, tp=1) - flops_per_token(attention, tp=1)
     assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)

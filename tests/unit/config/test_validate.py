@@ -512,28 +512,6 @@ def test_tokenizers_are_those_that_can_be_built() -> None:
     assert set(get_args(TokenizerType)) == set(TOKENIZER_TYPES)
 
 
-@pytest.mark.parametrize(
-    ("model", "tp", "rows"),
-    [
-        (ModelConfig(vocab_size=50257), 1, 50304),
-        (ModelConfig(vocab_size=50257), 3, 50304),
-        (ModelConfig(vocab_size=50257), 5, 50560),
-        (ModelConfig(vocab_size=257, make_vocab_size_divisible_by=1), 4, 260),
-        (ModelConfig(vocab_size=128), 8, 128),
-        (ModelConfig(vocab_size=250680, pad_vocab_size_to=250880), 8, 250880),
-    ],
-)
-def test_padded_vocabulary(model: ModelConfig, tp: int, rows: int) -> None:
-    assert model.padded_vocab_size(tp) == rows
-
-
-def test_padded_vocabulary_wants_a_vocabulary() -> None:
-    with pytest.raises(UserError, match="--vocab-size"):
-        ModelConfig().padded_vocab_size(1)
-    with pytest.raises(UserError, match="smaller"):
-        ModelConfig(vocab_size=9, pad_vocab_size_to=8).padded_vocab_size(1)
-
-
 def test_derived_sizes() -> None:
     assert ModelConfig().ffn_size == 3072
     assert (

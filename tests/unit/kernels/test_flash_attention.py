@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
-from megalite.kernels.attention_to_keys import attend_keys, attend_keys_backward
+from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.kernels.flash_attention import (
     BLACKWELL_SIZES,
     SMALL_SIZES,
@@ -167,17 +167,15 @@ def computed_by_slices(case: Case, parts: list[Tensor]) -> list[Tensor]:
     bounds = [0, case.s // 4, case.s // 2 + 3, case.s]
     slices = [slice(*pair) for pair in itertools.pairwise(bounds)]
     keys = [(k[:, :, each], v[:, :, each]) for each in slices]
-    found = [
-        attend_keys(q, *pair, softmax, first, each.start) for pair, each in zip(keys, slices, strict=True)
+    attentions = [
+        AttentionToKeys(q, *pair, softmax, first, each.start) for pair, each in zip(keys, slices, strict=True)
     ]
+    found = [attention.forward() for attention in attentions]
     for out, log_sums in found:
         assert not out[log_sums.isneginf()].any()
     log_sums = torch.stack([each for _, each in found]).logsumexp(0)
     out = sum(out.double() * (each - log_sums).exp()[..., None] for out, each in found).to(q.dtype)  # type: ignore[union-attr]
-    grads = [
-        attend_keys_backward(grad, q, *pair, out, log_sums, softmax, first, each.start)
-        for pair, each in zip(keys, slices, strict=True)
-    ]
+    grads = [attention.backward(grad, out, log_sums) for attention in attentions]
     of_q, of_k, of_v = zip(*grads, strict=True)
     return [out, sum(x.double() for x in of_q).to(q.dtype), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)]  # type: ignore[union-attr]
 
@@ -220,11 +218,11 @@ def test_slices_of_keys_merge_to_the_formula(case: Case) -> None:
 def test_a_query_that_sees_no_key_of_a_slice_adds_nothing() -> None:
     case = Case(50, queries=slice(10, 20))
     q, k, v, grad = inputs(case, torch.float32)
-    keys, softmax = (k[:, :, 15:], v[:, :, 15:]), softmax_of(case)
-    out, log_sums = attend_keys(q, *keys, softmax, 10, 15)
+    attention = AttentionToKeys(q, k[:, :, 15:], v[:, :, 15:], softmax_of(case), 10, 15)
+    out, log_sums = attention.forward()
     assert torch.equal(log_sums.isneginf(), (torch.arange(10, 20) < 15).expand_as(log_sums))
     assert not out[:, :, :5].any()
-    of_q, of_k, of_v = attend_keys_backward(grad, q, *keys, out, log_sums.clamp_min(-9.0), softmax, 10, 15)
+    of_q, of_k, of_v = attention.backward(grad, out, log_sums.clamp_min(-9.0))
     assert not of_q[:, :, :5].any()
     assert not any(x[:, :, 5:].any() for x in (of_k, of_v))
 

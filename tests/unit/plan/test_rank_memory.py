@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.microbatch import Microbatch
@@ -239,7 +240,7 @@ def test_the_loss_holds_copies_of_the_logits() -> None:
     for size in (0, 4, 8):
         program = Program(fused_attention=False, logit_copy_bytes=size)
         logits.append(rank_memories(replace(run, program=program))[0].logits)
-    elements = GPT.seq_length * GPT.padded_vocab_size(1)
+    elements = GPT.seq_length * padded_vocab_size(GPT, 1)
     assert [size - logits[0] for size in logits] == [0, 4 * elements, 8 * elements]
     assert 0 < logits[0] - 2 * elements < 4 * 2 * GPT.seq_length * GPT.hidden_size  # hidden states
 

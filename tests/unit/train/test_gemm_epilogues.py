@@ -27,7 +27,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train import gemm_epilogues
 from megalite.train.gemm_epilogues import MARGIN, choose_gemm_epilogues
-from megalite.train.model_chunks import build_chunks
+from megalite.train.model_chunks import ChunkResources, build_chunks
 
 CONFIG = Config(
     model=ModelConfig(
@@ -62,7 +62,7 @@ def timer(gelu: Sequence[float], bias_gradient: Sequence[float]) -> Callable[...
 
 
 def chunks_of(config: Config, topology: Topology) -> list[Stage]:
-    return build_chunks(config, topology, fuses_weight_gradients=True)
+    return build_chunks(config, topology, ChunkResources(fuses_weight_gradients=True))
 
 
 def forms(chunks: Sequence[Stage]) -> set[tuple[bool, bool]]:

@@ -14,6 +14,7 @@ from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.model_fields import resolved_fields
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.errors import UserError
 
 Parts = Sequence[Tensor]
@@ -49,7 +50,9 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
             f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
             "pass a smaller size"
         )
-    return torch.cat((table, table.new_zeros(config.padded_vocab_size(1) - table.shape[0], *table.shape[1:])))
+    return torch.cat(
+        (table, table.new_zeros(padded_vocab_size(config, 1) - table.shape[0], *table.shape[1:]))
+    )
 
 
 SAME = Transform(lambda full, _: [full], lambda parts, _: parts[0])

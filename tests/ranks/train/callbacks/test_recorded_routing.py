@@ -10,12 +10,22 @@ from unittest import mock
 
 import pytest
 
-from megalite.config import Config, DataConfig, LoggingConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megalite.config.unused_options import unused_options
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import log
 from megalite.model.experts import Router
+from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
@@ -58,7 +68,13 @@ def _run(topology: Topology, config: Config) -> Run:
     losses = _Losses()
     replays = config.training.replay_routing_from is not None
     records = config.logging.record_routing is not None
-    callbacks = [losses, *([RoutingReplay()] * replays), *([RoutingRecording()] * records)]
+    audits = config.training.audit_interval is not None
+    callbacks = [
+        losses,
+        *([RoutingReplay()] * replays),
+        *([RoutingRecording()] * records),
+        *([Audit()] * audits),
+    ]
     with (
         mock.patch.object(Router, "_ranking", RANKINGS["near ties"]),
         start_trainer(config, topology) as trainer,
@@ -68,10 +84,11 @@ def _run(topology: Topology, config: Config) -> Run:
     return losses.values, lines
 
 
-def _train(parallel: ParallelConfig, logs: LoggingConfig, **training: object) -> Run:
-    size = parallel.tp * parallel.pp * parallel.cp * parallel.ep
-    config = Config(
-        model=MODEL,
+def _config(
+    parallel: ParallelConfig, logs: LoggingConfig, model: ModelConfig = MODEL, **training: object
+) -> Config:
+    return Config(
+        model=model,
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True),
@@ -80,6 +97,11 @@ def _train(parallel: ParallelConfig, logs: LoggingConfig, **training: object) ->
         ),
         logging=replace(logs, log_interval=1),
     )
+
+
+def _train(parallel: ParallelConfig, logs: LoggingConfig, dp: int = 1, **training: object) -> Run:
+    size = parallel.tp * parallel.pp * parallel.cp * parallel.ep * dp
+    config = _config(parallel, logs, **training)
     return run_ranks(_run, parallel.mesh, size, config)[0]
 
 
@@ -93,7 +115,7 @@ def _replayed(folder: Path, parallel: ParallelConfig = ONE, **training: object) 
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
     """Return the losses of one rank, and the folder with its experts."""
     folder = tmp_path_factory.mktemp("one")
     return _recorded(folder), folder
@@ -102,12 +124,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Pat
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
 )
-def test_layouts_replay_each_other(layout: str, one_rank: tuple[list[float], Path], tmp_path: Path) -> None:
+def test_layouts_replay_each_other(
+    layout: str, of_one_rank: tuple[list[float], Path], tmp_path: Path
+) -> None:
     """Without the replay, ties fall otherwise on two ranks than on one."""
-    (of_one, of_one_rank), of_layout = one_rank, _recorded(tmp_path, LAYOUTS[layout])
+    (of_one, folder_of_one), of_layout = of_one_rank, _recorded(tmp_path, LAYOUTS[layout])
     assert of_one != pytest.approx(of_layout, rel=1e-6)
     for expected, folder, replaying in (
-        (of_one, of_one_rank, LAYOUTS[layout]),
+        (of_one, folder_of_one, LAYOUTS[layout]),
         (of_layout, tmp_path, ONE),
     ):
         losses, lines = _replayed(folder, replaying)
@@ -131,6 +155,14 @@ def test_iterations_without_a_record_route_as_usual(tmp_path: Path) -> None:
     assert found == [f"iteration 2: {count}", f"iteration 3: {count}"]
 
 
+def test_an_audit_does_not_count_tokens_again(of_one_rank: tuple[list[float], Path]) -> None:
+    _, folder = of_one_rank
+    _, lines = _train(ONE, LoggingConfig(), dp=2, replay_routing_from=str(folder), audit_interval=1)
+    counted = [line for line in lines if "replace others for" in line]
+    assert len(counted) == 3
+    assert all(f" of {NUM_TOKENS} tokens" in line for line in counted)
+
+
 def test_an_iteration_is_recorded_again_in_another_layout(tmp_path: Path) -> None:
     _recorded(tmp_path, LAYOUTS["pp2"], "1")
     expected = _recorded(tmp_path, ONE, "1")
@@ -138,9 +170,9 @@ def test_an_iteration_is_recorded_again_in_another_layout(tmp_path: Path) -> Non
 
 
 def test_other_global_batches_are_replayed_if_all_their_samples_are_recorded(
-    one_rank: tuple[list[float], Path],
+    of_one_rank: tuple[list[float], Path],
 ) -> None:
-    _, folder = one_rank
+    _, folder = of_one_rank
     assert "samples 0 to 11" in "".join(_replayed(folder, global_batch_size=2, train_iters=2)[1])
     problem = "has 4 of the samples 8 to 15 of an iteration, not sample 12: pass the --global-batch-size"
     with pytest.raises(UserError, match=problem):
@@ -150,3 +182,10 @@ def test_other_global_batches_are_replayed_if_all_their_samples_are_recorded(
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no recorded iteration: pass a folder that a run has written"):
         _replayed(tmp_path / "none")
+
+
+def test_a_model_without_routers_is_refused_in_one_line(tmp_path: Path, one_rank: Topology) -> None:
+    config = _config(ONE, LoggingConfig(record_routing=str(tmp_path)), replace(CONFIG, num_experts=None))
+    assert not any("--record-routing" in line for line in unused_options(config))
+    with pytest.raises(UserError, match=r"no megalite.model.experts.Router: pass --num-experts, or remove"):
+        _run(one_rank, config)

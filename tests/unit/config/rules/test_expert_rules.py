@@ -9,6 +9,7 @@ import pytest
 
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.rules.expert_rules import (
+    audited_experts,
     expert_parallel,
     experts,
     imbalance,
@@ -147,25 +148,11 @@ def test_a_run_has_one_source_of_experts(
     assert all(re.search(expected, problem) for problem in problems)
 
 
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        (
-            Config(logging=LoggingConfig(record_routing="a")),
-            "--record-routing a has no effect: there are no experts (--num-experts)",
-        ),
-        (
-            Config(training=TrainingConfig(replay_routing_from="a")),
-            "--replay-routing-from a has no effect: there are no experts (--num-experts)",
-        ),
-        (
-            Config(logging=LoggingConfig(record_routing_iterations="5")),
-            "--record-routing-iterations 5 has no effect: --record-routing is not set",
-        ),
-    ],
-)
-def test_records_without_experts_or_a_folder_have_no_effect(config: Config, line: str) -> None:
-    assert line in unused_options(config)
+def test_iterations_without_a_folder_have_no_effect() -> None:
+    config = Config(logging=LoggingConfig(record_routing_iterations="5"))
+    assert unused_options(config) == [
+        "--record-routing-iterations 5 has no effect: --record-routing is not set"
+    ]
 
 
 def test_files_have_no_experts_of_cut_samples() -> None:
@@ -175,3 +162,24 @@ def test_files_have_no_experts_of_cut_samples() -> None:
     )
     (problem,) = recorded_routing(config, None)
     assert "--replay-routing-from a with --seq-length-schedule, which cuts samples" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_refused"),
+    [
+        (ParallelConfig(expert_model_parallel_size=2), True),
+        (
+            ParallelConfig(
+                tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+            ),
+            False,
+        ),
+    ],
+)
+def test_an_audit_needs_experts_that_sum_tokens_of_one_replica(
+    parallel: ParallelConfig, is_refused: bool
+) -> None:
+    training = TrainingConfig(audit_interval=3)
+    config = Config(model=ModelConfig(num_experts=8), parallel=parallel, training=training)
+    problems = [problem.text for problem in audited_experts(config, None)]
+    assert [each.split(":")[0] for each in problems] == ["--audit-interval 3 with --ep 2"] * is_refused

@@ -22,6 +22,7 @@ from megalite.config import (
     check_config,
 )
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
+from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import CausalSoftmax, flash_attention, recurrence
@@ -96,7 +97,7 @@ def test_operations_are_those_of_the_formula(one_rank: Topology, changes: dict[s
     assert whole.flops[Phase.BACKWARD] == formula * 2 / 3 + score_flops(model)
     # The log's TFLOP/s count half of causal attention: a third of the pass is forward, with two GEMMs.
     assert formula - TOKENS * flops_per_token(model, 1) == 3 * 2 * score_flops(model) / 2
-    logits = 2 * TOKENS * model.hidden_size * model.padded_vocab_size(1)
+    logits = 2 * TOKENS * model.hidden_size * padded_vocab_size(model, 1)
     for phase, factor in ((Phase.FORWARD, 1), (Phase.BACKWARD, 2)):
         assert sum(layer.flops[phase] for layer in layers) == whole.flops[phase] - factor * logits
     for i, layer in enumerate(layers):
@@ -167,7 +168,7 @@ def test_a_layer_keeps_what_the_planner_says(one_rank: Topology, recompute: Reco
         assert costs[f"layers.{i}"].activation_bytes == pytest.approx(planned, rel=0.02)
     parts = ("embedding", "layers.0", "layers.1", "layers.2", "final_norm")
     rest = costs[""].activation_bytes - sum(costs[part].activation_bytes for part in parts)
-    logits = TOKENS * MODEL.padded_vocab_size(1) * 8
+    logits = TOKENS * padded_vocab_size(MODEL, 1) * 8
     assert logits <= rest < 1.02 * logits
 
 

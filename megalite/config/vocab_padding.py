@@ -1,0 +1,56 @@
+"""Pad the vocabulary, so that tensor parallelism divides it evenly."""
+
+from __future__ import annotations
+
+import math
+
+from megalite.config.model import ModelConfig
+from megalite.errors import UserError
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Return the padded vocabulary size, a multiple of `tp`.
+
+    Raises:
+        UserError: `vocab_size` is unknown, or --pad-vocab-size-to is too small or not divisible by `tp`.
+    """
+    if model.vocab_size is None:
+        raise UserError("the vocabulary size is unknown: pass --vocab-size, or a tokenizer")
+    if problems := vocab_padding_problems(model, tp):
+        raise UserError(problems[0])
+    if model.pad_vocab_size_to is not None:
+        return model.pad_vocab_size_to
+    return _round_up(model.vocab_size, math.lcm(model.make_vocab_size_divisible_by, tp))
+
+
+def num_padding_rows(model: ModelConfig, tp: int) -> int:
+    """Return the number of padding rows at the end of the padded vocabulary.
+
+    Raises:
+        UserError: see `padded_vocab_size`.
+    """
+    padded = padded_vocab_size(model, tp)
+    assert model.vocab_size is not None  # otherwise padded_vocab_size raises
+    return padded - model.vocab_size
+
+
+def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
+    """Return the errors in --pad-vocab-size-to."""
+    target, problems = model.pad_vocab_size_to, list[str]()
+    if target is None:
+        return problems
+    if model.vocab_size is not None and target < model.vocab_size:
+        problems.append(
+            f"--pad-vocab-size-to {target} is smaller than the vocabulary of {model.vocab_size} tokens: "
+            f"pass at least {model.vocab_size}, or remove it"
+        )
+    if target % tp:
+        problems.append(
+            f"--pad-vocab-size-to {target} is not divisible by --tensor-model-parallel-size {tp}: "
+            f"pass --pad-vocab-size-to {_round_up(target, tp)}"
+        )
+    return problems
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
