@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     expert_rules.expert_parallel,
     expert_rules.imbalance,
     expert_rules.recorded_routing,
+    parallel_rules.context_levels,
     attention_rules.exchanged_heads,
     attention_rules.ring,
     dealing_rules.dealt_documents,
