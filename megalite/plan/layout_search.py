@@ -244,7 +244,7 @@ def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     degree = _degree_within_node(request, run)
     for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
         choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
-        if choice.get("cp_comm_type") == "a2a+p2p":
+        if choice.get("cp_comm_type", base.parallel.cp_comm_type) == "a2a+p2p":
             choice |= _levels(request, run)
         yield choice
         if degree is not None and choice.get("zero_stage", base.parallel.zero_stage) > 0:
