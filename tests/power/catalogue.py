@@ -702,7 +702,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          context_parallel, "_order_of_neighbours", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
-             lambda self: replace(original.fget(self), index=0)), "bloom"),
+             lambda self: replace(
+                 own := original.fget(self), index=self.tp.rank * own.count // self.tp.size)), "bloom"),
         ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
         ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
