@@ -164,8 +164,8 @@ def _exchanged_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
     parallel, model = config.parallel, config.model.for_kind(kind)
     tp, heads = parallel.tp, model.num_attention_heads
     ranks, groups_of_ranks = parallel.cp_levels
-    if ranks == 1 or heads % tp or heads % model.num_kv_heads:
-        return
+    if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % model.num_kv_heads:
+        return  # or reported by other rules
     heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
     fitting = [n for n in range(1, ranks + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
     if ranks in fitting:

@@ -776,6 +776,7 @@ def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, 
         ("--cp 2", "--cp 2: it needs two sizes above 1, of product 2; pass --cp-comm-type a2a or p2p"),
         ("--cp 4 --tp 8", "--cp 4: .*; pass --hierarchical-context-parallel-sizes 2 2"),
         ("--cp 8 --hierarchical-context-parallel-sizes 4 1", "sizes 4 1: .*; pass .*-sizes 2 4 or 4 2"),
+        ("--cp 4 --hierarchical-context-parallel-sizes 3 2", "sizes 3 2: .*; pass .*-sizes 2 2"),
         ("--cp 8 --hierarchical-context-parallel-sizes 8 1", "sizes 8 1: .*; pass .*-sizes 2 4 or 4 2"),
         ("--cp 8 --hierarchical-context-parallel-sizes 2 2 2", "sizes 2 2 2: .*; pass .*-sizes 2 4 or 4 2"),
         (
