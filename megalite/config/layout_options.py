@@ -13,6 +13,7 @@ LAYOUT_FIELDS = {
     "pipeline_model_parallel_size": "parallel",
     "context_parallel_size": "parallel",
     "cp_comm_type": "parallel",
+    "hierarchical_context_parallel_sizes": "parallel",
     "expert_model_parallel_size": "parallel",
     "expert_tensor_parallel_size": "parallel",
     "pipeline_schedule": "parallel",

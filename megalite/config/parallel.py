@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from megalite.config.flags import flags
-from megalite.distributed.axes import AXES, EXPERTS, Factoring, MeshOptions
+from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
-CpCommType = Literal["all_gather", "a2a", "p2p"]
+CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
 """Number of parts in which tensor-parallel collectives overlap with GEMMs by default, from a number of tokens
 in a microbatch on. The planner expects no gain from more parts: smaller GEMMs fill fewer multiprocessors
 (tests/unit/plan/test_tp_overlap.py)."""
+_RANKS_PER_NODE = 8
+"""GPUs of a usual node."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class ParallelConfig:
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
     cp_comm_type: CpCommType = "all_gather"
     """How queries reach the keys of other context-parallel ranks: all_gather keys and values, exchange heads
-    for tokens (a2a), or pass keys and values around a ring (p2p)."""
+    for tokens (a2a), pass keys and values around a ring (p2p), or both (a2a+p2p)."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
+    default as many neighbours as an 8-GPU node holds, in 2 or more groups."""
     dynamic_context_parallel: bool = False
     """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
     ones to one rank, long ones to several. Needs --cp-comm-type p2p."""
@@ -175,6 +181,23 @@ class ParallelConfig:
         return self.pipeline_schedule
 
     @property
+    def cp_levels(self) -> tuple[int, int]:
+        """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring."""
+        if self.cp_comm_type == "a2a+p2p":
+            given = self.hierarchical_context_parallel_sizes
+            heads = given[0] if given else self._neighbours
+            return heads, self.cp // heads
+        return {"a2a": (self.cp, 1), "p2p": (1, self.cp)}.get(self.cp_comm_type, (1, 1))
+
+    @property
+    def _neighbours(self) -> int:
+        """Return the default number of ranks that exchange heads, if a ring passes through groups of them."""
+        fitting = (
+            n for n in range(2, self.cp // 2 + 1) if self.cp % n == 0 and n * self.tp <= _RANKS_PER_NODE
+        )
+        return max(fitting, default=1)
+
+    @property
     def has_slice_of_queries(self) -> bool:
         """Return whether a rank's attention has some of the queries and all keys of a sample."""
         return self.cp > 1 and self.cp_comm_type == "all_gather"
@@ -187,7 +210,7 @@ class ParallelConfig:
     @property
     def has_ring(self) -> bool:
         """Return whether a rank's attention receives keys and values from one rank after another."""
-        return self.cp > 1 and self.cp_comm_type == "p2p"
+        return self.cp_levels[1] > 1
 
     @property
     def num_hidden_slices(self) -> int:
@@ -201,11 +224,16 @@ class ParallelConfig:
     @cached_property
     def mesh(self) -> MeshOptions:
         """Return the sizes of the axes and how the ranks communicate, as a `Topology` takes them."""
-        table = (*self.table, EXPERTS) if self.has_expert_axes else self.table
+        of_levels = self.cp_comm_type == "a2a+p2p" and self.cp > 1
+        table = (*self.table, *[EXPERTS] * self.has_expert_axes, *[CONTEXT] * of_levels)
         axes = (axis for each in table for axis in each.axes if axis.field)
         sizes = {axis.name: getattr(self, axis.field) for axis in axes}
+        if self.has_expert_axes:
+            sizes["etp"] = self.etp
+        if of_levels:
+            sizes["cp_heads"], sizes["cp_ring"] = self.cp_levels
         return MeshOptions(
-            sizes={**sizes, **({"etp": self.etp} if self.has_expert_axes else {})},
+            sizes=sizes,
             table=table,
             shard_degree=self.data_parallel_shard_degree,
             num_shard_groups=self.num_distributed_optimizer_instances,
@@ -216,7 +244,7 @@ class ParallelConfig:
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
             is_zigzag=self.has_ring,
-            is_dealt=self.has_ring and self.dynamic_context_parallel,
+            is_dealt=self.dynamic_context_parallel and self.has_ring,
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:
@@ -224,6 +252,8 @@ class ParallelConfig:
         fields: dict[str, Any] = {axis.field: sizes.get(axis.name, 1) for axis in self.mesh.model.axes}
         fields["expert_model_parallel_size"] = sizes.get("ep", 1)
         fields["expert_tensor_parallel_size"] = sizes.get("etp")
+        if math.prod(self.hierarchical_context_parallel_sizes or ()) != sizes.get("cp", 1):
+            fields["hierarchical_context_parallel_sizes"] = None
         return replace(self, **fields)
 
     @property

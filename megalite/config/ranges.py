@@ -32,6 +32,7 @@ _FIELDS_OF_RANGE = {
         {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
         world_size num_distributed_optimizer_instances muon_num_ns_steps
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_layers
+        hierarchical_context_parallel_sizes
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         distributed_timeout_minutes num_threads micro_batch_size global_batch_size
         recompute_num_layers cross_entropy_chunks mlp_chunks keep_last profile_modules_top

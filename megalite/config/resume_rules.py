@@ -37,7 +37,7 @@ _NAMES: Mapping[OnResume, str] = {
     OnResume.FREE: f"""
         {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
         layout calibration moe_imbalance
-        cp_comm_type dynamic_context_parallel
+        cp_comm_type hierarchical_context_parallel_sizes dynamic_context_parallel
         sequence_parallel tp_comm_overlap tp_comm_overlap_method tp_comm_overlap_chunks
         pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
         pipeline_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megalite.errors import UserError
@@ -223,6 +223,21 @@ EXPERTS = Factoring(
 )
 """The axes that divide experts: the ranks of a stage, dp x cp x tp for other weights, are edp x ep x etp for
 those of experts (parallel folding, Liu et al. 2025, arXiv 2504.14960)."""
+
+CONTEXT = Factoring(
+    "context",
+    tuple(
+        replace(axis, roles=frozenset())
+        for axis in (
+            *MODEL.axes[:2],
+            AxisEntry("cp_ring", "context-parallel ring", ""),
+            AxisEntry("cp_heads", "context-parallel heads", ""),
+            MODEL.axes[3],
+        )
+    ),
+)
+"""The axes of context parallelism in two levels: neighbouring cp ranks exchange heads, and groups of them
+form a ring. They have no roles, because the axes of `MODEL` have them."""
 
 AXES = (MODEL,)
 """The table: the model's factoring of the ranks comes first. Others, such as `EXPERTS`, divide the same ranks

@@ -5,7 +5,7 @@ This is the one place that says it: the data, embeddings, dropout and attention 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class HeldPositions:
             if first < last:
                 found.append(range(first, last))
         return tuple(found)
+
+    def of_group(self, size: int) -> HeldPositions:
+        """Return the positions that a group of `size` neighbouring ranks holds together, in order."""
+        return replace(self, index=self.index // size, count=self.count // size)
 
     def take(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return the rank's positions of a tensor of whole samples; a view if they are consecutive.

@@ -46,8 +46,9 @@ class Attention(nn.Module):
         self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
     ) -> None:
         super().__init__()
-        self.tp, self.cp = context.tp, context.cp
-        self.key_access = KEY_ACCESS[context.cp_comm_type]
+        self.tp = context.tp
+        self.key_access, self.key_ranks = KEY_ACCESS[context.cp_comm_type], context.head_ranks or context.cp
+        self.num_ring_ranks = 1 if context.ring is None else context.ring.size
         self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)
         self.window = kind.window
@@ -150,7 +151,7 @@ class Attention(nn.Module):
             q = q * positions.query_factors
         q, k, v = self.reach_keys(q, k, v)
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
-        s = k.shape[2] * (1 if self.key_access.core_gets_all_keys else self.cp.size)
+        s = k.shape[2] * self.num_ring_ranks
         first_weight = self.head_slice.index * q.shape[1] * s**2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
         y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
@@ -173,12 +174,12 @@ class Attention(nn.Module):
     @communication_point
     def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the attention core's arguments from this rank's tokens; see `KeyAccess`."""
-        return self.key_access.enter(q, k, v, self.cp)
+        return self.key_access.enter(q, k, v, self.key_ranks)
 
     @communication_point
     def keep_own_tokens(self, y: Tensor) -> Tensor:
         """Return all heads of this rank's tokens from the attention core's output; see `KeyAccess`."""
-        return self.key_access.leave(y, self.cp)
+        return self.key_access.leave(y, self.key_ranks)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""

@@ -136,10 +136,10 @@ def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if kernels != (_FLASH,):
         return _RING
     if case.has_bias:
-        return "in blocks, as --cp-comm-type p2p needs, it has no ALiBi, windows or documents"
+        return "in blocks, as ring attention needs, it has no ALiBi, windows or documents"
     sizes = {case.config.for_kind(kind).head_dim for kind in case.config.head_kinds}
     if case.device != "cpu" and (any(size % 8 for size in sizes) or sizes != {case.config.value_dim}):
-        return "in blocks, as --cp-comm-type p2p needs, its heads have a multiple of 8 elements, all the same"
+        return "in blocks, as ring attention needs, its heads have a multiple of 8 elements, all the same"
     return ""
 
 
@@ -156,7 +156,7 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
-_RING = "it does not compute attention in blocks, as --cp-comm-type p2p needs"
+_RING = "it does not compute attention in blocks, as ring attention needs"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"

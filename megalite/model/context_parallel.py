@@ -2,10 +2,13 @@
 
 A context-parallel rank computes queries, keys and values of its own tokens. Before the attention core, the
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
-(DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`).
+(DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`). With
+both, neighbouring ranks exchange heads for tokens, and each of them is in a ring with one rank of every other
+group of neighbours (Fang and Zhao 2024, arXiv 2405.07719).
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
-those of one tensor-parallel rank. Values may have heads of another size.
+those of one tensor-parallel rank. Values may have heads of another size. If neighbours exchange heads, s is
+the number of tokens that they hold together, and cp their number.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_to_all, gather_from_sequence_parallel
+from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels.packed_heads import Heads
 
 
@@ -28,12 +32,10 @@ class KeyAccess(NamedTuple):
         enter: maps queries ``[s/cp, b, n, d]``, and keys and values ``[s/cp, b, g, d]``, to the arguments of
             the attention core.
         leave: maps the core's output to ``[s/cp, b, n, d]``.
-        core_gets_all_keys: whether the core's arguments are the keys of the whole sample.
     """
 
     enter: Callable[[Tensor, Tensor, Tensor, Axis], Heads]
     leave: Callable[[Tensor, Axis], Tensor]
-    core_gets_all_keys: bool = True
 
 
 def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
@@ -75,10 +77,31 @@ def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
     return y if cp.size == 1 else _ToTokens.apply(y, cp)
 
 
+def exchange_slices_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
+    """Return what `exchange_tokens_for_heads` returns, with zigzag slices in the order of positions."""
+    order = _order_of_neighbours(cp)
+    q, k, v = (order.restored(x) for x in exchange_tokens_for_heads(q, k, v, cp))
+    return q, k, v
+
+
+def exchange_heads_for_slices(y: Tensor, cp: Axis) -> Tensor:
+    """Return the rank's two slices of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    return exchange_heads_for_tokens(_order_of_neighbours(cp).by_rank(y), cp)
+
+
+def _order_of_neighbours(cp: Axis) -> HeldPositions:
+    """Return the positions of neighbours' slices among those that they hold together.
+
+    In a sample, the first slices of neighbours follow each other, and their last ones follow in reverse.
+    """
+    return HeldPositions(cp.rank, cp.size, is_zigzag=True)
+
+
 KEY_ACCESS: Mapping[str, KeyAccess] = {
     "all_gather": KeyAccess(gather_keys, lambda y, cp: y),
     "a2a": KeyAccess(exchange_tokens_for_heads, exchange_heads_for_tokens),
-    "p2p": KeyAccess(lambda q, k, v, cp: (q, k, v), lambda y, cp: y, core_gets_all_keys=False),
+    "p2p": KeyAccess(lambda q, k, v, cp: (q, k, v), lambda y, cp: y),
+    "a2a+p2p": KeyAccess(exchange_slices_for_heads, exchange_heads_for_slices),
 }
 """Ways to reach the keys of other ranks, by --cp-comm-type."""
 

@@ -6,8 +6,8 @@ that no query of the receiver sees are not sent: those after its queries, with a
 and with dealt documents those of other documents. In backward, they come again, and the gradients of keys and
 values go back to the rank that holds them.
 
-Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
-those of one tensor-parallel rank. Values may have heads of another size, d'.
+Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = ranks of the ring. All
+heads are those that one rank computes. Values may have heads of another size, d'.
 """
 
 from __future__ import annotations
@@ -344,7 +344,9 @@ class RingCore(SoftmaxCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext, blocks: Blocks) -> None:
         super().__init__(config, context)
-        self.cp, self.blocks = context.cp, blocks
+        assert context.ring is not None, "the ranks form no ring"
+        self.ring, self.blocks = context.ring, blocks
+        self.ring_positions = self.own_positions.of_group(context.cp.size // self.ring.size)
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, with the deals of its samples."""
@@ -366,10 +368,10 @@ class RingCore(SoftmaxCore):
         Args:
             k, v: the rank's own, ``[b, g, s/cp, d]`` and ``[b, g, s/cp, d']``.
         """
-        s = k.shape[2] * self.cp.size
+        s = k.shape[2] * self.ring.size
         softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
         if visible.deals is None:
-            return self._attend(q, k, v, softmax, slices_of_ranks(self.own_positions, s), sinks)
+            return self._attend(q, k, v, softmax, slices_of_ranks(self.ring_positions, s), sinks)
         of_samples = [
             self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), deal, sinks)
             for i, deal in enumerate(visible.deals)
@@ -379,7 +381,7 @@ class RingCore(SoftmaxCore):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Deal, sinks: Tensor | None
     ) -> Tensor:
-        out: Tensor = _RingAttention.apply(q, k, v, Ring(self.cp, held, softmax, self.blocks), sinks)
+        out: Tensor = _RingAttention.apply(q, k, v, Ring(self.ring, held, softmax, self.blocks), sinks)
         return out
 
 

@@ -49,26 +49,35 @@ def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -
     """
     if run.cp == 1 or not run.program.is_own:
         return 0.0
-    group = Group(run.cluster, run.cp, run.tp)
-    return CP_SECONDS[run.config.parallel.cp_comm_type](run, group, call, attention_seconds)
+    return CP_SECONDS[run.config.parallel.cp_comm_type](run, call, attention_seconds)
 
 
-def _gather_seconds(run: PlannedRun, group: Group, call: AttentionCall, _: float) -> float:
+def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
     """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
+    group = Group(run.cluster, run.cp, run.tp)
     return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
 
 
-def _exchange_seconds(run: PlannedRun, group: Group, call: AttentionCall, _: float) -> float:
+def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
     """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
+    heads, _ring = run.config.parallel.cp_levels
+    group = Group(run.cluster, heads, run.tp)
     element = run.element_bytes
     entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
     leaving = call.heads * call.value_size * call.queries * element
     return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
 
 
-def _ring_seconds(run: PlannedRun, group: Group, call: AttentionCall, attention_seconds: float) -> float:
+def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
     """Pass keys and values around the ring under the computation."""
+    heads, ring = run.config.parallel.cp_levels
+    group = Group(run.cluster, ring, heads * run.tp)
     return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
+
+
+def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Exchange heads between neighbours, and pass keys and values around the ring of their groups."""
+    return _exchange_seconds(run, call, 0.0) + _ring_seconds(run, call, attention_seconds)
 
 
 def _key_elements(call: AttentionCall) -> int:
@@ -76,9 +85,10 @@ def _key_elements(call: AttentionCall) -> int:
     return call.kv_heads * (call.size + call.value_size)
 
 
-CP_SECONDS: Mapping[str, Callable[[PlannedRun, Group, AttentionCall, float], float]] = {
+CP_SECONDS: Mapping[str, Callable[[PlannedRun, AttentionCall, float], float]] = {
     "all_gather": _gather_seconds,
     "a2a": _exchange_seconds,
     "p2p": _ring_seconds,
+    "a2a+p2p": _levels_seconds,
 }
 """Seconds of the communication of a call of attention, by --cp-comm-type. A search tries these."""

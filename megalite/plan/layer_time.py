@@ -428,7 +428,7 @@ def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
         run.cluster,
         run.tp_comm_chunks,
         parallel.requests_symmetric_memory,
-        parallel.cp_comm_type,
+        parallel.cp_levels,
         parallel.gradient_accumulation_fusion,
         _sum_bytes(run),
     )

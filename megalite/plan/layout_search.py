@@ -244,6 +244,8 @@ def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     degree = _degree_within_node(request, run)
     for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
         choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
+        if choice.get("cp_comm_type", base.parallel.cp_comm_type) == "a2a+p2p":
+            choice |= _levels(request, run)
         yield choice
         if degree is not None and choice.get("zero_stage", base.parallel.zero_stage) > 0:
             yield {**choice, "data_parallel_shard_degree": degree}
@@ -255,6 +257,15 @@ def _degree_within_node(request: Request, run: PlannedRun) -> int | None:
         return None
     degree = gcd(run.num_sharing, request.cluster.gpus_per_node // run.tp)
     return degree if 1 < degree < run.num_sharing else None
+
+
+def _levels(request: Request, run: PlannedRun) -> dict[str, Any]:
+    """Return the sizes with which the ranks that exchange heads are those of a node, if a ring is left."""
+    name, per_node = "hierarchical_context_parallel_sizes", request.cluster.gpus_per_node // run.tp
+    fitting = [n for n in _divisors(run.cp) if 1 < n < run.cp and n <= per_node]
+    return (
+        {name: (fitting[-1], run.cp // fitting[-1])} if fitting and name not in request.fixed_fields else {}
+    )
 
 
 def _micro_batches(base: Config, dp: int) -> list[int]:

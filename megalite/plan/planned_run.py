@@ -215,7 +215,7 @@ class PlannedRun:
             triton_recurrence=self.program.triton_recurrence,
             provider=self.provider,
         )
-        return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_comm_type))
+        return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_levels))
 
     @property
     def _expert_axes(self) -> dict[str, Any]:

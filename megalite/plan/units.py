@@ -28,14 +28,14 @@ class UnitsKey(NamedTuple):
             those of the run.
         cp: context-parallel size: a rank's queries attend to the keys of all ranks.
         drops_weights: attention weights are dropped.
-        cp_comm_type: how queries reach the keys of other context-parallel ranks.
+        cp_levels: how many of these ranks exchange heads, and how many groups of them form a ring.
     """
 
     any_unit: UnitKey
     program: Program
     cp: int
     drops_weights: bool
-    cp_comm_type: str = "all_gather"
+    cp_levels: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,30 +269,34 @@ def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
 
 def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
     """Return the record of a layer whose queries attend to the keys of all context-parallel ranks."""
-    cp, is_own, exchanges_heads = key.cp, key.program.is_own, key.cp_comm_type == "a2a"
+    is_own = key.program.is_own
+    neighbours, ring = key.cp_levels if is_own else (1, 1)
+
+    def exchanged(call: AttentionCall) -> AttentionCall:
+        """Return a call with the tokens of all ranks that exchange heads, and a part of the heads."""
+        if neighbours == 1:
+            return call
+        return call._replace(
+            heads=call.heads // neighbours,
+            kv_heads=max(key.any_unit.micro_batch_size, call.kv_heads // neighbours),
+            queries=call.queries * neighbours,
+        )
 
     def extended(call: AttentionCall) -> AttentionCall:
-        if is_own and exchanges_heads:
-            return call._replace(
-                heads=call.heads // cp,
-                kv_heads=max(key.any_unit.micro_batch_size, call.kv_heads // cp),
-                queries=call.queries * cp,
-                keys=call.keys * cp,
-            )
-        return call._replace(keys=call.keys * cp)
+        return exchanged(call)._replace(keys=call.keys * key.cp)
 
     forward, backward = (
         replace(phase, attention=tuple(map(extended, phase.attention)))
         for phase in (layer.forward, layer.backward)
     )
     extended_layer = replace(layer, forward=forward, backward=backward)
-    keeps_own_keys = not is_own or key.cp_comm_type == "p2p"
-    if keeps_own_keys or "core_attn" in key.any_unit.recomputed_modules:
+    if not is_own or "core_attn" in key.any_unit.recomputed_modules:
         return extended_layer
-    # Backward needs the keys and values that attention read, instead of the rank's own.
+    # Backward needs the keys and values that attention read, instead of the rank's own. A ring keeps those of
+    # this rank, and receives the others again.
     element = layer.forward.gemms[0].element_bytes
     more = sum(
-        (after.kv_heads * after.keys - before.kv_heads * before.keys)
+        (after.kv_heads * after.keys // ring - before.kv_heads * before.keys)
         * (before.size + before.value_size)
         * element
         for before, after in zip(layer.forward.attention, forward.attention, strict=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.distributed.axes import EXPERTS, Slice
+from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
@@ -208,15 +208,32 @@ class LayerContext:
     @property
     def attention_heads(self) -> Slice:
         """Return the slice of the query heads whose attention this rank computes."""
-        tp, cp = self.tp, self.cp
-        if self.cp_comm_type == "a2a":
-            return Slice(tp.rank * cp.size + cp.rank, tp.size * cp.size)
-        return Slice(tp.rank, tp.size)
+        tp, ranks = self.tp, self.head_ranks
+        if ranks is None:
+            return Slice(tp.rank, tp.size)
+        return Slice(tp.rank * ranks.size + ranks.rank, tp.size * ranks.size)
+
+    @property
+    def head_ranks(self) -> Axis | None:
+        """Return the ranks that exchange tokens for heads before attention; None if none do."""
+        return self._ranks_of_cp({"a2a": "cp", "a2a+p2p": "cp_heads"})
+
+    @property
+    def ring(self) -> Axis | None:
+        """Return the ranks whose keys and values attention receives in turn; None without a ring."""
+        return self._ranks_of_cp({"p2p": "cp", "a2a+p2p": "cp_ring"})
 
     @property
     def has_ring(self) -> bool:
-        """Return whether attention receives keys and values from one context-parallel rank after another."""
-        return self.cp.size > 1 and self.cp_comm_type == "p2p"
+        """Return whether attention receives keys and values from one rank after another."""
+        return self.ring is not None
+
+    def _ranks_of_cp(self, names: Mapping[str, str]) -> Axis | None:
+        """Return the axis that `cp_comm_type` selects by its name; None if there is one rank or no name."""
+        name = names.get(self.cp_comm_type)
+        if name is None or self.cp.size == 1:
+            return None
+        return self.cp if name == "cp" else self.topology.factorings[CONTEXT.name].axes[name]
 
     @property
     def attention_queries(self) -> Slice:

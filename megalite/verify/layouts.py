@@ -42,9 +42,11 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "offload": ("offload", True),
     "a2a": ("cp_comm", "a2a"),
     "p2p": ("cp_comm", "p2p"),
+    "a2a+p2p": ("cp_comm", "a2a+p2p"),
     "dynamic": ("dynamic", True),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
+_SWITCH = re.compile(r"\+(a2a\+p2p|[^+]*)")
 
 DEFAULT = (
     ("tp4", "tp2"),
@@ -173,7 +175,7 @@ class Layout:
         uneven: give the first pipeline rank a single layer.
         offload: keep the activations of at least the first layer of each stage in host memory, and the
             state of AdamW, unless the config keeps it in a file.
-        cp_comm: how queries reach the keys of other context-parallel ranks, a2a or p2p.
+        cp_comm: how queries reach the keys of other context-parallel ranks, a2a, p2p or a2a+p2p.
         dynamic: deal documents to context-parallel ranks.
     """
 
@@ -200,7 +202,7 @@ class Layout:
         Raises:
             UserError: the name has a different form.
         """
-        sizes, *switches = name.split("+")
+        sizes, switches = name.partition("+")[0], _SWITCH.findall(name)
         parts = _SIZE.findall(sizes)
         is_made_of_parts = parts and "".join(map("".join, parts)) == sizes
         if not is_made_of_parts or not set(switches) <= _SWITCHES.keys():

@@ -164,6 +164,7 @@ CASES = {
     "exchanged heads": _small("cp2+a2a", **PACKED),
     "recurrent layers in slices": _small("cp2+p2p", preset="llama-tiny", **HYBRID, **PACKED),
     "ring": _small("cp2+p2p"),
+    "ring of exchanged heads": _small("cp4+a2a+p2p"),
     "ring, packed documents": _small("tp2cp2+sp+p2p", preset="llama-tiny", **PACKED),
     "full recomputation": _small("tp2+sp+full"),
     "full recomputation of blocks": _small("tp1+full", recompute_method="block", recompute_num_layers=1),

@@ -220,6 +220,21 @@ ROWS += [
     ),
 ]
 ROWS += [
+    *(
+        (model, "fp64", "cp4+a2a+p2p")
+        for model in (*MODELS, *SWITCHES)
+        if model not in ("llama-tiny, qk-clip", GPT_OSS)
+    ),
+    *(
+        ("gpt-tiny", "fp64", name)
+        for name in (
+            *("tp2cp4+a2a+p2p", "pp2cp4+full+a2a+p2p", "dp2cp4+zero3+a2a+p2p", "cp8+a2a+p2p"),
+            *("pp2zbvcp4+zero1+a2a+p2p", "dp2cp4shard2+zero2+offload+a2a+p2p"),
+        )
+    ),
+    *((model, "fp64", "tp2cp4+sp+selective+a2a+p2p") for model in (GPT_OSS, LATENT)),
+]
+ROWS += [
     (model, "fp64", name)
     for model in (MIXTRAL, WIDE_EXPERTS, GPT_OSS, DEEPSEEK, BESIDE)
     for name in (
@@ -254,6 +269,7 @@ CORE = [
     (GEMMA4_E2B, "fp64", "tp2dp2+sp+zero3"),
     (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1"),
     (GPT_OSS, "fp64", "tp2dp2ep2+sp+full"),
+    (GPT_OSS, "fp64", "cp4+a2a+p2p"),  # windows, sinks and dropout of grouped heads
     *(
         (MUON, "fp64", name)
         for name in ("tp2", "tp2+sp", "pp2", "dp2+zero1", "dp2+zero2", "dp2+zero3", "dp4shard2+zero1")

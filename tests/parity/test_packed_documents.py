@@ -111,6 +111,9 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("gpt-tiny", "tp2cp2+sp+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("gpt-tiny", "tp2cp4+sp+a2a+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("bloom-tiny", "cp4+a2a+p2p", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LATER, "pp2cp4+full+a2a+p2p", REQUIRED, marks=pytest.mark.slow),
         # Documents that are dealt to ranks.
         ("llama-tiny", "cp2+p2p+dynamic", OPTIONS),
         pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),

@@ -698,6 +698,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
+        ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
+         context_parallel, "_order_of_neighbours", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
+        ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
+         parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
+             lambda self: replace(
+                 own := original.fget(self), index=self.tp.rank * own.count // self.tp.size)), "bloom"),
         ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
         ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,

@@ -112,6 +112,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "results of a ring are merged without their weights": (ATTEND, WHOLE),
     "keys of a ring arrive one token later than their values": (ATTEND, "(send|receive) over cp"),
     "sinks of a ring count twice": (ATTEND, WHOLE),
+    "slices of ranks that exchange heads stay in the order of the ranks": (
+        ATTEND, "all-to-all over cp_heads"),
+    "exchanged heads of a ring have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
     "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
     "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
     "gradients of experts are not summed over their replicas": (SUMMED, "sum over e?dp is missing"),

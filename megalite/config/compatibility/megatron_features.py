@@ -81,7 +81,7 @@ UNSUPPORTED = (
         "remove it; --context-parallel-size with --cp-comm-type splits samples over ranks, and "
         "--dynamic-context-parallel deals packed documents to them",
         """
-        hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank
+        hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel
         """,
         "ds-sequence-parallel-fpdt",

@@ -14,6 +14,7 @@ from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.errors import Problem
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
+LEVELS = "hierarchical_context_parallel_sizes"
 
 
 def full_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -141,13 +142,14 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
 
 def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Refuse features that ring attention does not have."""
+    way = config.parallel.cp_comm_type
     if not config.parallel.has_ring:
         return
     for name, is_on in (("qk_clip", config.model.qk_clip), ("compile", config.training.compile)):
         if is_on:
             yield Problem(
                 (name, "cp_comm_type", CP),
-                f"{flag_of(name)} with --cp-comm-type p2p is not supported: pass --cp-comm-type "
+                f"{flag_of(name)} with --cp-comm-type {way} is not supported: pass --cp-comm-type "
                 f"all_gather or a2a, or remove {flag_of(name)}",
             )
 
@@ -160,16 +162,22 @@ def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]
 
 def _exchanged_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
     parallel, model = config.parallel, config.model.for_kind(kind)
-    tp, cp, heads = parallel.tp, parallel.cp, model.num_attention_heads
-    if parallel.cp_comm_type != "a2a" or cp == 1 or heads % tp or heads % model.num_kv_heads:
-        return
+    tp, heads = parallel.tp, model.num_attention_heads
+    ranks, groups_of_ranks = parallel.cp_levels
+    if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % model.num_kv_heads:
+        return  # or reported by other rules
     heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
-    if heads % cp == 0 and (groups % cp == 0 or cp % groups == 0):
+    fitting = [n for n in range(1, ranks + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if ranks in fitting:
         return
-    fitting = [n for n in range(1, cp) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    given, fix = f"--cp {ranks}", f"--cp {fitting[-1]}, or --cp-comm-type all_gather"
+    if groups_of_ranks > 1:
+        sizes = [f"{n} {parallel.cp // n}" for n in fitting[1:] if parallel.cp % n == 0]
+        given = f"{flag_of(LEVELS)} {ranks} {groups_of_ranks}"
+        fix = " or ".join([*(f"{flag_of(LEVELS)} {each}" for each in sizes[-1:]), "--cp-comm-type p2p"])
     rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield Problem(
-        ("cp_comm_type", CP, TP, "num_attention_heads", groups_name(kind)),
-        f"--cp-comm-type a2a with --cp {cp}, over which the {heads} query and {groups} key/value heads{rank} "
-        f"cannot be split: use --cp {fitting[-1]}, or --cp-comm-type all_gather",
+        ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(kind)),
+        f"--cp-comm-type {parallel.cp_comm_type} with {given}, over which the {heads} query and {groups} "
+        f"key/value heads{rank} cannot be split: use {fix}",
     )

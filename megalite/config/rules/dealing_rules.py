@@ -16,7 +16,7 @@ def dealt_documents(config: Config, world_size: int | None) -> Iterator[Problem]
     parallel, model, data = config.parallel, config.model, config.data
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
-    if not parallel.has_ring:
+    if parallel.cp_comm_type != "p2p":
         yield Problem(
             (_DEAL, "cp_comm_type"),
             f"{flag_of(_DEAL)} with --cp-comm-type {parallel.cp_comm_type}, whose messages do not depend on "

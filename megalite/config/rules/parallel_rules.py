@@ -19,6 +19,7 @@ from megalite.config.stage_layers import (
     weights_by_name,
 )
 from megalite.config.vocab_padding import vocab_padding_problems
+from megalite.distributed.axes import CONTEXT
 from megalite.errors import Problem
 from megalite.pipeline.schedules import SCHEDULES
 
@@ -99,11 +100,30 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
     if parallel.has_ring:
-        sizes += ", in 2 slices for each of the --cp ranks (--cp-comm-type p2p)"
+        sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {parallel.cp_comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
         f"{given} is not divisible by {sizes}: use a multiple of it, such as "
         f"{-(-seq_length // num_slices) * num_slices}, or another {cutting[-1].flag}",
+    )
+
+
+def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that cp ranks divide into groups that exchange heads, and that several groups form a ring."""
+    parallel, name = config.parallel, "hierarchical_context_parallel_sizes"
+    cp, given = parallel.cp, parallel.hierarchical_context_parallel_sizes
+    if parallel.cp_comm_type != "a2a+p2p" or cp == 1:
+        return
+    if given is None and min(parallel.cp_levels) > 1:
+        return
+    if given is not None and len(given) == 2 and min(given) > 1 and math.prod(given) == cp:
+        return
+    fitting = [f"{n} {cp // n}" for n in range(2, cp) if cp % n == 0]
+    fix = f"pass {flag_of(name)} {' or '.join(fitting)}" if fitting else "pass --cp-comm-type a2a or p2p"
+    sizes = "" if given is None else f" and {flag_with_value(name, given)}"
+    yield Problem(
+        ("cp_comm_type", _CP, name, _TP),
+        f"--cp-comm-type a2a+p2p with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
     )
 
 
@@ -113,6 +133,8 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
         return
     mesh = config.parallel.mesh
     for factoring in mesh.table:
+        if factoring is CONTEXT:  # it divides an axis of the model's
+            continue
         axes = [
             axis
             for axis in factoring.by_flag

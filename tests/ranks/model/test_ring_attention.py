@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config import ModelConfig
-from megalite.distributed.axes import MeshOptions
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.distributed.axes import CONTEXT, MeshOptions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.document_deal import deal_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_block import TritonBlocks
+from megalite.model.context_parallel import KEY_ACCESS
 from megalite.model.ring_attention import RingCore
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -108,20 +109,26 @@ def _documents(case: Case) -> Tensor | None:
 def _attend(topology: Topology, name: str, dtype: torch.dtype, of_triton: bool = False) -> list[Tensor]:
     """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens.
 
+    Neighbouring ranks exchange heads if the mesh has groups of them.
+
     Args:
         of_triton: compute blocks with the operator of a GPU's kernels, which is plain PyTorch on a CPU.
     """
-    case = CASES[name]
-    context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type="p2p")
-    core, own = build_core(case.config, context), topology.positions
+    case, way = CASES[name], "a2a+p2p" if CONTEXT.name in topology.factorings else "p2p"
+    context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=way)
+    core, own, heads = build_core(case.config, context), topology.positions, context.attention_heads
     if of_triton and isinstance(core, RingCore):
         core.blocks = TritonBlocks()
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
     visible = core.visible_keys((B, S), _documents(case), [case.window])[case.window]
-    drop = Drop(case.p, 5, torch.arange(B) + 3, 0)
-    out = core(q, k, v, visible, drop, *of_sinks)
+    drop = Drop(case.p, 5, torch.arange(B) + 3, heads.index * HEADS // heads.count * S**2)
+    access, ranks = KEY_ACCESS[way], context.head_ranks or context.cp
+    entered = access.enter(*(x.permute(2, 0, 1, 3) for x in (q, k, v)), ranks)
+    own_sinks = [x.chunk(heads.count)[heads.index] for x in of_sinks]
+    out = core(*(x.permute(1, 2, 0, 3) for x in entered), visible, drop, *own_sinks)
+    out = access.leave(out.permute(2, 0, 1, 3), ranks).permute(1, 2, 0, 3)
     grads = torch.autograd.grad(out, [q, k, v, *of_sinks], own.take(grad, dim=2))
     return [out.detach(), *grads]
 
@@ -129,6 +136,16 @@ def _attend(topology: Topology, name: str, dtype: torch.dtype, of_triton: bool =
 def _ranks(num_ranks: int, *arguments: Any) -> list[list[Tensor]]:
     mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
     return run_ranks(_attend_all, mesh, num_ranks, *arguments)
+
+
+def _levels(heads: int, ring: int) -> MeshOptions:
+    """Return the mesh of a ring of groups of neighbours that exchange heads."""
+    parallel = ParallelConfig(
+        context_parallel_size=heads * ring,
+        cp_comm_type="a2a+p2p",
+        hierarchical_context_parallel_sizes=(heads, ring),
+    )
+    return parallel.mesh
 
 
 def _attend_all(
@@ -158,6 +175,18 @@ def test_every_kind_of_attention_is_that_of_one_rank(
     names = list(CASES)
     expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
     ranks = _ranks(num_ranks, names, torch.float64, of_triton)
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
+            assert _error(found, whole) < 1e-13, name
+
+
+@pytest.mark.parametrize(("heads", "ring"), [(2, 2), (2, 3)])
+def test_a_ring_of_groups_that_exchange_heads_has_the_attention_of_one_rank(
+    heads: int, ring: int, one_rank: Topology
+) -> None:
+    names = list(CASES)
+    expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
+    ranks = run_ranks(_attend_all, _levels(heads, ring), heads * ring, names, torch.float64)
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name
@@ -260,3 +289,44 @@ def test_a_ring_sends_the_slices_that_are_needed(num_ranks: int, window: int | N
     for rank in range(num_ranks):
         with Topology.fake(mesh, num_ranks, rank) as topology:
             assert _bytes_sent(topology, window) == expected[rank]
+
+
+def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
+    """Return the bytes that a rank sends in forward and backward, by axis."""
+    config = ModelConfig(
+        num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=num_groups, seq_length=S
+    )
+    context = LayerContext(topology, torch.float32, cp_comm_type="a2a+p2p")
+    core, device, access = build_core(config, context), topology.device, KEY_ACCESS["a2a+p2p"]
+    assert context.head_ranks is not None and context.ring is not None
+    own = [
+        torch.randn(S // context.cp.size, B, n, SIZE, device=device, requires_grad=True)
+        for n in (HEADS, num_groups, num_groups)
+    ]
+    visible = core.visible_keys((B, S), None, [None])[None]
+    with Traffic(topology) as traffic:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*own, context.head_ranks))
+        out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
+        access.leave(out.permute(2, 0, 1, 3), context.head_ranks).sum().backward()
+    axes = context.head_ranks, context.ring
+    return {axis.name: ring_bytes(traffic.calls, axis.name, axis.size) for axis in axes}
+
+
+@pytest.mark.parametrize("num_groups", [2, 1])
+def test_levels_send_their_parts(num_groups: int) -> None:
+    """On ranks, and on meta tensors as in a dry run, as the formulas of docs/context_parallel.md say."""
+    heads, ring = 2, 2
+    element = B * S * SIZE * 4
+    of_keys = max(num_groups, heads)  # with copies
+    exchanged = 2 * (2 * HEADS + 2 * of_keys) * element * (heads - 1) / heads / (heads * ring)
+    of_slice = 2 * of_keys // heads * element // (2 * ring)
+    expected = []
+    for rank in range(heads * ring):
+        place = rank // heads
+        slices = 2 * (ring - 1 + place) + 2 * (ring - 1) - place
+        expected.append({"cp_heads": exchanged, "cp_ring": slices * of_slice})
+    mesh = _levels(heads, ring)
+    assert run_ranks(_bytes_of_levels, mesh, heads * ring, num_groups) == expected
+    for rank, of_rank in enumerate(expected):
+        with Topology.fake(mesh, heads * ring, rank) as topology:
+            assert _bytes_of_levels(topology, num_groups) == of_rank

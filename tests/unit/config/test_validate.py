@@ -24,8 +24,10 @@ from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
 from megalite.config.rules.attention_rules import exchanged_heads, ring
+from megalite.config.rules.dealing_rules import dealt_documents
 from megalite.config.rules.parallel_rules import (
     batch,
+    context_levels,
     replicas,
     sample_ranks,
     sequence,
@@ -742,6 +744,47 @@ def test_exchanged_heads_are_divided(tp: int, cp: int, heads: int, groups: int, 
     problems = [problem.text for problem in exchanged_heads(Config(model=model, parallel=parallel), None)]
     assert len(problems) == bool(expected)
     assert all(re.search(f"{expected}--cp-comm-type all_gather", problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--cp 4", ""),
+        ("--cp 8 --hierarchical-context-parallel-sizes 2 4", ""),
+        ("--cp 2", "--cp 2: it needs two sizes above 1, of product 2; pass --cp-comm-type a2a or p2p"),
+        ("--cp 4 --tp 8", "--cp 4: .*; pass --hierarchical-context-parallel-sizes 2 2"),
+        ("--cp 8 --hierarchical-context-parallel-sizes 4 1", "sizes 4 1: .*; pass .*-sizes 2 4 or 4 2"),
+        ("--cp 4 --hierarchical-context-parallel-sizes 3 2", "sizes 3 2: .*; pass .*-sizes 2 2"),
+        ("--cp 8 --hierarchical-context-parallel-sizes 8 1", "sizes 8 1: .*; pass .*-sizes 2 4 or 4 2"),
+        ("--cp 8 --hierarchical-context-parallel-sizes 2 2 2", "sizes 2 2 2: .*; pass .*-sizes 2 4 or 4 2"),
+        (
+            "--cp 16 --hierarchical-context-parallel-sizes 8 2 --num-attention-heads 12",
+            "-sizes 8 2, over which the 12 query and 12 key/value heads cannot be split: use "
+            "--hierarchical-context-parallel-sizes 4 4 or --cp-comm-type p2p",
+        ),
+        (
+            "--cp 4 --num-attention-heads 3 --hidden-size 48",
+            "-sizes 2 2, over which the 3 query .* use --cp-comm-type p2p",
+        ),
+        (
+            "--cp 4 --compile",
+            "--compile with --cp-comm-type a2a\\+p2p is not supported: .* all_gather or a2a",
+        ),
+        (
+            "--cp 4 --hidden-dropout 0 --reset-attention-mask --dynamic-context-parallel",
+            "--dynamic-context-parallel with --cp-comm-type a2a\\+p2p, .*: pass --cp-comm-type p2p",
+        ),
+        ("--cp 4 --seq-length 36", "36 is not divisible by --cp 4, in 2 slices .* a2a\\+p2p"),
+    ],
+)
+def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, expected: str) -> None:
+    config, _ = parse(
+        f"--preset gpt-tiny --num-attention-heads 8 --seq-length 96 --cp-comm-type a2a+p2p {line}".split()
+    )
+    rules = context_levels, exchanged_heads, ring, dealt_documents, sequence
+    problems = [problem.text for rule in rules for problem in rule(config, None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
 
 
 def test_a_ring_refuses_what_it_cannot_do() -> None:

@@ -32,3 +32,12 @@ def test_zigzag_slices_are_as_far_from_both_ends() -> None:
     assert HeldPositions(1, 3, is_zigzag=True).runs(8, slice(2, 6)) == (range(6, 8), range(16, 18))
     assert HeldPositions(1, 3).slices == (Slice(1, 3),)
     assert HeldPositions(0, 1, is_zigzag=True).runs(8) == (range(8),)
+
+
+def test_neighbours_hold_the_slices_of_one_rank_of_a_smaller_ring() -> None:
+    ranks = [HeldPositions(index, 6, is_zigzag=True) for index in range(6)]
+    for first in (0, 2, 4):
+        own, other = (ranks[number] for number in (first, first + 1))
+        together = {position for rank in (own, other) for run in rank.runs(8) for position in run}
+        assert own.of_group(2) == other.of_group(2) == HeldPositions(first // 2, 3, is_zigzag=True)
+        assert together == {position for run in own.of_group(2).runs(16) for position in run}

@@ -472,7 +472,7 @@ def test_auto_needs_no_mask_for_a_slice_of_the_queries(one_rank: Topology) -> No
 @pytest.mark.parametrize("backend", ["flex", "cudnn", "efficient", "fused"])
 def test_kernels_without_blocks_are_refused_in_a_ring(backend: str, one_rank: Topology) -> None:
     config, context = config_of(attention_backend=backend), ring_of(one_rank, torch.bfloat16, "meta")
-    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type p2p needs"):
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*ring attention needs"):
         choose(Case(config, context))
 
 

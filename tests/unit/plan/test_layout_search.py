@@ -95,7 +95,9 @@ def layouts(flags: str) -> list[ParallelConfig]:
 def test_context_parallel_ranks_have_enough_tokens() -> None:
     found = layouts("--seq-length 32768 --tp 1")
     assert {each.cp for each in found} == {1, 2, 4}
-    assert {each.cp_comm_type for each in found if each.cp > 1} == {"all_gather", "a2a", "p2p"}
+    assert {each.cp_comm_type for each in found if each.cp > 1} == {"all_gather", "a2a", "p2p", "a2a+p2p"}
+    of_levels = [each.hierarchical_context_parallel_sizes for each in found if "+" in each.cp_comm_type]
+    assert set(of_levels) == {(2, 2)}
     assert {each.cp for each in layouts("--seq-length 8192 --tp 1")} == {1}
     assert {each.cp for each in layouts("--seq-length 4096 --tp 1 --cp 8")} == {8}
 

@@ -161,6 +161,18 @@ def test_slices_of_samples_need_less_memory_and_communication() -> None:
     assert seconds[1]["attention"] > 7 / 4 * seconds[2]["attention"]  # Triton's kernel is slower than cuDNN's
 
 
+def test_neighbours_exchange_heads_within_a_node_and_form_a_ring_over_nodes() -> None:
+    line = "--preset llama3-8b --gpu h100-80 --world-size 32 --global-batch-size 16 --bf16 --seq-length 65536"
+    ways = ("a2a", "p2p", "a2a+p2p", "a2a+p2p --hierarchical-context-parallel-sizes 2 8")
+    plans = [plan(f"{line} --cp 16 --cp-comm-type {way}") for way in ways]
+    exchanged, ring, both, wide_ring = (each["seconds_by_kind"]["cp"] for each in plans)
+    assert ring <= wide_ring < both < 0.5 * exchanged  # all-to-alls over nodes are slow
+    saved = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in plans]
+    assert saved == pytest.approx(4 * [saved[0]], rel=0.05)
+    attention = [each["seconds_by_kind"]["attention"] for each in plans[1:]]
+    assert attention == pytest.approx(3 * attention[:1], rel=1e-6)
+
+
 def test_a_search_shards_over_all_replicas() -> None:
     line = f"{SMALL} --context-parallel-size 16 --tp 1 --pp 1 --search --top 100"
     layouts = re.findall(r"tp1pp1dp1cp16(shard\d+)?mbs\d+(?:\+zero([123]))?", lines(line))

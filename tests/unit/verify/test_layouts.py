@@ -25,6 +25,11 @@ from megalite.verify.layouts import TABLE, Layout, default_layouts
         ("tp2dp2+sp+zero1+gather", Layout({"tp": 2, "dp": 2}, sp=True, zero=1, gather=True), 4),
         ("dp4+zero2", Layout({"dp": 4}, zero=2), 4),
         ("tp2cp2+sp+a2a", Layout({"tp": 2, "cp": 2}, sp=True, cp_comm="a2a"), 4),
+        (
+            "tp2cp4+sp+full+a2a+p2p",
+            Layout({"tp": 2, "cp": 4}, sp=True, recompute="full", cp_comm="a2a+p2p"),
+            8,
+        ),
         ("pp2+selective+uneven", Layout({"pp": 2}, recompute="selective", uneven=True), 2),
         ("pp4zb", Layout({"pp": 4}, schedule="zb"), 4),
         ("pp2gpipe", Layout({"pp": 2}, schedule="gpipe"), 2),

@@ -241,10 +241,7 @@ def test_workers_are_accepted_and_told() -> None:
         ("--use-mup", "--use-mup needs --mup-base-width (--mup-base-hidden-size)"),
         ("--use-mup --mup-base-hidden-size 256", "pass --mup-base-head-dim 1 for Megatron-LM's scores"),
         ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power only accepts 1 in this version"),
-        (
-            "--context-parallel-size 2 --cp-comm-type a2a+p2p",
-            "--cp-comm-type",
-        ),
+        ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type"),
         ("--deepspeed_config", "--deepspeed-config takes one value"),
         (
             "--ds-sequence-parallel-size 4",
