@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import AxisSet
 from megalite.distributed.collectives import (
@@ -27,6 +25,7 @@ from megalite.distributed.collectives import (
     reduce_scatter_to_sequence_parallel,
     start_all_gather,
 )
+from megalite.kernels import copy_to_rows, sum_rows
 from megalite.model.expert_exchange import ExchangeSizes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -173,36 +172,8 @@ class Rows(NamedTuple):
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``; backward sums its rows' gradients."""
-        rows: Tensor = _Copies.apply(x, self)
-        return rows
+        return copy_to_rows(x, self.places, self.starts, self.num_selected)
 
     def sums_of_tokens(self, y: Tensor) -> Tensor:
         """Sum each token's rows of ``[t k, h]`` to ``[t, h]``; backward copies its gradient to its rows."""
-        sums: Tensor = _Sums.apply(y, self)
-        return sums
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return x[rows.order // rows.num_selected]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sums.apply(grad, ctx.rows), None
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        if rows.starts is not None:
-            return F.embedding_bag(rows.places, y, rows.starts, mode="sum")
-        return F.embedding_bag(rows.places.view(-1, rows.num_selected), y, mode="sum")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copies.apply(grad, ctx.rows), None
+        return sum_rows(y, self.places, self.starts, self.num_selected)
