@@ -122,11 +122,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_of_copy(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return sum_rows(grad, *ctx.saved_tensors, ctx.num_selected), None, None, None
+    places, starts = ctx.saved_tensors
+    return sum_rows(grad, places, starts, ctx.num_selected), None, None, None
 
 
 def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return copy_to_rows(grad, *ctx.saved_tensors, ctx.num_selected), None, None, None
+    places, starts = ctx.saved_tensors
+    return copy_to_rows(grad, places, starts, ctx.num_selected), None, None, None
 
 
 torch.library.register_autograd(_COPY, _backward_of_copy, setup_context=_setup_context)

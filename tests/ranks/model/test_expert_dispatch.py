@@ -13,8 +13,14 @@ from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.collectives import (
+    gather_from_sequence_parallel,
+    reduce_scatter_to_sequence_parallel,
+    start_all_gather,
+)
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.model.expert_dispatch import Dispatched, Dispatcher, Rows
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
@@ -47,10 +53,37 @@ def _hidden() -> Tensor:
     return torch.rand(LENGTH, 1, 12, generator=generator, dtype=torch.float64)
 
 
-def _experts(topology: Topology, config: ModelConfig, router: str) -> list[Tensor]:
+class AllGatherDispatcher(Dispatcher):
+    """Gathers all tokens on each rank of ep, and keeps the rows of the rank's experts: one from outside."""
+
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+    ) -> Callable[[], Dispatched]:
+        assert self.context.expert_axes is not None and not drops
+        ep = self.context.expert_axes.axes["ep"]
+        num_own = self.num_experts // ep.size
+        x, weights = (gather_from_sequence_parallel(each, ep) for each in (x, weights))
+        experts = start_all_gather(experts, ep).wait() - ep.rank * num_own
+        own = experts.masked_fill((experts < 0) | (experts >= num_own), num_own)
+        rows = Rows.of(own.flatten(0, 1), num_own, drops=True)
+
+        def combine(y: Tensor) -> Tensor:
+            return reduce_scatter_to_sequence_parallel(rows.sums_of_tokens(y).view_as(x), ep)
+
+        dispatched = Dispatched(
+            rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine
+        )
+        return lambda: dispatched
+
+
+def _experts(
+    topology: Topology, config: ModelConfig, router: str, dispatcher: type[Dispatcher] | None = None
+) -> list[Tensor]:
     """Return this rank's part of the output and of the input's gradient, and the weights' whole gradients."""
     context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
     block = MixtureOfExperts(config, context, Router(config, context))
+    if dispatcher is not None:
+        block.dispatcher = dispatcher(block.router.num_experts, context)
     initialize(block, 3, topology)
     with torch.no_grad():
         block.router.weight.copy_(ROUTERS[router](block.router.weight))
@@ -93,6 +126,17 @@ def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) ->
         parts = [each[index] for each in ranks]
         found = [torch.cat(parts)] if index < 2 else parts
         for each in found:
+            torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_layer_takes_a_dispatcher_from_outside(router: str) -> None:
+    parallel = ParallelConfig(expert_model_parallel_size=2)
+    (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
+    ranks = run_ranks(_experts, parallel.mesh, 2, CONFIG, router, AllGatherDispatcher)
+    for index, whole in enumerate(expected):
+        parts = [each[index] for each in ranks]
+        for each in [torch.cat(parts)] if index < 2 else parts:
             torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
 
 
