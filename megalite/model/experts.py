@@ -36,7 +36,7 @@ from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.wrapping import communication_point
+from megalite.wrapping import eager_point
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
 
@@ -335,7 +335,7 @@ class MixtureOfExperts(nn.Module):
         y, terms = self.transform(x, sample_numbers)
         return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
-    @communication_point
+    @eager_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         return self.compute_experts(x, self.router(x, sample_numbers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from megalite.distributed.collectives import (
 )
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.model.expert_dispatch import Dispatched, Dispatcher, Rows
+from megalite.model.expert_dispatch import Dispatched, Dispatcher, Rows, dispatcher_for
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.train.trainer import start_trainer
+from tests.traffic import Traffic
 
 CONFIG = replace(
     PRESETS["llama-tiny"],
@@ -152,6 +154,72 @@ def test_forced_routing_is_that_of_one_rank() -> None:
     ranks = run_ranks(_experts, parallel.mesh, 4, config, "all tokens to two experts")
     torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
     assert (expected[2].flatten(1).abs().sum(1) > 0).all()  # every expert has tokens
+
+
+DROPPED = 4
+CHOICES: dict[str, list[list[list[int]]]] = {
+    "one token": [[[3, 0]], [[1, 2]]],
+    "all tokens on one expert": [[[3], [3], [3]], [[3], [3], [3]]],
+    "nothing is left on a rank": [[[DROPPED, DROPPED], [DROPPED, DROPPED]], [[0, DROPPED], [3, 1]]],
+    "nothing is left": [[[DROPPED], [DROPPED]], [[DROPPED], [DROPPED]]],
+}
+"""The experts of each rank's tokens, of 4 experts on 2 ranks."""
+
+
+def _dispatched(topology: Topology, choices: list[list[list[int]]]) -> tuple[list[Tensor], list[Tensor], int]:
+    """Let expert e multiply rows by e + 1.
+
+    Returns:
+        The outputs and gradients, what they should be, and the bytes of the rank's messages with rows.
+    """
+    context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
+    experts = torch.tensor(choices[topology.rank]).unsqueeze(1)  # [s, 1, k]
+    torch.manual_seed(topology.rank)
+    x = torch.randn(len(experts), 1, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(experts.shape, dtype=torch.float64, requires_grad=True)
+    with Traffic(topology) as traffic:
+        rows, of_rows, ends, combine = dispatcher_for(4, context).start(x, weights, experts, drops=True)()
+        first = 0 if context.expert_axes is None else 2 * topology.rank
+        numbers = torch.arange(first, first + len(ends)).repeat_interleave(
+            ends.diff(prepend=ends.new_zeros(1)), output_size=len(rows)
+        )
+        y = combine(rows * (of_rows * (numbers + 1)).unsqueeze(1) / topology.tp.size)  # tp adds slices up
+        gradients = torch.autograd.grad(y.sum(), (x, weights))
+    factors = torch.where(experts == DROPPED, 0, experts + 1)  # [s, 1, k]
+    total = (weights * factors).sum(-1, keepdim=True)
+    expected = [total * x, total.expand_as(x), factors * x.sum(-1, keepdim=True)]
+    sent = sum(
+        call.num_bytes * count
+        for call, count in traffic.calls.items()
+        if call.kind == "all-to-all" and call.dtype == "float64"
+    )
+    return [y.detach(), *gradients], [each.detach() for each in expected], sent
+
+
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(expert_model_parallel_size=2),
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    ],
+    ids=["ep2", "tp2"],
+)
+def test_few_tokens_and_none(parallel: ParallelConfig, case: str) -> None:
+    choices = CHOICES[case]
+    ranks = run_ranks(_dispatched, parallel.mesh, 2, choices)
+    for found, expected, _ in ranks:
+        for each, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(each, right, rtol=1e-14, atol=1e-14)
+    if parallel.ep == 1:
+        return
+    # 5 numbers of a row and its weight go there, 5 numbers come back, and so do their gradients.
+    of_row = (2 * 6 + 2 * 5) * 8
+    flat = [[number for token in of_rank for number in token] for of_rank in choices]
+    for rank, (*_, num_bytes) in enumerate(ranks):
+        num_sent = sum(number != DROPPED for number in flat[rank])
+        num_received = sum(number // 2 == rank for number in chain(*flat))
+        assert num_bytes == of_row * max(num_sent, num_received)
 
 
 def test_a_rank_without_any_token_for_its_experts() -> None:
