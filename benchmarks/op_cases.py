@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite import kernels
 from megalite.distributed.axis import Axis
-from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu
+from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu, token_rows
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
 from megalite.model.delta_rule import gated_delta_rule
@@ -66,6 +66,8 @@ def cases(sizes: argparse.Namespace, dtype: torch.dtype, device: torch.device) -
     if device.type == "cuda":  # elsewhere plain PyTorch runs
         yield "delta rule", _recurrence(h // 128, 2, 128, s, b, is_delta=True, **kind)
         yield "state space", _recurrence(1, h // 64, 64, s, b, is_delta=False, **kind)
+        for name, direction in (("copies of tokens to rows", "copy"), ("sums of tokens' rows", "sum")):
+            yield name, _token_rows(direction, s * b, h, **kind)
     yield "cross-entropy", _cross_entropy(_random(s * b, sizes.vocab_size, **kind))
 
 
@@ -201,6 +203,28 @@ def _rotary(x: Tensor) -> Case:
         ),
         (2, 2),
     )
+
+
+def _token_rows(direction: str, num_tokens: int, width: int, **kind: Any) -> Case:
+    """Return a case with 8 experts of each token, whose rows are in a random order."""
+    places = torch.randperm(8 * num_tokens, device=kind["device"])
+    tokens = places.argsort() // 8
+    rows = places, None, 8
+
+    def copy(x: Tensor) -> Tensor:
+        return x[tokens]
+
+    def add_up(x: Tensor) -> Tensor:
+        return x.new_zeros(num_tokens, width).index_add(0, tokens, x)
+
+    copies, sums = token_rows.copy_reference, token_rows.sum_reference
+    if direction == "copy":
+        reference = (lambda x: copies(x, *rows)), (lambda grad, _: sums(grad, *rows))
+        x, passes = _random(num_tokens, width, **kind), (9, 9)
+        return Case((x,), lambda x: token_rows.copy_to_rows(x, *rows), copy, reference, passes)
+    reference = (lambda x: sums(x, *rows)), (lambda grad, _: copies(grad, *rows))
+    x, passes = _random(8 * num_tokens, width, **kind), (9 / 8, 9 / 8)
+    return Case((x,), lambda x: token_rows.sum_rows(x, *rows), add_up, reference, passes)
 
 
 def _recurrence(

@@ -147,7 +147,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder, slow_link(args.rate) as namespaces:
             results = Path(folder) / "results.json"
-            if run_in(namespaces, ["--results", str(results), *sys.argv[1:]]):
+            if run_in(namespaces, __file__, ["--results", str(results), *sys.argv[1:]]):
                 return 1  # the rank has said why
             print_table(json.loads(results.read_text()), args)
     except subprocess.CalledProcessError as error:
@@ -176,8 +176,8 @@ def slow_link(rate: str) -> Iterator[list[str]]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
 
 
-def run_in(namespaces: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Run this program in each namespace, as the ranks of one world; gives whether one failed."""
+def run_in(namespaces: Sequence[str], program: str, arguments: Sequence[str]) -> bool:
+    """Run a program in each namespace, as the ranks of one world; gives whether one failed."""
     ranks = []
     for rank, name in enumerate(namespaces):
         world = {
@@ -190,7 +190,7 @@ def run_in(namespaces: Sequence[str], arguments: Sequence[str]) -> bool:
             "OMP_WAIT_POLICY": "PASSIVE",
         }
         environment = os.environ | {key: str(value) for key, value in world.items()}
-        command = ("ip", "netns", "exec", name, sys.executable, __file__, *arguments)
+        command = ("ip", "netns", "exec", name, sys.executable, program, *arguments)
         ranks.append(subprocess.Popen(command, env=environment))
     try:
         while all(process.poll() is None for process in ranks):

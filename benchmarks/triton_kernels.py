@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax, token_rows
 from megalite.kernels.dropout import launch_kernel
 from megalite.kernels.flash_attention import (
     SIZES,
@@ -165,6 +165,14 @@ def run_softmax(dtype: torch.dtype, key: int = 0, base: int = 0) -> None:
     scores = torch.empty(2, 4, 128, 2048, dtype=dtype)
     log_sums = softmax.launch(scores, *arguments)
     softmax.launch_backward(scores, scores, log_sums, *arguments)
+
+
+def run_token_rows(dtype: torch.dtype, *, drops: bool = False) -> None:
+    """Launch the copies of 8 rows for each token, and their sums."""
+    places = torch.arange(512)
+    starts = torch.arange(0, 512, 8) if drops else None
+    rows = token_rows.launch_copy(torch.empty(64, 2048, dtype=dtype), places, starts, 8)
+    token_rows.launch_sum(rows, places, starts, 8)
 
 
 def other_counts(capability: int) -> dict[str, Counts]:

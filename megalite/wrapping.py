@@ -36,7 +36,7 @@ def wrap_point(method: Method) -> Method:
         wrapped = self.__dict__.get(key)
         return method(self, *args, **kwargs) if wrapped is None else wrapped(*args, **kwargs)
 
-    point.communicates = False  # type: ignore[attr-defined]
+    point.communicates = point.is_eager = False  # type: ignore[attr-defined]
     return point  # type: ignore[return-value]
 
 
@@ -48,6 +48,16 @@ def communication_point(method: Method) -> Method:
     """
     point = wrap_point(method)
     point.communicates = True  # type: ignore[attr-defined]
+    return point
+
+
+def eager_point(method: Method) -> Method:
+    """Declare a communication point with shapes that depend on values.
+
+    Compiled layers always call it between their graphs.
+    """
+    point = communication_point(method)
+    point.is_eager = True  # type: ignore[attr-defined]
     return point
 
 
@@ -74,8 +84,17 @@ def wrapped_names(module: nn.Module) -> set[str]:
 
 def communicating_names(module: nn.Module) -> set[str]:
     """Return the names of the module's methods that its class declares with `communication_point`."""
+    return _names_with(module, "communicates")
+
+
+def eager_names(module: nn.Module) -> set[str]:
+    """Return the names of the module's methods that its class declares with `eager_point`."""
+    return _names_with(module, "is_eager")
+
+
+def _names_with(module: nn.Module, property_of_point: str) -> set[str]:
     methods = ((name, getattr(type(module), name, None)) for name in dir(type(module)))
-    return {name for name, method in methods if getattr(method, "communicates", False)}
+    return {name for name, method in methods if getattr(method, property_of_point, False)}
 
 
 def _key(method: Any) -> str:

@@ -16,6 +16,7 @@ from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
 from megalite.kernels.softmax import CausalSoftmax, Drop
 from megalite.kernels.swiglu import bias_swiglu
+from megalite.kernels.token_rows import copy_to_rows, sum_rows
 from megalite.kernels.visible_keys import VisibleKeys
 from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_
 
@@ -31,6 +32,7 @@ __all__ = [
     "bias_dropout_add",
     "bias_gelu",
     "bias_swiglu",
+    "copy_to_rows",
     "cross_entropy_gradient_",
     "cross_entropy_statistics",
     "describe",
@@ -50,6 +52,7 @@ __all__ = [
     "sink_factors",
     "sinks_gradient",
     "site_key",
+    "sum_rows",
 ]
 
 _OPS = (

@@ -12,9 +12,10 @@ from torch import nn
 
 from megalite.errors import UserError
 from megalite.kernels.library import compile_problem, tag_compile_caches
+from megalite.model.shared_expert import SharedExpert
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from megalite.wrapping import communicating_names, wrap, wrapped_names
+from megalite.wrapping import Wrapper, communicating_names, eager_names, wrap, wrapped_names
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
 
@@ -35,7 +36,8 @@ def check_compiler(device: torch.device) -> None:
 def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer's forward, for training and evaluation. Call it once, at the end.
 
-    Hooks of a layer stay outside of its graph, such as hooks that gather its weights (ZeRO stage 3).
+    Hooks of a layer stay outside of its graph, such as hooks that gather its weights (ZeRO stage 3). Experts
+    and their router run between graphs, and a shared expert is a graph of its own.
 
     Args:
         backend: backend of torch.compile.
@@ -44,6 +46,7 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
         UserError: a layer of your own does not declare its forward with `wrap_point`.
     """
     tag_compile_caches()
+    compiled = partial(torch.compile, backend=backend, dynamic=False)
     stage.prepare_tables(stage.config.seq_length)
     for layer in stage.all_layers():
         for module in layer.modules():
@@ -52,7 +55,17 @@ def compile_layers(stage: Stage, backend: str | Callable[..., Any] = "inductor")
         communicates = stage.context.tp.size > 1 or stage.context.cp.size > 1
         if communicates or stage.context.weight_gradient_store is not None:
             _communicate_between_graphs(layer)
-        wrap(layer, "forward", partial(torch.compile, backend=backend, dynamic=False))
+        _leave_experts_eager(layer, compiled)
+        wrap(layer, "forward", compiled)
+
+
+def _leave_experts_eager(layer: nn.Module, compiled: Wrapper) -> None:
+    """Run experts between graphs, because the shapes of their GEMMs depend on the router's choices."""
+    for module in layer.modules():
+        for name in eager_names(module):
+            wrap(module, name, torch.compiler.disable)
+        if isinstance(module, SharedExpert):
+            wrap(module, "transform", compiled)
 
 
 def _communicate_between_graphs(layer: nn.Module) -> None:

@@ -10,16 +10,14 @@ token for one of its experts, or for one rank's slice of it; n rows are for the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalite.distributed.axis import AxisSet
 from megalite.distributed.collectives import (
     copy_to_tensor_parallel,
     gather_from_sequence_parallel,
@@ -27,6 +25,7 @@ from megalite.distributed.collectives import (
     reduce_scatter_to_sequence_parallel,
     start_all_gather,
 )
+from megalite.kernels import copy_to_rows, sum_rows
 from megalite.model.expert_exchange import ExchangeSizes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -48,90 +47,106 @@ class Dispatched(NamedTuple):
     combine: Callable[[Tensor], Tensor]
 
 
-def start_dispatch(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    num_experts: int,
-    context: LayerContext,
-    *,
-    drops: bool = False,
-) -> Callable[[], Dispatched]:
-    """Start to bring the rank's tokens to their experts; return a function that waits for the result.
+class Dispatcher(ABC):
+    """Brings tokens to their experts, and the experts' outputs back.
 
-    Messages between ranks of the axes of experts overlap with what the caller computes in between.
+    A layer has the one that `dispatcher_for` builds. To exchange rows by another library, assign a subclass
+    of your own to `MixtureOfExperts.dispatcher`.
 
     Args:
-        x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
-        weights: of each of a token's experts, ``[s, b, k]``.
-        experts: their numbers, ``[s, b, k]``; `num_experts` for an expert that drops the token.
-        drops: whether experts can drop tokens.
+        num_experts: number of experts on all ranks.
     """
-    axes = context.expert_axes
-    if axes is None:
-        return partial(_dispatch_within_tp, x, weights, experts, num_experts, context, drops)
-    return _start_to_holders(x, weights, experts, num_experts, axes, drops, context)
+
+    def __init__(self, num_experts: int, context: LayerContext) -> None:
+        self.num_experts = num_experts
+        self.context = context
+
+    @abstractmethod
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+    ) -> Callable[[], Dispatched]:
+        """Start to bring the rank's tokens to their experts; return a function that waits for the result.
+
+        Messages overlap with what the caller computes in between. Both x and weights need gradients.
+
+        Args:
+            x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
+            weights: of each of a token's experts, ``[s, b, k]``.
+            experts: their numbers, ``[s, b, k]``; `num_experts` for an expert that drops the token.
+            drops: whether experts can drop tokens.
+        """
 
 
-def _dispatch_within_tp(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext, drops: bool
-) -> Dispatched:
-    """Order the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
-    tp, is_cut = context.tp, context.sequence_parallel
-    use = gather_from_sequence_parallel if is_cut else copy_to_tensor_parallel
-    add_up = (
-        reduce_scatter_to_sequence_parallel if is_cut else partial(reduce_from_tensor_parallel, in_place=True)
-    )
-    x, weights = use(x, tp), use(weights, tp)
-    if is_cut and tp.size > 1:
-        experts = start_all_gather(experts, tp).wait()
-    rows = Rows.of(experts.flatten(0, 1), num_experts, drops=drops)
+class SlicedExpertsDispatcher(Dispatcher):
+    """Orders the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
 
-    def combine(y: Tensor) -> Tensor:
-        return add_up(rows.sums_of_tokens(y).view_as(x), tp)
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+    ) -> Callable[[], Dispatched]:
+        return partial(self._gather, x, weights, experts, drops)
 
-    return Dispatched(rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine)
-
-
-def _start_to_holders(
-    x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    num_experts: int,
-    axes: AxisSet,
-    drops: bool,
-    context: LayerContext,
-) -> Callable[[], Dispatched]:
-    """Start to send each token to the ranks that hold its experts."""
-    ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
-    num_own, num_copies = num_experts // ep.size, etp.size
-    # Rows are ordered by the rank that gets them, and then by its expert. Dropped rows come last.
-    owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
-    copies = torch.arange(num_copies, device=experts.device)
-    keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
-    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, drops=drops)
-    counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
-    sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
-    # The GPU copies the rows while the host waits for the sizes.
-    rows = sent.of_tokens(x.flatten(0, 1))
-    of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
-    of_weights = sizes.read(keys.numel(), context.moe_imbalance)
-    of_hidden = of_weights._replace(turns=context.turns)
-    wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
-
-    def wait() -> Dispatched:
-        rows, of_rows = wait_for_rows(), wait_for_weights().squeeze(1)
-        numbers = torch.arange(num_own, device=x.device).repeat(holders.size)
-        numbers = numbers.repeat_interleave(sizes.received.flatten(), output_size=rows.shape[0])
-        ordered = Rows.of(numbers.unsqueeze(1), num_own)
+    def _gather(self, x: Tensor, weights: Tensor, experts: Tensor, drops: bool) -> Dispatched:
+        tp, is_cut = self.context.tp, self.context.sequence_parallel
+        use = gather_from_sequence_parallel if is_cut else copy_to_tensor_parallel
+        add_up = (
+            reduce_scatter_to_sequence_parallel
+            if is_cut
+            else partial(reduce_from_tensor_parallel, in_place=True)
+        )
+        x, weights = use(x, tp), use(weights, tp)
+        if is_cut and tp.size > 1:
+            experts = start_all_gather(experts, tp).wait()
+        rows = Rows.of(experts.flatten(0, 1), self.num_experts, drops=drops)
 
         def combine(y: Tensor) -> Tensor:
-            returned = of_hidden.reverse().run(ordered.sums_of_tokens(y))
-            return sent.sums_of_tokens(returned).view_as(x)
+            return add_up(rows.sums_of_tokens(y).view_as(x), tp)
 
-        return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)
+        return Dispatched(rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine)
 
-    return wait
+
+class AllToAllDispatcher(Dispatcher):
+    """Sends each token to the ranks that hold its experts, by the axes of experts."""
+
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+    ) -> Callable[[], Dispatched]:
+        axes = self.context.expert_axes
+        assert axes is not None
+        ep, etp, holders = axes.axes["ep"], axes.axes["etp"], axes.over("ep", "etp")
+        num_own, num_copies = self.num_experts // ep.size, etp.size
+        # Rows are ordered by the rank that gets them, and then by its expert. Dropped rows come last.
+        owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
+        copies = torch.arange(num_copies, device=experts.device)
+        keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
+        sent = Rows.of(keys.flatten(2).flatten(0, 1), self.num_experts * num_copies, drops=drops)
+        counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
+        sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
+        # The GPU copies the rows while the host waits for the sizes.
+        rows = sent.of_tokens(x.flatten(0, 1))
+        of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
+        of_weights = sizes.read(keys.numel(), self.context.moe_imbalance)
+        of_hidden = of_weights._replace(turns=self.context.turns)
+        wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
+
+        def wait() -> Dispatched:
+            rows, of_rows = wait_for_rows(), wait_for_weights().squeeze(1)
+            numbers = torch.arange(num_own, device=x.device).repeat(holders.size)
+            numbers = numbers.repeat_interleave(sizes.received.flatten(), output_size=rows.shape[0])
+            ordered = Rows.of(numbers.unsqueeze(1), num_own)
+
+            def combine(y: Tensor) -> Tensor:
+                returned = of_hidden.reverse().run(ordered.sums_of_tokens(y))
+                return sent.sums_of_tokens(returned).view_as(x)
+
+            return Dispatched(ordered.of_tokens(rows), of_rows[ordered.order], ordered.ends, combine)
+
+        return wait
+
+
+def dispatcher_for(num_experts: int, context: LayerContext) -> Dispatcher:
+    """Return the dispatcher for the way in which a layout cuts experts."""
+    kind = SlicedExpertsDispatcher if context.expert_axes is None else AllToAllDispatcher
+    return kind(num_experts, context)
 
 
 class Rows(NamedTuple):
@@ -173,36 +188,8 @@ class Rows(NamedTuple):
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``; backward sums its rows' gradients."""
-        rows: Tensor = _Copies.apply(x, self)
-        return rows
+        return copy_to_rows(x, self.places, self.starts, self.num_selected)
 
     def sums_of_tokens(self, y: Tensor) -> Tensor:
         """Sum each token's rows of ``[t k, h]`` to ``[t, h]``; backward copies its gradient to its rows."""
-        sums: Tensor = _Sums.apply(y, self)
-        return sums
-
-
-class _Copies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return x[rows.order // rows.num_selected]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sums.apply(grad, ctx.rows), None
-
-
-class _Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        if rows.starts is not None:
-            return F.embedding_bag(rows.places, y, rows.starts, mode="sum")
-        return F.embedding_bag(rows.places.view(-1, rows.num_selected), y, mode="sum")
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copies.apply(grad, ctx.rows), None
+        return sum_rows(y, self.places, self.starts, self.num_selected)

@@ -24,7 +24,7 @@ from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import LossTerm, Terms
 from megalite.model.block import BlockOutput
 from megalite.model.expert_capacity import capacity_of, within_capacity
-from megalite.model.expert_dispatch import start_dispatch
+from megalite.model.expert_dispatch import Dispatcher, dispatcher_for
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
@@ -36,7 +36,7 @@ from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.wrapping import communication_point
+from megalite.wrapping import eager_point
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
 
@@ -300,6 +300,9 @@ class MixtureOfExperts(nn.Module):
     The weight is applied before the matrix of `down`, and to its bias. The inputs and outputs of experts are
     hidden states, or latents to and from which other matrices project them. The output of a shared expert is
     added; see `SharedExpert`.
+
+    Attributes:
+        dispatcher: brings tokens to experts and back; another `Dispatcher` can replace it.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext, router: Router) -> None:
@@ -307,6 +310,7 @@ class MixtureOfExperts(nn.Module):
         self.context = context
         self.drops = config.moe_expert_capacity_factor is not None
         self.router = router
+        self.dispatcher: Dispatcher = dispatcher_for(router.num_experts, context)
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
@@ -331,7 +335,7 @@ class MixtureOfExperts(nn.Module):
         y, terms = self.transform(x, sample_numbers)
         return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
-    @communication_point
+    @eager_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         return self.compute_experts(x, self.router(x, sample_numbers))
@@ -339,14 +343,8 @@ class MixtureOfExperts(nn.Module):
     def compute_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
         """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
         weights, experts, terms = routing
-        wait_for_rows = start_dispatch(
-            x if self.to_latent is None else self.to_latent(x),
-            weights,
-            experts,
-            self.router.num_experts,
-            self.context,
-            drops=self.drops and self.training,
-        )
+        latents = x if self.to_latent is None else self.to_latent(x)
+        wait_for_rows = self.dispatcher.start(latents, weights, experts, drops=self.drops and self.training)
         shared = None if self.shared is None else self.shared.transform(x)  # while rows are in flight
         y, weights, ends, combine = wait_for_rows()
         y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]

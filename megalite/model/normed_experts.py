@@ -13,7 +13,7 @@ from megalite.loss_terms import Terms
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.wrapping import communication_point
+from megalite.wrapping import eager_point
 
 
 class NormedRouter(Router):
@@ -46,7 +46,7 @@ class NormedExperts(MixtureOfExperts):
         self.input_norm = build_norm(config, context)
         self.output_norm = build_norm(config, context)
 
-    @communication_point
+    @eager_point
     def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers))

@@ -12,9 +12,12 @@ from megalite.verify.layouts import Layout
 from megalite.verify.record_run import record_run
 from tests.parity.test_activations import RECOMPUTE
 from tests.parity.test_layout_table import (
+    BESIDE,
     GLOBAL_BATCH_SIZE,
     LATENT,
+    MIXTRAL,
     NUM_ITERATIONS,
+    WIDE_EXPERTS,
     WINDOWED,
     _config,
     _reference,
@@ -42,6 +45,11 @@ NOTHING = RecomputeConfig()
         (LATENT, "fp64", "pp2", RECOMPUTE["core"]),
         (LATENT, "fp64", "tp2+sp", RECOMPUTE["parts"]),
         (WINDOWED, "fp64", "pp2dp2+zero3", RECOMPUTE["core"]),
+        (WIDE_EXPERTS, "fp64", "mbs2", NOTHING),
+        (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1", RECOMPUTE["mlp"]),
+        (MIXTRAL, "fp64", "dp2ep2+zero3", NOTHING),
+        (MIXTRAL, "fp64", "pp2dpvdp2ep2", NOTHING),
+        (BESIDE, "fp64", "pp2", RECOMPUTE["mlp"]),
     ],
 )
 def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:

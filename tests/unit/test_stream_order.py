@@ -39,7 +39,7 @@ from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
-from megalite.model.expert_dispatch import start_dispatch
+from megalite.model.expert_dispatch import dispatcher_for
 from megalite.model.expert_exchange import _Finish, _Start
 from megalite.model.recompute import recompute
 from megalite.optim import offload
@@ -281,7 +281,7 @@ def exchange_rows() -> None:
         weights = torch.ones(6, 2, 1, device=topology.device, requires_grad=True)
         experts = torch.zeros(6, 2, 1, dtype=torch.int64, device=topology.device)
         tokens = x * 2
-        wait = start_dispatch(tokens, weights, experts, 4, LayerContext(topology, torch.float32))
+        wait = dispatcher_for(4, LayerContext(topology, torch.float32)).start(tokens, weights, experts)
         other = tokens.square() * 3
         rows, of_rows, _, combine = wait()
         (other + combine(rows * of_rows.unsqueeze(1))).sum().backward()

@@ -70,11 +70,6 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
             "it",
         )
     yield from _projections_and_mlps(config)
-    if config.training.compile:
-        yield Problem(
-            ("num_experts", "compile"),
-            f"--compile with {given}: the shapes of an expert's GEMMs depend on its tokens; remove it",
-        )
     if config.training.fp8_format is not None:
         yield Problem(
             ("num_experts", "fp8_format"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,19 @@ from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.collectives import (
+    gather_from_sequence_parallel,
+    reduce_scatter_to_sequence_parallel,
+    start_all_gather,
+)
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.model.expert_dispatch import Dispatched, Dispatcher, Rows, dispatcher_for
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.train.trainer import start_trainer
+from tests.traffic import Traffic
 
 CONFIG = replace(
     PRESETS["llama-tiny"],
@@ -47,10 +55,37 @@ def _hidden() -> Tensor:
     return torch.rand(LENGTH, 1, 12, generator=generator, dtype=torch.float64)
 
 
-def _experts(topology: Topology, config: ModelConfig, router: str) -> list[Tensor]:
+class AllGatherDispatcher(Dispatcher):
+    """Gathers all tokens on each rank of ep, and keeps the rows of the rank's experts: one from outside."""
+
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+    ) -> Callable[[], Dispatched]:
+        assert self.context.expert_axes is not None and not drops
+        ep = self.context.expert_axes.axes["ep"]
+        num_own = self.num_experts // ep.size
+        x, weights = (gather_from_sequence_parallel(each, ep) for each in (x, weights))
+        experts = start_all_gather(experts, ep).wait() - ep.rank * num_own
+        own = experts.masked_fill((experts < 0) | (experts >= num_own), num_own)
+        rows = Rows.of(own.flatten(0, 1), num_own, drops=True)
+
+        def combine(y: Tensor) -> Tensor:
+            return reduce_scatter_to_sequence_parallel(rows.sums_of_tokens(y).view_as(x), ep)
+
+        dispatched = Dispatched(
+            rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine
+        )
+        return lambda: dispatched
+
+
+def _experts(
+    topology: Topology, config: ModelConfig, router: str, dispatcher: type[Dispatcher] | None = None
+) -> list[Tensor]:
     """Return this rank's part of the output and of the input's gradient, and the weights' whole gradients."""
     context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
     block = MixtureOfExperts(config, context, Router(config, context))
+    if dispatcher is not None:
+        block.dispatcher = dispatcher(block.router.num_experts, context)
     initialize(block, 3, topology)
     with torch.no_grad():
         block.router.weight.copy_(ROUTERS[router](block.router.weight))
@@ -96,6 +131,17 @@ def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) ->
             torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_layer_takes_a_dispatcher_from_outside(router: str) -> None:
+    parallel = ParallelConfig(expert_model_parallel_size=2)
+    (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
+    ranks = run_ranks(_experts, parallel.mesh, 2, CONFIG, router, AllGatherDispatcher)
+    for index, whole in enumerate(expected):
+        parts = [each[index] for each in ranks]
+        for each in [torch.cat(parts)] if index < 2 else parts:
+            torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
+
+
 def test_forced_routing_is_that_of_one_rank() -> None:
     config = replace(CONFIG, moe_router_force_load_balancing=True)
     parallel = ParallelConfig(
@@ -108,6 +154,72 @@ def test_forced_routing_is_that_of_one_rank() -> None:
     ranks = run_ranks(_experts, parallel.mesh, 4, config, "all tokens to two experts")
     torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
     assert (expected[2].flatten(1).abs().sum(1) > 0).all()  # every expert has tokens
+
+
+DROPPED = 4
+CHOICES: dict[str, list[list[list[int]]]] = {
+    "one token": [[[3, 0]], [[1, 2]]],
+    "all tokens on one expert": [[[3], [3], [3]], [[3], [3], [3]]],
+    "nothing is left on a rank": [[[DROPPED, DROPPED], [DROPPED, DROPPED]], [[0, DROPPED], [3, 1]]],
+    "nothing is left": [[[DROPPED], [DROPPED]], [[DROPPED], [DROPPED]]],
+}
+"""The experts of each rank's tokens, of 4 experts on 2 ranks."""
+
+
+def _dispatched(topology: Topology, choices: list[list[list[int]]]) -> tuple[list[Tensor], list[Tensor], int]:
+    """Let expert e multiply rows by e + 1.
+
+    Returns:
+        The outputs and gradients, what they should be, and the bytes of the rank's messages with rows.
+    """
+    context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
+    experts = torch.tensor(choices[topology.rank]).unsqueeze(1)  # [s, 1, k]
+    torch.manual_seed(topology.rank)
+    x = torch.randn(len(experts), 1, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(experts.shape, dtype=torch.float64, requires_grad=True)
+    with Traffic(topology) as traffic:
+        rows, of_rows, ends, combine = dispatcher_for(4, context).start(x, weights, experts, drops=True)()
+        first = 0 if context.expert_axes is None else 2 * topology.rank
+        numbers = torch.arange(first, first + len(ends)).repeat_interleave(
+            ends.diff(prepend=ends.new_zeros(1)), output_size=len(rows)
+        )
+        y = combine(rows * (of_rows * (numbers + 1)).unsqueeze(1) / topology.tp.size)  # tp adds slices up
+        gradients = torch.autograd.grad(y.sum(), (x, weights))
+    factors = torch.where(experts == DROPPED, 0, experts + 1)  # [s, 1, k]
+    total = (weights * factors).sum(-1, keepdim=True)
+    expected = [total * x, total.expand_as(x), factors * x.sum(-1, keepdim=True)]
+    sent = sum(
+        call.num_bytes * count
+        for call, count in traffic.calls.items()
+        if call.kind == "all-to-all" and call.dtype == "float64"
+    )
+    return [y.detach(), *gradients], [each.detach() for each in expected], sent
+
+
+@pytest.mark.parametrize("case", CHOICES)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(expert_model_parallel_size=2),
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    ],
+    ids=["ep2", "tp2"],
+)
+def test_few_tokens_and_none(parallel: ParallelConfig, case: str) -> None:
+    choices = CHOICES[case]
+    ranks = run_ranks(_dispatched, parallel.mesh, 2, choices)
+    for found, expected, _ in ranks:
+        for each, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(each, right, rtol=1e-14, atol=1e-14)
+    if parallel.ep == 1:
+        return
+    # 5 numbers of a row and its weight go there, 5 numbers come back, and so do their gradients.
+    of_row = (2 * 6 + 2 * 5) * 8
+    flat = [[number for token in of_rank for number in token] for of_rank in choices]
+    for rank, (*_, num_bytes) in enumerate(ranks):
+        num_sent = sum(number != DROPPED for number in flat[rank])
+        num_received = sum(number // 2 == rank for number in chain(*flat))
+        assert num_bytes == of_row * max(num_sent, num_received)
 
 
 def test_a_rank_without_any_token_for_its_experts() -> None:

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     pose = types.ModuleType("megalite.kernels._C")
     pose.capability = lambda: "Triton's interpreter"  # type: ignore[attr-defined]
     sys.modules[pose.__name__] = pose
-    from megalite.kernels import dropout_add, softmax
+    from megalite.kernels import dropout_add, softmax, token_rows
     from megalite.kernels.dropout import launch as launch_dropout
     from megalite.kernels.flash_attention import (
         SIZES,
@@ -46,11 +46,13 @@ def main(arguments: Sequence[str]) -> int:
         "bias_dropout_add_backward": dropout_add.launch_backward,
         "causal_softmax_": softmax.launch,
         "causal_softmax_backward_": softmax.launch_backward,
+        "copy_to_rows": token_rows.launch_copy,
         "dropout": launch_dropout,
         "flash_attention": with_sinks(launch),
         "flash_attention_backward": launch_backward,
         "recurrence": launch_recurrence,
         "recurrence_backward": launch_recurrence_backward,
+        "sum_rows": token_rows.launch_sum,
     }.items():
         library.impl(name, function, "CPU")
     return pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments])

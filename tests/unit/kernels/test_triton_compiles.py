@@ -16,6 +16,7 @@ from benchmarks.triton_kernels import (
     run_dropout,
     run_dropout_backward,
     run_softmax,
+    run_token_rows,
     sizes_for,
 )
 from megalite.kernels.flash_attention import LARGE_MEMORY, has_triton, launch, launch_backward
@@ -95,6 +96,15 @@ def test_one_kernel_without_spills_serves_all_keys(run: Callable[..., None], dty
     assert not any(read(kernel.asm["cubin"])[0].stack for _, kernel in found[0])
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_rows_of_tokens_are_in_registers(dtype: torch.dtype, drops: bool) -> None:
+    with only_compiled(90) as kernels:
+        run_token_rows(dtype, drops=drops)
+    assert [name for name, _ in kernels] == ["copy_kernel", "sum_kernel"]
+    assert not any(read(kernel.asm["cubin"])[0].stack for _, kernel in kernels)
+
+
 def test_each_launch_says_whether_products_and_sums_are_fused() -> None:
     """Triton 3.9 prints a warning for each kernel that does not, as the default is to change."""
     from triton.runtime.jit import JITFunction
@@ -113,6 +123,7 @@ def test_each_launch_says_whether_products_and_sums_are_fused() -> None:
         launch_recurrence_backward(grad.unsqueeze(2), None, *arguments)
         run_dropout(torch.bfloat16)
         run_softmax(torch.bfloat16)
+        run_token_rows(torch.bfloat16)
     assert {"forward_kernel", "delta_kernel", "dropout_kernel", "backward_kernel", "states_kernel"} < set(
         launches
     )

@@ -11,6 +11,7 @@ from tests.unit.kernels.posing import ROOT
 SHORT = {
     "flash_attention": "(everything and (sides or sinks or slice or rows)) or drops or skips or sees_no_key",
     "recurrence": "documents and not mamba",
+    "token_rows": "float32 and 37",
 }
 LONG = {
     "dropout": "(equals and 127 and torch.float64) or (16_bit and torch.float16)",
@@ -18,6 +19,7 @@ LONG = {
     "softmax": "float64-op or whole_weights or large or not_a_number",
     "flash_attention": "test",
     "recurrence": "test",
+    "token_rows": "not bfloat16",
 }
 """Tests of each operator: not those in bf16, to which the interpreter truncates."""
 

@@ -53,6 +53,21 @@ MODEL = ModelConfig(
     hidden_dropout=0.1,
     attention_dropout=0.1,
 )
+EXPERTS = replace(
+    MODEL,
+    activation="swiglu",
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=24,
+    moe_expert_capacity_factor=1.5,
+    moe_router_load_balancing_type="none",
+)
+MLP_AND_NORMS = RecomputeConfig(
+    recompute_granularity="selective", recompute_modules=("mlp", "layernorm", "core_attn")
+)
 CASES = {
     "dropout": (MODEL, RecomputeConfig()),
     "llama": (
@@ -221,6 +236,23 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
     assert not counters["graph_break"]
     num_kinds = len({*model.layer_kinds[:3]})
     assert counters["stats"]["unique_graphs"] == 2 * num_kinds  # for training and for evaluation
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [RecomputeConfig(), pytest.param(MLP_AND_NORMS, marks=pytest.mark.slow)],
+    ids=["", "recomputed"],
+)
+def test_experts_run_between_graphs(recompute: RecomputeConfig, one_rank: Topology) -> None:
+    """A layer is a graph before its experts and another after them; the shared expert is one too."""
+    stages = [build_stage(EXPERTS, one_rank, range(2), seed=1, recompute=recompute) for _ in range(2)]
+    compile_layers(stages[1], "aot_eager")
+    expected, compiled = map(_results, stages)
+    assert compiled.losses == pytest.approx(expected.losses, rel=1e-13)
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(compiled.grads[name], grad, rtol=1e-11, atol=1e-12, msg=name)
+    assert compiled.hooked == expected.hooked
+    assert counters["stats"]["unique_graphs"] == 2 * 3  # for training and for evaluation
 
 
 @pytest.mark.parametrize("case", [next(iter(CASES)), "parts"])
