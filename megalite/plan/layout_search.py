@@ -237,7 +237,7 @@ def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     free = {name: values for name, values in ways.items() if name not in fixed}
     pipelines: list[dict[str, Any]] = [{}]
     if not fixed & PIPELINE_FIELDS:
-        pipelines = _pipelines(base, run.pp)
+        pipelines = _pipelines(base, run.pp, has_messages=needs_slices)
     recomputes: list[dict[str, Any]] = [{}]
     if not fixed & {"recompute_granularity", "recompute_modules"}:
         recomputes = _recomputes(request.planned_run())
@@ -263,7 +263,8 @@ def _micro_batches(base: Config, dp: int) -> list[int]:
     return [size for size in sizes if samples % (size * dp) == 0] or [1]
 
 
-def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
+def _pipelines(base: Config, pp: int, *, has_messages: bool) -> list[dict[str, Any]]:
+    """Return the schedules to try; those that overlap actions only if these can hide messages of experts."""
     if pp == 1:
         return [{"pipeline_schedule": "1f1b"}]
     own = base.model.num_layers // pp
@@ -277,10 +278,11 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
             chosen += [
                 {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": count} for count in chunks
             ]
-        elif schedule.num_chunks <= max(own, 1) and not (
-            schedule.keeps_all_microbatches or schedule.overlaps
+        elif (
+            schedule.num_chunks <= max(own, 1)
+            and not schedule.keeps_all_microbatches  # GPipe takes as long as 1F1B, and more memory
+            and (has_messages or not schedule.overlaps)
         ):
-            # GPipe takes as long as 1F1B, and more memory. Estimates do not know what an overlap hides.
             fixed.append({"pipeline_schedule": name})
     return fixed + chosen
 
