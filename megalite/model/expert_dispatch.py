@@ -10,6 +10,7 @@ token for one of its experts, or for one rank's slice of it; n rows are for the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ def start_dispatch(
     num_experts: int,
     context: LayerContext,
     *,
-    drops: bool = False,
+    capacity_factor: float | None = None,
 ) -> Callable[[], Dispatched]:
     """Start to bring the rank's tokens to their experts; return a function that waits for the result.
 
@@ -65,16 +66,21 @@ def start_dispatch(
         x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
         weights: of each of a token's experts, ``[s, b, k]``.
         experts: their numbers, ``[s, b, k]``; `num_experts` for an expert that drops the token.
-        drops: whether experts can drop tokens.
+        capacity_factor: most tokens of an expert, relative to the mean, if experts can drop tokens.
     """
     axes = context.expert_axes
     if axes is None:
-        return partial(_dispatch_within_tp, x, weights, experts, num_experts, context, drops)
-    return _start_to_holders(x, weights, experts, num_experts, axes, drops, context)
+        return partial(_dispatch_within_tp, x, weights, experts, num_experts, context, capacity_factor)
+    return _start_to_holders(x, weights, experts, num_experts, axes, capacity_factor, context)
 
 
 def _dispatch_within_tp(
-    x: Tensor, weights: Tensor, experts: Tensor, num_experts: int, context: LayerContext, drops: bool
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    num_experts: int,
+    context: LayerContext,
+    capacity_factor: float | None,
 ) -> Dispatched:
     """Order the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
     tp, is_cut = context.tp, context.sequence_parallel
@@ -85,7 +91,7 @@ def _dispatch_within_tp(
     x, weights = use(x, tp), use(weights, tp)
     if is_cut and tp.size > 1:
         experts = start_all_gather(experts, tp).wait()
-    rows = Rows.of(experts.flatten(0, 1), num_experts, drops=drops)
+    rows = Rows.of(experts.flatten(0, 1), num_experts, capacity_factor)
 
     def combine(y: Tensor) -> Tensor:
         return add_up(rows.sums_of_tokens(y).view_as(x), tp)
@@ -99,7 +105,7 @@ def _start_to_holders(
     experts: Tensor,
     num_experts: int,
     axes: AxisSet,
-    drops: bool,
+    capacity_factor: float | None,
     context: LayerContext,
 ) -> Callable[[], Dispatched]:
     """Start to send each token to the ranks that hold its experts."""
@@ -109,13 +115,13 @@ def _start_to_holders(
     owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
     copies = torch.arange(num_copies, device=experts.device)
     keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
-    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, drops=drops)
+    sent = Rows.of(keys.flatten(2).flatten(0, 1), num_experts * num_copies, capacity_factor)
     counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
     sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
     # The GPU copies the rows while the host waits for the sizes.
     rows = sent.of_tokens(x.flatten(0, 1))
     of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
-    of_weights = sizes.read(keys.numel(), context.moe_imbalance)
+    of_weights = sizes.read(len(sent.order), context.moe_imbalance)
     of_hidden = of_weights._replace(turns=context.turns)
     wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
@@ -153,22 +159,26 @@ class Rows(NamedTuple):
     starts: Tensor | None = None
 
     @staticmethod
-    def of(experts: Tensor, num_experts: int, *, drops: bool = False) -> Rows:
+    def of(experts: Tensor, num_experts: int, capacity_factor: float | None = None) -> Rows:
         """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host.
 
         Args:
-            drops: drop the rows of numbers from `num_experts` on; the host then reads how many are left.
+            capacity_factor: drop the rows of numbers from `num_experts` on; the host then reads how many are
+                left. Without values, the factor says it: as many as if tokens were even. None to drop none.
         """
         of_rows, order = experts.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         numbers = torch.arange(num_experts, device=order.device)
         ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
-        if not drops or experts.is_meta:  # without values, no row is dropped
+        if capacity_factor is None:
             return Rows(order, places, ends, experts.shape[1])
         is_kept = experts < num_experts
         of_tokens = is_kept.sum(1)
-        places = places[is_kept.flatten()]
+        if experts.is_meta:
+            places = places[: math.ceil(min(1.0, capacity_factor) * len(places))]
+        else:
+            places = places[is_kept.flatten()]
         return Rows(order[: len(places)], places, ends, experts.shape[1], of_tokens.cumsum(0) - of_tokens)
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -305,7 +305,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, router: Router) -> None:
         super().__init__()
         self.context = context
-        self.drops = config.moe_expert_capacity_factor is not None
+        self.capacity_factor = config.moe_expert_capacity_factor
         self.router = router
         self.activation = activation_of(config)
         e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
@@ -345,7 +345,7 @@ class MixtureOfExperts(nn.Module):
             experts,
             self.router.num_experts,
             self.context,
-            drops=self.drops and self.training,
+            capacity_factor=self.capacity_factor if self.training else None,
         )
         shared = None if self.shared is None else self.shared.transform(x)  # while rows are in flight
         y, weights, ends, combine = wait_for_rows()
