@@ -44,7 +44,7 @@ def compare() -> Iterator[Comparison]:
     """Plan every run of the file."""
     with CASES.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            cluster = f"--bf16 --gpu h100 --world-size {row['n_gpus']} --program {row['program']}"
+            cluster = f"--bf16 --gpu {row['gpu']} --world-size {row['n_gpus']} --program {row['program']}"
             request = read_request([*shlex.split(row["flags"]), *cluster.split()])
             plan = RunPlan(request.planned_run())
             yield Comparison(row["case_id"], plan, float(row["iter_time_s"] or 0) or _seconds(row, plan))

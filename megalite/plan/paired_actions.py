@@ -17,7 +17,7 @@ from megalite.plan.planned_run import PlannedRun
 from megalite.plan.saved_activations import Kinds
 
 Savings = Mapping[tuple[int, int], float]
-"""Seconds that a pair saves over its actions one after the other, by pipeline rank and the forward's chunk."""
+"""Seconds by which a pair is shorter than its two actions, by pipeline rank and the forward's chunk."""
 
 
 class LayerSeconds(NamedTuple):
