@@ -62,7 +62,7 @@ def main() -> None:
     errors = []
     for each in compare():
         time = each.plan.time
-        parts = {**vars(time.work), "bubble": time.waiting}
+        parts = {**time.work._asdict(), "bubble": time.waiting}
         shares = " ".join(
             f"{name} {value / time.seconds:.0%}" for name, value in parts.items() if value > time.seconds / 50
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -475,7 +475,7 @@ def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     state = largest_offloaded_state(run)
     if state is None:
         muon = muon_seconds(run)
-        return replace(muon, memory_bound=memory_seconds(run, count * update_bytes))
+        return muon._replace(memory_bound=memory_seconds(run, count * update_bytes))
     resident = (count - state.elements) * update_bytes + count * CLIPPING_BYTES
     forward = step.first_forward.seconds if updates_under_forward(run) else 0.0
     exposed = offload_seconds(run, state).exposed(step.last_backward.seconds, forward)

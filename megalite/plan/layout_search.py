@@ -16,10 +16,11 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.exchange_time import CP_SECONDS
 from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
+from megalite.plan.layout_configs import LayoutCheck, LayoutConfigs
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
+from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.rank_memory import node_host_bytes
 
 MAX_MICRO_BATCH = 16
@@ -102,9 +103,10 @@ def _fits_host(plan: RunPlan) -> bool:
 def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool) -> SearchResult:
     """Plan every layout, each with all activations in host memory if `offloads`."""
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
+    check = LayoutCheck(cluster.world_size)
     for number, config in enumerate(_configs(request, cluster), 1):
         watch(f"{number:,} layouts of {cluster.world_size:,} GPUs planned, {len(found.fitting):,} fit")
-        problem = first_problem(config, cluster)
+        problem = check.first_problem(config)
         if problem is not None:
             found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
             continue
@@ -172,10 +174,11 @@ def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
         raise UserError(
             "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
         )
+    configs = LayoutConfigs(base)
     for sizes in _axis_sizes(request, cluster):
         run = request.planned_run(with_layout(base, **sizes), cluster)
         for values in _choices(request, run):
-            yield with_even_stages(with_layout(base, **sizes, **values))
+            yield configs.config({**sizes, **values})
 
 
 def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
