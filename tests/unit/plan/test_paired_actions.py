@@ -50,7 +50,8 @@ def test_an_iteration_is_shorter_by_its_pairs() -> None:
     hidden = time_step(slower).work.ep - time_step(run).work.ep
     assert hidden > 0.0
     assert time_step(run).seconds < time_step(slower).seconds - 0.5 * hidden
-    assert least_seconds(run) <= makespan(run, _stages(run)) * 1.001
+    # The makespan of many microbatches is extrapolated, to within 1%.
+    assert least_seconds(run) <= makespan(run, _stages(run)) * 1.01
 
 
 def test_pairs_are_those_of_all_microbatches() -> None:
