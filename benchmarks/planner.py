@@ -90,7 +90,7 @@ def lines(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 def _line(each: Comparison) -> str:
     time = each.plan.time
-    parts = {**vars(time.work), "bubble": time.waiting}
+    parts = {**time.work._asdict(), "bubble": time.waiting}
     told = " ".join(
         f"{name} {value / time.seconds:.0%}" for name, value in parts.items() if value > time.seconds / 50
     )

@@ -44,7 +44,7 @@ def compare() -> Iterator[Comparison]:
     """Plan every run of the file."""
     with CASES.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            cluster = f"--bf16 --gpu h100 --world-size {row['n_gpus']} --program {row['program']}"
+            cluster = f"--bf16 --gpu {row['gpu']} --world-size {row['n_gpus']} --program {row['program']}"
             request = read_request([*shlex.split(row["flags"]), *cluster.split()])
             plan = RunPlan(request.planned_run())
             yield Comparison(row["case_id"], plan, float(row["iter_time_s"] or 0) or _seconds(row, plan))
@@ -62,7 +62,7 @@ def main() -> None:
     errors = []
     for each in compare():
         time = each.plan.time
-        parts = {**vars(time.work), "bubble": time.waiting}
+        parts = {**time.work._asdict(), "bubble": time.waiting}
         shares = " ".join(
             f"{name} {value / time.seconds:.0%}" for name, value in parts.items() if value > time.seconds / 50
         )

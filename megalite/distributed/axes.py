@@ -10,7 +10,8 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from typing import Literal, get_args
 
 from megalite.errors import UserError
 
@@ -96,7 +97,7 @@ class Factoring:
     axes: tuple[AxisEntry, ...]
     groups: tuple[tuple[str, ...], ...] = ()
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(axis.name for axis in self.axes)
 
@@ -116,7 +117,11 @@ class Factoring:
 
     def with_role(self, role: Role) -> tuple[str, ...]:
         """Return the names of the axes with a role, outermost first."""
-        return tuple(axis.name for axis in self.axes if role in axis.roles)
+        return self._by_role[role]
+
+    @cached_property
+    def _by_role(self) -> dict[Role, tuple[str, ...]]:
+        return {role: tuple(axis.name for axis in self.axes if role in axis.roles) for role in get_args(Role)}
 
     @property
     def holders(self) -> tuple[str, ...]:

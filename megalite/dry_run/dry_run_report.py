@@ -121,21 +121,35 @@ def _schedule_lines(found: DryRun) -> Iterator[str]:
     yield f"  {summarize_actions(actions)}"
 
 
+LONGEST_PERIOD = 12
+"""Most runs of actions of one kind that a report writes as one repeated part of a schedule."""
+
+
 def summarize_actions(actions: Sequence[Action]) -> str:
-    """List the kinds of actions in order, with counts for repeated kinds and pairs of kinds."""
+    """List the kinds of actions in order, with counts for repeated kinds and repeated parts of the list."""
     runs = [(name, len(list(group))) for name, group in groupby(map(_kind, actions))]
     parts, i = [], 0
     while i < len(runs):
-        pair, times = runs[i : i + 2], 1
-        while len(pair) == 2 and runs[i + 2 * times : i + 2 * times + 2] == pair:
-            times += 1
-        if times > 1:
-            parts.append(f"{times} x ({', '.join(map(_run, pair))})")
-            i += 2 * times
-        else:
-            parts.append(_run(runs[i]))
-            i += 1
+        length, times = _repetition(runs[i:])
+        part = ", ".join(map(_run, runs[i : i + length]))
+        parts.append(f"{times} x ({part})" if times > 1 else part)
+        i += length * times
     return ", ".join(parts)
+
+
+def _repetition(runs: Sequence[tuple[str, int]]) -> tuple[int, int]:
+    """Return how long a part at the start is, and how often it follows itself: 1 and 1 if none repeats.
+
+    Of all parts, it is the shortest of those whose repetitions are longest together.
+    """
+    found = 1, 1
+    for length in range(2, LONGEST_PERIOD + 1):
+        times = 1
+        while runs[times * length : (times + 1) * length] == runs[:length]:
+            times += 1
+        if times > 1 and length * times > found[0] * found[1]:
+            found = length, times
+    return found
 
 
 def _kind(action: Action) -> str:

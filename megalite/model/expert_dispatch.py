@@ -10,6 +10,7 @@ token for one of its experts, or for one rank's slice of it; n rows are for the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -63,7 +64,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
         """Start to bring the rank's tokens to their experts; return a function that waits for the result.
 
@@ -73,7 +74,7 @@ class Dispatcher(ABC):
             x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
             weights: of each of a token's experts, ``[s, b, k]``.
             experts: their numbers, ``[s, b, k]``; `num_experts` for an expert that drops the token.
-            drops: whether experts can drop tokens.
+            capacity_factor: most tokens of an expert, relative to the mean, if experts can drop tokens.
         """
 
 
@@ -81,11 +82,13 @@ class SlicedExpertsDispatcher(Dispatcher):
     """Orders the tokens of all tensor-parallel ranks, each of which has a slice of every expert."""
 
     def start(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
-        return partial(self._gather, x, weights, experts, drops)
+        return partial(self._gather, x, weights, experts, capacity_factor)
 
-    def _gather(self, x: Tensor, weights: Tensor, experts: Tensor, drops: bool) -> Dispatched:
+    def _gather(
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None
+    ) -> Dispatched:
         tp, is_cut = self.context.tp, self.context.sequence_parallel
         use = gather_from_sequence_parallel if is_cut else copy_to_tensor_parallel
         add_up = (
@@ -96,7 +99,7 @@ class SlicedExpertsDispatcher(Dispatcher):
         x, weights = use(x, tp), use(weights, tp)
         if is_cut and tp.size > 1:
             experts = start_all_gather(experts, tp).wait()
-        rows = Rows.of(experts.flatten(0, 1), self.num_experts, drops=drops)
+        rows = Rows.of(experts.flatten(0, 1), self.num_experts, capacity_factor)
 
         def combine(y: Tensor) -> Tensor:
             return add_up(rows.sums_of_tokens(y).view_as(x), tp)
@@ -108,7 +111,7 @@ class AllToAllDispatcher(Dispatcher):
     """Sends each token to the ranks that hold its experts, by the axes of experts."""
 
     def start(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
         axes = self.context.expert_axes
         assert axes is not None
@@ -118,13 +121,13 @@ class AllToAllDispatcher(Dispatcher):
         owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
         copies = torch.arange(num_copies, device=experts.device)
         keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
-        sent = Rows.of(keys.flatten(2).flatten(0, 1), self.num_experts * num_copies, drops=drops)
+        sent = Rows.of(keys.flatten(2).flatten(0, 1), self.num_experts * num_copies, capacity_factor)
         counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
         sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
         # The GPU copies the rows while the host waits for the sizes.
         rows = sent.of_tokens(x.flatten(0, 1))
         of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
-        of_weights = sizes.read(keys.numel(), self.context.moe_imbalance)
+        of_weights = sizes.read(len(sent.order), self.context.moe_imbalance)
         of_hidden = of_weights._replace(turns=self.context.turns)
         wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
@@ -168,22 +171,26 @@ class Rows(NamedTuple):
     starts: Tensor | None = None
 
     @staticmethod
-    def of(experts: Tensor, num_experts: int, *, drops: bool = False) -> Rows:
+    def of(experts: Tensor, num_experts: int, capacity_factor: float | None = None) -> Rows:
         """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host.
 
         Args:
-            drops: drop the rows of numbers from `num_experts` on; the host then reads how many are left.
+            capacity_factor: drop the rows of numbers from `num_experts` on; the host then reads how many are
+                left. Without values, the factor says it: as many as if tokens were even. None to drop none.
         """
         of_rows, order = experts.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         numbers = torch.arange(num_experts, device=order.device)
         ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
-        if not drops or experts.is_meta:  # without values, no row is dropped
+        if capacity_factor is None:
             return Rows(order, places, ends, experts.shape[1])
         is_kept = experts < num_experts
         of_tokens = is_kept.sum(1)
-        places = places[is_kept.flatten()]
+        if experts.is_meta:
+            places = places[: math.ceil(min(1.0, capacity_factor) * len(places))]
+        else:
+            places = places[is_kept.flatten()]
         return Rows(order[: len(places)], places, ends, experts.shape[1], of_tokens.cumsum(0) - of_tokens)
 
     def of_tokens(self, x: Tensor) -> Tensor:

@@ -308,7 +308,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, router: Router) -> None:
         super().__init__()
         self.context = context
-        self.drops = config.moe_expert_capacity_factor is not None
+        self.capacity_factor = config.moe_expert_capacity_factor
         self.router = router
         self.dispatcher: Dispatcher = dispatcher_for(router.num_experts, context)
         self.activation = activation_of(config)
@@ -344,7 +344,9 @@ class MixtureOfExperts(nn.Module):
         """Map ``[s, b, h]`` to the weighted sum of each token's experts."""
         weights, experts, terms = routing
         latents = x if self.to_latent is None else self.to_latent(x)
-        wait_for_rows = self.dispatcher.start(latents, weights, experts, drops=self.drops and self.training)
+        wait_for_rows = self.dispatcher.start(
+            latents, weights, experts, self.capacity_factor if self.training else None
+        )
         shared = None if self.shared is None else self.shared.transform(x)  # while rows are in flight
         y, weights, ends, combine = wait_for_rows()
         y = self.up.multiply(y, ends)  # [n, ffn/etp], or [n, 2 ffn/etp]

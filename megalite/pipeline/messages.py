@@ -16,6 +16,8 @@ from megalite.pipeline.schedules import Action, ActionKind, StageMap
 
 Duration = Callable[[int, Action], float]
 """Duration of an action on a rank, in any unit."""
+PairSaving = Callable[[int, Action, Action], float]
+"""By how much two actions of a rank that run together take less time than one after the other."""
 
 
 class ScheduleError(RuntimeError):
@@ -51,7 +53,17 @@ def _neighbour(rank: int, action: Action, stages: StageMap, step: int) -> tuple[
     return holder, Action(action.kind, action.microbatch, chunk)
 
 
-def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duration: Duration) -> Times:
+def saves_nothing(rank: int, first: Action, second: Action) -> float:
+    """Let two actions that run together take as long as one after the other."""
+    return 0.0
+
+
+def compute_times(
+    actions: Sequence[Sequence[Action]],
+    stages: StageMap,
+    duration: Duration,
+    saving: PairSaving = saves_nothing,
+) -> Times:
     """Return the times at which each rank runs its actions in order, each as soon as its input exists.
 
     Args:
@@ -74,6 +86,8 @@ def compute_times(actions: Sequence[Sequence[Action]], stages: StageMap, duratio
             start = max(clocks[rank], *(span.end for span in arrivals if span), 0.0)
             group = left[rank].popleft()
             clocks[rank] = start + sum(duration(rank, action) for action in group)
+            if len(group) == 2:
+                clocks[rank] -= saving(rank, *group)
             for action in group:
                 times[rank, action] = ActionSpan(start, clocks[rank])
                 reader = reader_of(rank, action, stages)

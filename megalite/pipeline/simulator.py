@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import get_args
@@ -13,11 +13,13 @@ from megalite.pipeline.messages import (
     Batch,
     Direction,
     Duration,
+    PairSaving,
     ScheduleError,
     StageMessage,
     Step,
     compute_times,
     plan_steps,
+    saves_nothing,
 )
 from megalite.pipeline.schedules import (
     SCHEDULES,
@@ -93,24 +95,52 @@ def step_makespan(
     num_microbatches: int,
     duration: Duration,
     max_rounds: int = MAX_ROUNDS,
+    saving: PairSaving = saves_nothing,
 ) -> float:
     """Return the time of a training step whose messages take no time.
 
-    For many microbatches, extrapolate: each further one takes as long as the last simulated ones.
-
     Args:
-        duration: does not depend on the microbatch.
+        duration, saving: do not depend on the microbatch.
     """
 
     def simulated(count: int) -> float:
         actions = training_actions(schedule, stages, count)
-        return max(span.end for span in compute_times(actions, stages, duration).values())
+        return max(span.end for span in compute_times(actions, stages, duration, saving).values())
 
-    few, many = (max_rounds - 1) * stages.num_ranks, max_rounds * stages.num_ranks
+    return extrapolated(simulated, stages.num_ranks, num_microbatches, max_rounds)
+
+
+def extrapolated(
+    count: Callable[[int], float], num_ranks: int, num_microbatches: int, max_rounds: int = MAX_ROUNDS
+) -> float:
+    """Return what a function of the number of microbatches returns, or for many of them an extrapolation.
+
+    Each further microbatch adds as much as the last of `max_rounds` per rank.
+    """
+    few, many = (max_rounds - 1) * num_ranks, max_rounds * num_ranks
     if num_microbatches <= many:
-        return simulated(num_microbatches)
-    short, long = simulated(few), simulated(many)
+        return count(num_microbatches)
+    short, long = count(few), count(many)
     return long + (long - short) / (many - few) * (num_microbatches - many)
+
+
+@lru_cache(maxsize=256)
+def pairs_of_rank(
+    schedule: ScheduleName, stages: StageMap, num_microbatches: int, rank: int
+) -> dict[int, float]:
+    """Return in how many pairs of actions that run together the forward is of each chunk of a rank."""
+
+    def of_chunk(chunk: int) -> Callable[[int], float]:
+        def count(num_microbatches: int) -> float:
+            actions = training_actions(schedule, stages, num_microbatches)[rank]
+            return sum(len(group) == 2 and group[0].chunk == chunk for group in stages.groups(actions))
+
+        return count
+
+    return {
+        chunk: extrapolated(of_chunk(chunk), stages.num_ranks, num_microbatches)
+        for chunk in range(stages.num_chunks)
+    }
 
 
 @lru_cache(maxsize=64)

@@ -114,17 +114,23 @@ class Group:
     def all_to_all_seconds(self, num_bytes: float) -> float:
         """Return the seconds of an all-to-all in which each rank sends `num_bytes` in equal parts.
 
-        NCCL sends a message to each rank, at the same time inside the node and over the network. Each rank
-        has its own part of the network. A rank does not send its own part.
+        NCCL sends a message to each rank. A rank does not send its own part.
         """
         if self.size == 1 or num_bytes == 0:
             return 0.0
-        cluster, simple, near = self.cluster, PROTOCOLS[-1], self.ranks_per_node
-        part = num_bytes / (self.size * cluster.gpu.link_share * 1e9)
-        inside = (near - 1) * part / cluster.node_gbps
-        outside = (self.size - near) * part / cluster.network_gbps
+        part, near = num_bytes / self.size, self.ranks_per_node
+        return self.exchange_seconds((near - 1) * part, (self.size - near) * part)
+
+    def exchange_seconds(self, inside: float, outside: float) -> float:
+        """Return the seconds in which each rank sends so many bytes inside its node, and over the network.
+
+        Both happen at the same time. Each rank has its own part of the network.
+        """
+        cluster, simple = self.cluster, PROTOCOLS[-1]
+        rate = cluster.gpu.link_share * 1e9
         hop = simple.node_hop if self.is_inside_node else simple.network_hop
-        return simple.start + hop + max(inside, outside)
+        longest = max(inside / (rate * cluster.node_gbps), outside / (rate * cluster.network_gbps))
+        return simple.start + hop + longest
 
     def _ring_seconds(self, protocol: Protocol, num_bytes: float, num_calls: float, turns: int = 1) -> float:
         network_hops = 0 if self.is_inside_node else self.num_nodes - 1

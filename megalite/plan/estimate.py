@@ -169,7 +169,7 @@ def _experts_object(run: PlannedRun) -> dict[str, Any]:
 
 
 def _by_kind(work: WorkSeconds) -> dict[str, float]:
-    return {_JSON_KINDS.get(kind, kind): seconds for kind, seconds in asdict(work).items()}
+    return {_JSON_KINDS.get(kind, kind): seconds for kind, seconds in work._asdict().items()}
 
 
 def _offload_object(plan: RunPlan) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from megalite.distributed.axes import EXPERTS
 from megalite.plan.communication import Group
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.ring_time import exposed_ring_seconds
+from megalite.plan.token_dispatch import dispatch_seconds
 from megalite.recording.unit_record import AttentionCall, PhaseRecord
 
 
@@ -20,7 +22,10 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
         return 0.0
     sizes = run.sizes_in(EXPERTS)
     group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
-    return _exchanges_seconds(group, phase, lambda axis: axis != "cp")
+    seconds = group.all_to_all_seconds
+    if run.program.sends_tokens_once and sizes["etp"] == 1:
+        seconds = partial(dispatch_seconds, run, group)
+    return _exchanges_seconds(seconds, phase, lambda axis: axis != "cp")
 
 
 def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
@@ -30,13 +35,16 @@ def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
     """
     if not run.program.is_own:
         return 0.0
-    return _exchanges_seconds(Group(run.cluster, run.cp, run.tp), phase, lambda axis: axis == "cp")
+    group = Group(run.cluster, run.cp, run.tp)
+    return _exchanges_seconds(group.all_to_all_seconds, phase, lambda axis: axis == "cp")
 
 
-def _exchanges_seconds(group: Group, phase: PhaseRecord, is_over: Callable[[str], bool]) -> float:
+def _exchanges_seconds(
+    seconds: Callable[[float], float], phase: PhaseRecord, is_over: Callable[[str], bool]
+) -> float:
     """Return the seconds of a phase's all-to-alls over axes that a condition selects."""
     calls = (each.call for each in phase.collectives if each.call.kind == "all-to-all")
-    return sum(group.all_to_all_seconds(call.num_bytes) for call in calls if is_over(call.axis))
+    return sum(seconds(call.num_bytes) for call in calls if is_over(call.axis))
 
 
 def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:

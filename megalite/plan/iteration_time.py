@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from megalite.plan.layer_time import (
     LAUNCH_SECONDS,
     ModelWork,
     WorkSeconds,
-    gemm_seconds,
     memory_seconds,
     model_work,
     offload_work,
@@ -32,9 +31,11 @@ from megalite.plan.layer_time import (
     total_work,
     work_key,
 )
+from megalite.plan.muon_time import muon_seconds
 from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds, updates_under_forward
+from megalite.plan.paired_actions import pair_savings, saved_by_ranks
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.units import RankUnits, Sizes, sizes_of
+from megalite.plan.units import RankUnits, Sizes
 
 Stage = Mapping[ActionKind, WorkSeconds]
 """A stage's work on one microbatch, by kind of action in its schedule."""
@@ -99,27 +100,32 @@ def time_step(run: PlannedRun) -> Step:
     """Simulate the schedule of one step."""
     stages = _stages(run)
     by_rank = [[stages[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp)]
-    works = [total_work(work for chunk in chunks for work in chunk.values()) for chunks in by_rank]
+    of_microbatch = [total_work(work for chunk in chunks for work in chunk.values()) for chunks in by_rank]
+    works = [
+        work * run.num_microbatches + WorkSeconds(ep=-saved)
+        for work, saved in zip(of_microbatch, saved_by_ranks(run), strict=True)
+    ]
     busiest = max(range(run.pp), key=lambda rank: works[rank].seconds)
     forward = total_work(chunk[ActionKind.FORWARD] for chunk in by_rank[busiest])
     seconds = makespan(run, stages)
-    average = sum(work.seconds for work in works) / run.pp * run.num_microbatches
     return Step(
         seconds,
-        works[busiest] * run.num_microbatches,
-        sorted(works, key=lambda work: work.seconds)[(run.pp - 1) // 2] * run.num_microbatches,
-        works[busiest] + forward * -1.0,
+        works[busiest],
+        sorted(works, key=lambda work: work.seconds)[(run.pp - 1) // 2],
+        of_microbatch[busiest] + forward * -1.0,
         forward,
-        max(0.0, seconds - average),
+        max(0.0, seconds - sum(work.seconds for work in works) / run.pp),
     )
 
 
 def least_seconds(run: PlannedRun) -> float:
     """Return a lower bound of a step's time: the work of the busiest rank."""
     stages = _stages(run)
-    ranks = ([stages[stage] for stage in run.stages.stages_of(rank)] for rank in range(run.pp))
-    busiest = max(sum(work.seconds for chunk in chunks for work in chunk.values()) for chunks in ranks)
-    return busiest * run.num_microbatches
+    seconds = [sum(work.seconds for work in stage.values()) for stage in stages]
+    return max(
+        sum(seconds[stage] for stage in run.stages.stages_of(rank)) * run.num_microbatches - saved
+        for rank, saved in enumerate(saved_by_ranks(run))
+    )
 
 
 class _StageKey(NamedTuple):
@@ -212,8 +218,13 @@ def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROU
     def duration(rank: int, action: Action) -> float:
         return by_rank[rank][action.chunk][action.kind]
 
+    savings = pair_savings(run)
+
+    def saving(rank: int, forward: Action, backward: Action) -> float:
+        return savings.get((rank, forward.chunk), 0.0)
+
     schedule = run.config.parallel.schedule
-    return step_makespan(schedule, run.stages, run.num_microbatches, duration, max_rounds)
+    return step_makespan(schedule, run.stages, run.num_microbatches, duration, max_rounds, saving)
 
 
 @lru_cache(maxsize=256)
@@ -457,32 +468,6 @@ def _tied_seconds(run: PlannedRun) -> float:
     return ends.reduce_seconds(table * gradient_bytes(run))
 
 
-def muon_seconds(run: PlannedRun) -> WorkSeconds:
-    """Return the time to exchange and orthogonalize the matrices of the pipeline rank with the most of them.
-
-    The ranks of a stage share the matrices out, so no rank is faster than the largest matrix. Two all-to-alls
-    move the elements that a rank updates.
-    """
-    weights = max((run.matrices_of(units) for units in run.ranks), key=len)
-    if not weights:
-        return WorkSeconds()
-    group = Group(run.cluster, run.tp * run.num_sharing, 1, run.program.one_adapter)
-    seconds = [_orthogonalization_seconds(run, *shape) for each in weights for shape in each.matrices]
-    elements = run.sharded(sizes_of(weights), from_stage=1)
-    return WorkSeconds(
-        gemms=max(sum(seconds) / group.size, *seconds),
-        dp=2 * group.gather_seconds(elements * run.element_bytes) if group.size > 1 else 0.0,
-    )
-
-
-def _orthogonalization_seconds(run: PlannedRun, rows: int, columns: int) -> float:
-    """Return the seconds of the three GEMMs of each step of Newton-Schulz iteration."""
-    small, large = sorted((rows, columns))
-    sizes = (small, small, large), (small, small, small), (small, large, small)
-    gemms = sum(gemm_seconds(run.cluster.gpu, *each, element_bytes=run.element_bytes) for each in sizes)
-    return run.config.optimizer.muon_num_ns_steps * gemms
-
-
 def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     """Return the time of the optimizer's update that does not overlap with the step's computation."""
     count = run.sharded(run.largest_rank.sizes, from_stage=1)
@@ -490,7 +475,7 @@ def update_seconds(run: PlannedRun, step: Step) -> WorkSeconds:
     state = largest_offloaded_state(run)
     if state is None:
         muon = muon_seconds(run)
-        return replace(muon, memory_bound=memory_seconds(run, count * update_bytes))
+        return muon._replace(memory_bound=memory_seconds(run, count * update_bytes))
     resident = (count - state.elements) * update_bytes + count * CLIPPING_BYTES
     forward = step.first_forward.seconds if updates_under_forward(run) else 0.0
     exposed = offload_seconds(run, state).exposed(step.last_backward.seconds, forward)

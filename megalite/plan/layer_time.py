@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import Literal, NamedTuple
 
 from megalite.hardware.gpus import Gpu
@@ -31,8 +32,7 @@ OPERATOR_SECONDS = 4.7e-6
 GPU, so only shorter kernels wait for it."""
 
 
-@dataclass(frozen=True)
-class WorkSeconds:
+class WorkSeconds(NamedTuple):
     """Seconds of a piece of work on one rank, by kind. The kinds do not overlap.
 
     Attributes:
@@ -61,29 +61,30 @@ class WorkSeconds:
 
     @property
     def seconds(self) -> float:
-        return sum(vars(self).values())
+        return sum(self)
 
-    def __add__(self, other: WorkSeconds) -> WorkSeconds:
-        return WorkSeconds(
-            *(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
+    def __add__(self, other: WorkSeconds) -> WorkSeconds:  # type: ignore[override]
+        return WorkSeconds(*map(add, self, other))
 
-    def __mul__(self, factor: float) -> WorkSeconds:
-        return WorkSeconds(*(value * factor for value in vars(self).values()))
+    def __mul__(self, factor: float) -> WorkSeconds:  # type: ignore[override]
+        return WorkSeconds(*(value * factor for value in self))
+
+
+NO_WORK = WorkSeconds()
 
 
 def total_work(works: Iterable[WorkSeconds]) -> WorkSeconds:
     """Return the sum of several pieces of work, one after the other."""
-    return sum(works, WorkSeconds())
+    return sum(works, NO_WORK)
 
 
 @dataclass(frozen=True)
 class MicrobatchWork:
     """The work of one microbatch: forward, input gradient, and weight gradients."""
 
-    forward: WorkSeconds = WorkSeconds()
-    backward_input: WorkSeconds = WorkSeconds()
-    backward_weight: WorkSeconds = WorkSeconds()
+    forward: WorkSeconds = NO_WORK
+    backward_input: WorkSeconds = NO_WORK
+    backward_weight: WorkSeconds = NO_WORK
 
     def __add__(self, other: MicrobatchWork) -> MicrobatchWork:
         return MicrobatchWork(
@@ -290,7 +291,7 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
         + recurrent_cp_seconds(run, phase),
         ep=ep_seconds(run, phase),
     )
-    return replace(work, launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
+    return work._replace(launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
 
 
 def _recurrences(run: PlannedRun, phase: PhaseRecord) -> float:

@@ -16,10 +16,11 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.exchange_time import CP_SECONDS
 from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
+from megalite.plan.layout_configs import LayoutCheck, LayoutConfigs
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
+from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.rank_memory import node_host_bytes
 
 MAX_MICRO_BATCH = 16
@@ -102,9 +103,10 @@ def _fits_host(plan: RunPlan) -> bool:
 def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool) -> SearchResult:
     """Plan every layout, each with all activations in host memory if `offloads`."""
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
+    check = LayoutCheck(cluster.world_size)
     for number, config in enumerate(_configs(request, cluster), 1):
         watch(f"{number:,} layouts of {cluster.world_size:,} GPUs planned, {len(found.fitting):,} fit")
-        problem = first_problem(config, cluster)
+        problem = check.first_problem(config)
         if problem is not None:
             found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
             continue
@@ -172,10 +174,11 @@ def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
         raise UserError(
             "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
         )
+    configs = LayoutConfigs(base)
     for sizes in _axis_sizes(request, cluster):
         run = request.planned_run(with_layout(base, **sizes), cluster)
         for values in _choices(request, run):
-            yield with_even_stages(with_layout(base, **sizes, **values))
+            yield configs.config({**sizes, **values})
 
 
 def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
@@ -237,7 +240,7 @@ def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     free = {name: values for name, values in ways.items() if name not in fixed}
     pipelines: list[dict[str, Any]] = [{}]
     if not fixed & PIPELINE_FIELDS:
-        pipelines = _pipelines(base, run.pp)
+        pipelines = _pipelines(base, run.pp, has_messages=needs_slices)
     recomputes: list[dict[str, Any]] = [{}]
     if not fixed & {"recompute_granularity", "recompute_modules"}:
         recomputes = _recomputes(request.planned_run())
@@ -274,7 +277,8 @@ def _micro_batches(base: Config, dp: int) -> list[int]:
     return [size for size in sizes if samples % (size * dp) == 0] or [1]
 
 
-def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
+def _pipelines(base: Config, pp: int, *, has_messages: bool) -> list[dict[str, Any]]:
+    """Return the schedules to try; those that overlap actions only if these can hide messages of experts."""
     if pp == 1:
         return [{"pipeline_schedule": "1f1b"}]
     own = base.model.num_layers // pp
@@ -288,10 +292,11 @@ def _pipelines(base: Config, pp: int) -> list[dict[str, Any]]:
             chosen += [
                 {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": count} for count in chunks
             ]
-        elif schedule.num_chunks <= max(own, 1) and not (
-            schedule.keeps_all_microbatches or schedule.overlaps
+        elif (
+            schedule.num_chunks <= max(own, 1)
+            and not schedule.keeps_all_microbatches  # GPipe takes as long as 1F1B, and more memory
+            and (has_messages or not schedule.overlaps)
         ):
-            # GPipe takes as long as 1F1B, and more memory. Estimates do not know what an overlap hides.
             fixed.append({"pipeline_schedule": name})
     return fixed + chosen
 

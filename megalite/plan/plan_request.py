@@ -15,11 +15,12 @@ from megalite.config.arguments import split_tokens
 from megalite.config.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
-from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.parallel import LayoutSource
 from megalite.config.rules.parallel_rules import layout as layout_problems
 from megalite.config.stage_layers import num_stages
 from megalite.config.tool_parser import ToolParser, positive_int, positive_number
+from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.calibration_file import read_calibration, write_calibration
@@ -40,7 +41,7 @@ from megalite.plan.plan_options import (
     scaling_of,
     unused_options,
 )
-from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.planned_run import Cluster, PlannedRun, with_any_length
 from megalite.plan.programs import OWN, PROGRAMS, program_named
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
@@ -133,6 +134,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     layout = config.parallel.layout
     if problems := [problem.text for problem in layout_problems(config, None)]:
         raise ConfigError(problems)
+    given = config
     config = replace(config, parallel=replace(config.parallel, layout=None))
     num_layouts = own.top or (DEFAULT_TOP if own.search else 1)
     own.search = own.search or layout == "auto"
@@ -146,6 +148,11 @@ def read_request(arguments: Sequence[str]) -> Request:
     provider = _provider_of(own.program)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
+    if own.program not in PROGRAMS:
+        deals = given.parallel.dynamic_context_parallel
+        parallel = replace(config.parallel, dynamic_context_parallel=deals)
+        whole = replace(config, data=given.data, parallel=parallel)
+        _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
     cluster = _cluster(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
@@ -168,6 +175,19 @@ def read_request(arguments: Sequence[str]) -> Request:
         layout=layout,
         scaling=scaling_of(own, config, cluster),
     )
+
+
+def _check_all_groups(config: Config, searched: Collection[str]) -> None:
+    """Check all options as training does, also those that a plan ignores, such as options of data.
+
+    Args:
+        searched: fields that a search sets.
+
+    Raises:
+        ConfigError: training would reject them.
+    """
+    if problems := problems_of(with_any_length(config), None, {*NEEDED_TO_TRAIN, *searched}):
+        raise ConfigError(problems)
 
 
 def _saving(tokens: Sequence[str]) -> list[str]:

@@ -297,19 +297,20 @@ _ANY_LENGTH = 1
 
 def run_problems(config: Config, cluster: Cluster) -> list[str]:
     """Return the problems because of which training would reject the run."""
-    return problems_of(_with_length(config), cluster.world_size)
+    return problems_of(with_any_length(config), cluster.world_size)
 
 
 def first_problem(config: Config, cluster: Cluster) -> Problem | None:
     """Return the first rule between fields that the layout breaks; the fields themselves are valid."""
-    config = _with_length(config)
+    config = with_any_length(config)
     for rule in RULES:
         for problem in rule(config, cluster.world_size):
             return problem
     return None
 
 
-def _with_length(config: Config) -> Config:
+def with_any_length(config: Config) -> Config:
+    """Return the config with a length of the run, if it has none, since training refuses such a config."""
     training = config.training
     if training.train_iters is not None or training.train_samples is not None:
         return config

@@ -44,6 +44,10 @@ class Program:
             which gathers them inside its node (Narayanan et al. 2021, section 4.1).
         one_adapter: collectives over nodes have the bandwidth of one network adapter per node.
         gathers_under_forward: with ZeRO 1 and 2, weights are gathered under the next forward by default.
+        sends_tokens_once: messages of experts are DeepEP's: a token is sent once to each node and rank that
+            has some of its experts, not once for each expert.
+        consecutive_experts: instead of a router's choice, a token has the experts after those of the token
+            before it.
         copies_slices: with ZeRO 1, the host copies gathered weights into the parameters in slices, one per
             parameter and replica (nanotron, distributed.py, all_gather_coalesced).
     """
@@ -73,6 +77,8 @@ class Program:
     one_adapter: bool = False
     gathers_under_forward: bool = False
     copies_slices: bool = False
+    sends_tokens_once: bool = False
+    consecutive_experts: bool = False
 
 
 def own_program(
@@ -143,23 +149,36 @@ _MEGATRON = Program(
     loss_bytes=MEGATRON_LOSS_BYTES,
     splits_messages=True,
 )
+_MEGATRON_CORE = Program(
+    fused_attention=True,
+    cudnn_attention=True,
+    fused_elementwise=True,
+    tp_share=0.4,
+    fused_accumulation=True,
+    gradient_bytes=2,
+    logit_copy_bytes=4,
+)
 PROGRAMS: Mapping[str, Program] = {
     "megatron-2021": _MEGATRON,
     "megatron-deepspeed": replace(_MEGATRON, gradient_bytes=2, shared_copy_bytes=4, buffer_bytes=3e9),
-    "megatron-core": Program(
+    "megatron-core": _MEGATRON_CORE,
+    "megatron-core-deepep": replace(_MEGATRON_CORE, sends_tokens_once=True),
+    "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
+    "plain-torch": Program(fused_attention=True, keeps_gate=True, logit_copy_bytes=4),
+    "automodel-benchmark": Program(
         fused_attention=True,
         cudnn_attention=True,
         fused_elementwise=True,
-        tp_share=0.4,
-        fused_accumulation=True,
-        gradient_bytes=2,
-        logit_copy_bytes=4,
+        logit_copy_bytes=2,
+        loss_bytes=(2 + 2, 2 + 6),
+        sends_tokens_once=True,
+        consecutive_experts=True,
     ),
-    "deepspeed-2021": replace(_MEGATRON, gradient_bytes=2, one_adapter=True),
-    "plain-torch": Program(fused_attention=True, keeps_gate=True, logit_copy_bytes=4),
 }
 """Other programs: Megatron-LM before fused attention, BLOOM's fork of it on DeepSpeed, NVIDIA's version of
-2024, DeepSpeed of early 2021, and programs that use torch's own attention and sharding."""
+2024, the same with DeepEP, DeepSpeed of early 2021, programs that use torch's own attention and sharding, and
+the benchmarks of NeMo AutoModel: layers of Transformer Engine, a loss in bf16, DeepEP, and a router that
+selects experts in turn (`fake_balanced_gate`)."""
 
 
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:

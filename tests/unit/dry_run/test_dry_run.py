@@ -163,3 +163,11 @@ def test_its_options_do_nothing_without_it() -> None:
 def test_repeated_actions_are_counted(schedule: str, rank: int, words: str) -> None:
     stages = SCHEDULES[schedule].stage_map(4)
     assert summarize_actions(SCHEDULES[schedule].train(rank, stages, 6)) == words
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipev"])
+def test_a_steady_state_takes_no_more_words_for_more_microbatches(schedule: str) -> None:
+    stages = SCHEDULES[schedule].stage_map(4)
+    few, many = (summarize_actions(SCHEDULES[schedule].train(1, stages, count)) for count in (32, 64))
+    assert len(few) == len(many)
+    assert few != many

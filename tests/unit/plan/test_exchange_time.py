@@ -75,6 +75,28 @@ def test_messages_of_experts_are_those_of_a_dry_run(layout: str, imbalance: floa
     assert planned == {call: count for call, count in counts.calls.items() if call.kind == "all-to-all"}
 
 
+@pytest.mark.parametrize("layout", ["dp4ep4", "dp4"])
+def test_dropped_tokens_are_neither_sent_nor_computed(layout: str) -> None:
+    """Half a capacity halves messages and GEMMs of experts; a capacity above the mean changes nothing."""
+    half, whole, ample = (
+        both(layout, model=replace(MODEL, moe_expert_capacity_factor=factor)) for factor in (0.5, None, 1.5)
+    )
+    rows_sent = [
+        {call.num_bytes for call in counts.calls if call.kind == "all-to-all" and call.dtype == "bfloat16"}
+        for _, counts in (half, whole, ample)
+    ]
+    assert rows_sent[0] == {size // 2 for size in rows_sent[1]}
+    assert rows_sent[2] == rows_sent[1]
+    assert bool(rows_sent[1]) == ("ep" in layout)
+    rows = [
+        sum(gemm.m for gemm in run.units.layers[1].forward.gemms if gemm.k == 128)
+        for run, _ in (half, whole, ample)
+    ]
+    assert rows[0] == rows[1] // 2 > 0
+    assert rows[2] == rows[1]
+    assert half[0].units.layers[1].saved_bytes < whole[0].units.layers[1].saved_bytes
+
+
 def test_messages_of_recurrent_layers_are_those_of_a_dry_run() -> None:
     """The last stage has Mamba-2 in both layers, and in its module of multi-token prediction."""
     run, counts = both("tp2pp2dp2cp2+sp", model=HYBRID)

@@ -101,6 +101,7 @@ def test_rings_over_nodes_share_the_adapters() -> None:
         {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe"},
         {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h1"},
         {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-v"},
+        {"pipeline_model_parallel_size": 4, "pipeline_schedule": "dualpipev"},
         {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2},
         {"pipeline_model_parallel_size": 8, "num_virtual_stages_per_pipeline_rank": 2},
     ],
