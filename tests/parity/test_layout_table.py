@@ -155,6 +155,19 @@ OF_ONE_STAGE: dict[str, dict[str, Any]] = {
     },
 }
 """Fields of models that a pipeline cannot have."""
+THREE_HEADS: dict[str, dict[str, Any]] = {
+    f"{model}, three heads": {
+        **SWITCHES[model],
+        **{"num_attention_heads": 3, "num_query_groups": 1, "kv_channels": 12, "ffn_hidden_size": 96},
+        **more,
+    }
+    for model, more in (
+        *(("llama-tiny, qwen", {}), ("llama-tiny, olmo", {}), ("llama-tiny, gemma", {})),
+        (GPT_OSS, {"moe_ffn_hidden_size": 42}),
+        ("llama-tiny, qk-clip", {}),
+    )
+}
+"""Fields of models that tp 3 cuts: one key/value head for three ranks."""
 MUON = "llama-tiny, muon"
 AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""
@@ -255,6 +268,7 @@ ROWS += [
         *("cp2", "cp4+a2a", "tp2cp2+sp", "cp2+p2p"),
     )
 ]
+ROWS += [(model, "fp64", "tp3") for model in THREE_HEADS]
 ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
 ROWS += [
     (model, "fp64", name)
@@ -285,7 +299,7 @@ def _config(model: str, dtype: str, corpus: str) -> Config:
     return Config(
         model=replace(
             PRESETS[preset],
-            **{**SWITCHES, **OF_ONE_STAGE}.get(model, {}),
+            **{**SWITCHES, **OF_ONE_STAGE, **THREE_HEADS}.get(model, {}),
             hidden_dropout=dropout,
             attention_dropout=dropout,
             vocab_size=2048,

@@ -30,6 +30,7 @@ def hf_config_of(
         **family.settings(config),
         "bos_token_id": eod if family.model_type == "gpt2" else None,  # GPT-2 also begins texts with it
         "eos_token_id": eod,
+        "pad_token_id": None,  # by default SmolLM 3 has one, which a small vocabulary does not
         "torch_dtype": dtype_name(DTYPES[config.params_dtype]),
     }
     if recorded is None or FAMILIES.get(recorded.get("model_type", "")) is not family:

@@ -1,12 +1,17 @@
 """Logits, loss and every gradient are those of transformers' models of each family.
 
+The reference is transformers' model in fp64. Ours in fp64 differs from it by less than 1e-12, and ours in
+fp32 by less than 1e-5, relative to each tensor's largest magnitude. Some draws lose more digits in fp32, in
+transformers' model as in ours: Gated DeltaNet normalizes the first token's output, whose size is that of
+q . k, which may almost cancel. There ours may differ by a few times what transformers' fp32 model does.
+
 Gradients are compared in our shapes, where query, key and value are one tensor. By itself the key bias has,
 but for rotary positions, a gradient of zero (what it adds to a row of scores drops out of the softmax): its
 rounding errors are large beside it, and small beside the whole tensor's largest magnitude.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -79,9 +84,11 @@ from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 
 NUM_POSITIONS = 40
-TOLERANCES = {"fp32": 2e-5, "fp64": 1e-12}
+TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
 OF_RECURRENCES = 5
-"""Factor of the tolerance of models with a recurrence, whose sums are in another order than theirs."""
+"""Factor of fp64's tolerance for models with a recurrence, whose sums are in another order than theirs."""
+OF_ROUNDING = 4
+"""How many times transformers' largest error in fp32 ours may have, if this is more than the tolerance."""
 MODELS = {
     "gpt2": GPT2LMHeadModel,
     "bloom": BloomForCausalLM,
@@ -678,40 +685,49 @@ def run_ours(stage, ids):
     return logits, loss, {name: parameter.grad for name, parameter in stage.named_parameters()}
 
 
-def assert_close(ours, theirs, tolerance, name):
-    largest = theirs.abs().max()
-    difference = (ours - theirs).abs().max()
-    assert difference <= tolerance * largest, f"{name}: {difference / largest:.1e} of the largest magnitude"
+def by_name(logits, loss, gradients):
+    """Logits, loss and gradients of parameters in our shapes."""
+    return {"logits": logits, "loss": loss, **scales_together(gradients)}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("attention_dropout", [0.0, 0.1], ids=["fused", "plain"])
+def difference(ours, theirs):
+    """The largest difference, relative to their largest magnitude."""
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_agrees(kind, seed, attention_dropout, dtype, one_rank):
+def test_agrees(kind, seed, one_rank):
     draw = random.Random(f"{kind}{seed}")
     hf_config = CONFIGS[kind](draw.choice)
     ids = random_ids(hf_config, draw.choice((1, 3)), draw.choice((3, 18, 33)), seed)
+    config = config_of(hf_config.to_dict())
 
-    with InDoublePrecision() if dtype == "fp64" else contextlib.nullcontext():
-        theirs = build_theirs(kind, hf_config, seed).to(DTYPES[dtype])
+    def theirs_in(dtype):
+        model = build_theirs(kind, hf_config, seed).to(DTYPES[dtype])
         if kind == "bloom" and dtype == "fp64":  # its own gelu rounds sqrt(2/pi) to 8 digits
-            for layer in theirs.transformer.h:
+            for layer in model.transformer.h:
                 layer.mlp.gelu_impl = torch.nn.GELU(approximate="tanh")
-        expected = run_theirs(theirs, ids)
+        logits, loss, gradients = run_theirs(model, ids)
+        tensors = by_name(logits, loss, from_hf(gradients, config, hf_config.model_type))
+        return model, {name: each for name, each in tensors.items() if each.any()}  # without buffers
 
+    with InDoublePrecision():
+        theirs, expected = theirs_in("fp64")
+    _, rounded = theirs_in("fp32")
+    rounding = max(difference(each, expected[name]) for name, each in rounded.items())
+    tolerances = {
+        "fp32": max(TOLERANCES["fp32"], OF_ROUNDING * rounding),
+        "fp64": TOLERANCES["fp64"] * (OF_RECURRENCES if config.has_recurrent_layers else 1),
+    }
     # Attention dropout has a product of its own; without it, in evaluation, it must give the same.
-    ours = build_ours(theirs, one_rank, params_dtype=dtype, attention_dropout=attention_dropout).eval()
-    logits, loss, gradients = run_ours(ours, ids)
-
-    tolerance = TOLERANCES[dtype] * (OF_RECURRENCES if ours.config.has_recurrent_layers else 1)
-    assert_close(logits, expected[0], tolerance, "logits")
-    assert_close(loss, expected[1], tolerance, "loss")
-    expected_gradients = from_hf(expected[2], ours.config, hf_config.model_type)
-    assert set(gradients) == set(expected_gradients) - {name for name, _ in ours.named_buffers()}
-    gradients, expected_gradients = map(scales_together, (gradients, expected_gradients))
-    for name, gradient in gradients.items():
-        assert_close(gradient, expected_gradients[name], tolerance, name)
+    for dtype, attention_dropout in itertools.product(tolerances, (0.0, 0.1)):
+        ours = build_ours(theirs, one_rank, params_dtype=dtype, attention_dropout=attention_dropout).eval()
+        found = by_name(*run_ours(ours, ids))
+        assert found.keys() == expected.keys()
+        errors = {name: difference(each, expected[name]) for name, each in found.items()}
+        far = {name: error for name, error in errors.items() if not error <= tolerances[dtype]}
+        assert not far, f"in {dtype} with a dropout of {attention_dropout}, more than {tolerances[dtype]:.1e}"
 
 
 def scales_together(gradients):
@@ -770,4 +786,4 @@ def test_packed_documents_agree(kind, attention_dropout, one_rank):
     ours = build_ours(theirs, one_rank, params_dtype="fp64", attention_dropout=attention_dropout).eval()
     hidden = ours.hidden_states(Microbatch(tokens, tokens, torch.arange(2), position_ids, document_ids), None)
     logits = ours.logits(hidden).transpose(0, 1)[..., : ours.vocab_size]
-    assert_close(logits, expected, TOLERANCES["fp64"], "logits")
+    assert difference(logits, expected) <= TOLERANCES["fp64"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
 from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.rows_by_kind import by_kind, with_kernel_dim
 from megalite.checkpoint.convert.families.windows import FULL
 from megalite.config import LayerKind, ModelConfig
 from megalite.errors import UserError
@@ -94,35 +94,14 @@ def _rows_of_two(config: ModelConfig) -> tuple[int, int]:
     return sum(rows[:4]), sum(rows[4:])
 
 
-def _to_four(full: Tensor, config: ModelConfig) -> Parts:
-    parts = split_kinds(full, config.delta_net.key_heads, config.delta_net.group_rows)
-    return [torch.cat(parts[:3]), *parts[3:]]
-
-
-def _from_four(parts: Parts, config: ModelConfig) -> Tensor:
-    qkv, *others = parts
-    parts = [*_split_mixed(qkv, config), *others]
-    return join_kinds(parts, config.delta_net.key_heads, config.delta_net.group_rows)
-
-
-def _split_mixed(qkv: Tensor, config: ModelConfig) -> Parts:
-    """Split their rows of the queries, keys and values of all heads."""
-    sizes = config.delta_net
-    return qkv.split([sizes.key_heads * rows for rows in sizes.group_rows[:3]])
-
-
-def _ungroup_channels(full: Tensor, config: ModelConfig) -> Parts:
-    """Order the channels of a convolution ``[g (2 d + r e), k]`` as queries, keys and values of all heads."""
-    parts = split_kinds(full, config.delta_net.key_heads, config.delta_net.group_rows[:3])
-    return [torch.cat(parts).unsqueeze(1)]
-
-
-def _group_channels(parts: Parts, config: ModelConfig) -> Tensor:
-    mixed, sizes = _split_mixed(parts[0].squeeze(1), config), config.delta_net
-    return join_kinds(mixed, sizes.key_heads, sizes.group_rows[:3])
+def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
+    """Return the transform of the first kinds of rows in a group; see `by_kind`."""
+    return by_kind(
+        lambda config: (config.delta_net.key_heads, config.delta_net.group_rows[:num_kinds]), apart
+    )
 
 
 TWO_PROJECTIONS = Transform(_to_two, _from_two)
-FOUR_PROJECTIONS = Transform(_to_four, _from_four)
+FOUR_PROJECTIONS = _by_kind(6, apart=3)
 """Rows of two projections by key head, and of four: of queries, keys and values, gates, rates, and decays."""
-_CONVOLUTION = Transform(_ungroup_channels, _group_channels)
+_CONVOLUTION = with_kernel_dim(_by_kind(3))

@@ -15,7 +15,7 @@ from megalite.checkpoint.convert.families.gemma4_experts import (
 )
 from megalite.checkpoint.convert.families.hf_settings import HF_GATES, THEIR_GATES, HFSettings
 from megalite.checkpoint.convert.families.llama import read_llama_like, write_llama_like
-from megalite.checkpoint.convert.families.rotary import read_rotary_by_layer, write_rotary_by_layer
+from megalite.checkpoint.convert.families.rotary import read_rotary_by_layer, write_rotary_by_kind
 from megalite.checkpoint.convert.families.windows import read_layer_types, write_layer_types
 from megalite.config import ModelConfig
 from megalite.errors import UserError
@@ -67,9 +67,8 @@ def _in_all_layers(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_llama_like(config),
+        **write_llama_like(config, write_rotary_by_kind(config)),
         **write_layer_types(config),
-        **write_rotary_by_layer(config),
         "head_dim": config.head_dim,
         "global_head_dim": config.full_attention_kv_channels or config.head_dim,
         "num_global_key_value_heads": config.full_attention_query_groups,

@@ -18,7 +18,7 @@ from megalite.errors import UserError
 
 
 def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return our fields of attention heads; `per_layer_config` has sizes of single layers."""
+    """Return our fields of attention heads; `per_layer_config` has the sizes of layers that differ."""
     head_dim, as_values = hf.get("head_dim", 256), hf.switch("attention_k_eq_v", False)
     own = {"head_dim": hf.get("global_head_dim", 512)}
     if as_values and hf.get("num_global_key_value_heads") is not None:
@@ -27,7 +27,7 @@ def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
     if by_layer is not None and types is not None:
         full = {number for number, kind in enumerate(types) if kind == FULL}
         own = next(iter(by_layer.values()), {})
-        if any(each != own for each in by_layer.values()) or {*map(int, by_layer)} != full:
+        if any(each != own for each in by_layer.values()) or {*map(int, by_layer)} not in (full, set()):
             raise UserError(
                 f"gemma4_text with other sizes than one for all layers of {FULL} cannot be converted"
             )

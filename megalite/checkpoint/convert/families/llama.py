@@ -69,8 +69,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def write_llama_like(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings that all descendants of Llama share."""
+def write_llama_like(config: ModelConfig, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what all descendants of Llama share; `rotary` are a family's own rotary settings."""
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -80,7 +80,7 @@ def write_llama_like(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_length,
         "hidden_act": THEIR_GATES.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_epsilon,
-        **write_rotary(config),
+        **(write_rotary(config) if rotary is None else rotary),
         "attention_dropout": config.attention_dropout,
     }
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
-from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
+from megalite.checkpoint.convert.families.family import SAME, Module, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
+from megalite.checkpoint.convert.families.rows_by_kind import by_kind, with_kernel_dim
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.mamba_sizes import KERNEL
 from megalite.errors import UserError
@@ -88,30 +85,10 @@ def mamba_modules(block: str) -> tuple[Module, ...]:
     )
 
 
-def _ungrouped(kinds: slice) -> Transform:
-    """Return the transform of rows that are grouped by group here, and by kind in theirs.
-
-    Args:
-        kinds: kinds of rows that the tensor has, of `MambaSizes.group_rows`.
-    """
-
-    def to_hf(full: Tensor, config: ModelConfig) -> Parts:
-        return [torch.cat(split_kinds(full, config.mamba.num_groups, config.mamba.group_rows[kinds]))]
-
-    def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
-        groups, rows = config.mamba.num_groups, config.mamba.group_rows[kinds]
-        return join_kinds(parts[0].split([groups * size for size in rows]), groups, rows)
-
-    return Transform(to_hf, from_hf)
+def _by_kind(kinds: slice) -> Transform:
+    """Return the transform of rows of some kinds, of those of `MambaSizes.group_rows`."""
+    return by_kind(lambda config: (config.mamba.num_groups, config.mamba.group_rows[kinds]))
 
 
-def _with_kernel_dim(transform: Transform) -> Transform:
-    """Return the transform of a convolution's weight, whose second dim is 1 in theirs."""
-    return Transform(
-        lambda full, config: [part.unsqueeze(1) for part in transform.to_hf(full, config)],
-        lambda parts, config: transform.from_hf([part.squeeze(1) for part in parts], config),
-    )
-
-
-_PROJECTED, _MIXED = _ungrouped(slice(None)), _ungrouped(slice(1, 4))
-_KERNELS = _with_kernel_dim(_MIXED)
+_PROJECTED, _MIXED = _by_kind(slice(None)), _by_kind(slice(1, 4))
+_KERNELS = with_kernel_dim(_MIXED)

@@ -129,17 +129,17 @@ def write_rotary(config: ModelConfig, old_base: str = "rope_theta") -> dict[str,
 
 
 def write_rotary_by_layer(config: ModelConfig, old_window_base: str = "") -> dict[str, Any]:
-    """Return transformers' settings; see `read_rotary_by_layer`."""
+    """Return transformers' settings, under names that older versions read too; see `read_rotary_by_layer`."""
+    old_window = {old_window_base: config.window_rotary_base or config.rotary_base} if old_window_base else {}
+    return {**write_rotary(config), **old_window, **write_rotary_by_kind(config)}
+
+
+def write_rotary_by_kind(config: ModelConfig) -> dict[str, Any]:
+    """Return transformers' settings by kind of layer; a family that came later has no others."""
     base = config.window_rotary_base or config.rotary_base
     scaling = scaling_of(config) if config.window_rope_scaling else {"rope_type": "default"}
-    return {
-        **write_rotary(config),
-        **({old_window_base: base} if old_window_base else {}),
-        "rope_parameters": {
-            FULL: {**scaling_of(config), "rope_theta": config.rotary_base},
-            WINDOW: {**scaling, "rope_theta": base},
-        },
-    }
+    full = {**scaling_of(config), "rope_theta": config.rotary_base}
+    return {"rope_parameters": {FULL: full, WINDOW: {**scaling, "rope_theta": base}}}
 
 
 def scaling_of(config: ModelConfig) -> dict[str, Any]:

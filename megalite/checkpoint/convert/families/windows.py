@@ -80,8 +80,9 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Return the settings of Gemma and OLMo 3 for the windows."""
+    """Return the settings of Gemma and OLMo 3 for the windows, with a size even if no layer has one."""
+    size = config.seq_length if config.window_size is None else config.window_size[0] + 1
     return {
-        "sliding_window": None if config.window_size is None else config.window_size[0] + 1,
+        "sliding_window": size,
         "layer_types": [FULL if kind.window is None else WINDOW for kind in config.layer_kinds],
     }
