@@ -78,13 +78,16 @@ def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    used = {str(path.relative_to(ROOT)): list(_private_names_of_torch(tree)) for path, tree in _trees().items()}
+    used = {
+        str(path.relative_to(ROOT)): list(_private_names_of_torch(tree)) for path, tree in _trees().items()
+    }
     assert not {path: names for path, names in used.items() if names}
 
 
 def test_no_private_method_of_torch_is_overridden() -> None:
     of_torch = {name for base in TORCH_BASES for name in dir(base) if _is_private(name)}
-    classes = [node for tree in _trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    nodes = (node for tree in _trees().values() for node in ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     assert not [(each.name, name) for each in classes for name in _defined(each) if name in of_torch]
 
 
