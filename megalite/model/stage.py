@@ -292,7 +292,7 @@ class Stage(nn.Module, ABC):
         """
         device = "meta" if self.context.device.type == "meta" else "cpu"
         with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.manual_seed(site_key(self.context.seed, name))
+            torch.default_generator.manual_seed(site_key(self.context.seed, name))
             module = function()
         if not isinstance(module, nn.Module):
             raise UserError(

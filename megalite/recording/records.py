@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megalite.config import LayerKind
 from megalite.recording.unit_key import UnitKey
 from megalite.recording.unit_record import PhaseRecord, SavedPart, UnitRecord, as_json, from_json
 
@@ -38,27 +39,26 @@ def unit_record(key: UnitKey) -> UnitRecord:
         extended = _extended(one, two, key.micro_batch_size)
         if extended is not None:
             return extended
-    found = _load("unit", key)
+    found = _load(key)
     if found is not None:
         with suppress(KeyError, TypeError, ValueError):
             return from_json(found)
     from megalite.recording.record_unit import record_unit  # imports torch
 
     record = record_unit(key)
-    _store("unit", key, as_json(record))
+    _store(key, as_json(record))
     return record
 
 
 @lru_cache(maxsize=64)
 def kinds_of_layers(key: UnitKey) -> tuple[int, ...]:
     """Return, for each layer of the model, the number of the first layer of its kind."""
-    found = _load("kinds", key)
-    if found is None:
+    if key.provider is not None:
         from megalite.recording.record_unit import layer_kinds  # imports torch
 
-        found = layer_kinds(key)
-        _store("kinds", key, found)
-    return tuple(found)
+        return layer_kinds(key)
+    first: dict[LayerKind, int] = {}
+    return tuple(first.setdefault(kind, number) for number, kind in enumerate(key.model.layer_kinds))
 
 
 def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
@@ -111,18 +111,18 @@ def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
     )
 
 
-def _load(kind: str, key: UnitKey) -> Any:
-    return _known().get(_name(kind, key)) if _is_kept(key) else None
+def _load(key: UnitKey) -> Any:
+    return _known().get(_name(key)) if _is_kept(key) else None
 
 
-def _store(kind: str, key: UnitKey, found: Any) -> None:
+def _store(key: UnitKey, found: Any) -> None:
     if not _is_kept(key):
         return
     path = _path()
     with suppress(OSError):  # a read-only home directory
         path.parent.mkdir(parents=True, exist_ok=True)
         is_full = path.exists() and path.stat().st_size > _MAX_BYTES
-        line = json.dumps([_name(kind, key), found]) + "\n"
+        line = json.dumps([_name(key), found]) + "\n"
         with path.open("w" if is_full else "a", encoding="utf-8") as file:
             file.write(line)
 
@@ -133,8 +133,8 @@ def _is_kept(key: UnitKey) -> bool:
     return key.provider is None and not (distributed and distributed.is_initialized())
 
 
-def _name(kind: str, key: UnitKey) -> str:
-    return hashlib.sha256(f"{kind} {key!r}".encode()).hexdigest()
+def _name(key: UnitKey) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
 @cache

@@ -14,7 +14,7 @@ from megalite.errors import UserError
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
-from megalite.train.model_chunks import named_parameters, saved_buffers, unchanged_buffers
+from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.trainer import Trainer
@@ -97,10 +97,13 @@ def record_rank(
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
         observers = {} if routing is None else _observe_choices(trainer, routing)
-        # Dropout masks are keyed by sample number, so these are the gradients of the first iteration.
-        with unchanged_buffers(trainer.chunks):
-            trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
-        gradients = _gather(trainer, trainer.optimizer.gradient)
+        gradients: list[dict[str, Tensor]] = []
+
+        def keep_first() -> None:
+            if not gradients:
+                gradients.append(_gather(trainer, trainer.optimizer.gradient))
+
+        trainer.train_step.before_update.append(keep_first)  # before they are clipped
         results = [trainer.step() for _ in range(num_iterations)]
         trainer.optimizer.finish_weights()
         weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
@@ -116,7 +119,7 @@ def record_rank(
             rerouted.update(observer.rerouted())
         elif routing is not None:
             routing.experts.update({(name, each): of for each, of in observer.by_sample().items()})
-    return RunRecord(losses, norms, gradients, weights, routing, rerouted)
+    return RunRecord(losses, norms, gradients[0], weights, routing, rerouted)
 
 
 def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[str, ChoiceRecorder | ChoiceReplayer]:

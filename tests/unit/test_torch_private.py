@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,8 +49,16 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-OURS = {name for tree in TREES.values() for name in _defined(tree) if _is_private(name)}
+@functools.cache
+def _trees() -> dict[Path, ast.Module]:
+    """Parse all modules: in a test, because collection is repeated by each worker."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@functools.cache
+def _ours() -> set[str]:
+    """Return the private names that megalite defines."""
+    return {name for tree in _trees().values() for name in _defined(tree) if _is_private(name)}
 
 
 def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
@@ -64,18 +73,21 @@ def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
         yield from (name for name in names if name.startswith("torch.") and _is_private(name))
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             chain = ast.unparse(node)
-            if chain.startswith("torch.") or node.attr not in OURS | STANDARD_LIBRARY:
+            if chain.startswith("torch.") or node.attr not in _ours() | STANDARD_LIBRARY:
                 yield chain
 
 
 def test_no_other_module_uses_a_private_name_of_torch() -> None:
-    used = {str(path.relative_to(ROOT)): list(_private_names_of_torch(tree)) for path, tree in TREES.items()}
+    used = {
+        str(path.relative_to(ROOT)): list(_private_names_of_torch(tree)) for path, tree in _trees().items()
+    }
     assert not {path: names for path, names in used.items() if names}
 
 
 def test_no_private_method_of_torch_is_overridden() -> None:
     of_torch = {name for base in TORCH_BASES for name in dir(base) if _is_private(name)}
-    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    nodes = (node for tree in _trees().values() for node in ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     assert not [(each.name, name) for each in classes for name in _defined(each) if name in of_torch]
 
 

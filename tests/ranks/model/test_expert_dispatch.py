@@ -67,7 +67,7 @@ class AllGatherDispatcher(Dispatcher):
         x, weights = (gather_from_sequence_parallel(each, ep) for each in (x, weights))
         experts = start_all_gather(experts, ep).wait() - ep.rank * num_own
         own = experts.masked_fill((experts < 0) | (experts >= num_own), num_own)
-        rows = Rows.of(own.flatten(0, 1), num_own, drops=True)
+        rows = Rows.of(own.flatten(0, 1), num_own, 1.0)
 
         def combine(y: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel(rows.sums_of_tokens(y).view_as(x), ep)
@@ -178,7 +178,7 @@ def _dispatched(topology: Topology, choices: list[list[list[int]]]) -> tuple[lis
     x = torch.randn(len(experts), 1, 5, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(experts.shape, dtype=torch.float64, requires_grad=True)
     with Traffic(topology) as traffic:
-        rows, of_rows, ends, combine = dispatcher_for(4, context).start(x, weights, experts, drops=True)()
+        rows, of_rows, ends, combine = dispatcher_for(4, context).start(x, weights, experts, 1.0)()
         first = 0 if context.expert_axes is None else 2 * topology.rank
         numbers = torch.arange(first, first + len(ends)).repeat_interleave(
             ends.diff(prepend=ends.new_zeros(1)), output_size=len(rows)

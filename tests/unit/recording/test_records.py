@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from megalite.errors import UserError
 from megalite.plan.own_program import model_of
 from megalite.recording import records
 from megalite.recording.record_unit import layer_kinds, record_unit
-from megalite.recording.records import unit_record
+from megalite.recording.records import kinds_of_layers, unit_record
 from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
 from megalite.recording.unit_record import PhaseRecord, as_json, from_json
 from tests.unit.recording import own_models
@@ -173,8 +174,28 @@ def test_records_survive_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert records.unit_record(key_of()).saved_bytes > 0
 
 
-def test_layers_of_one_kind() -> None:
-    assert layer_kinds(key_of(replace(LLAMA, num_layers=4))) == (0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0, 0, 0, 0)),
+        ({"num_experts": 4, "moe_layer_freq": (0, 1, 1, 0)}, (0, 1, 1, 0)),
+        ({"window_size": (9, 0), "window_attn_skip_freq": (3,), "no_rope_freq": (2,)}, (0, 1, 2, 1)),
+        (
+            {"window_size": (9, 0), "window_attn_skip_freq": (2,), "full_attention_kv_channels": 8},
+            (0, 1, 0, 1),
+        ),
+        ({"num_kv_shared_layers": 1, "kv_shared_ffn_hidden_size": 64}, (0, 0, 2, 3)),
+        (
+            {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_num_key_heads": 4}
+            | {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            (0, 1, 0, 1),
+        ),
+    ],
+)
+def test_the_config_names_the_kinds_of_our_layers(fields: dict[str, Any], expected: tuple[int, ...]) -> None:
+    """Building all layers of a large model to compare them would take seconds."""
+    key = key_of(replace(LLAMA, num_layers=4, **fields))
+    assert kinds_of_layers(key) == layer_kinds(key) == expected
 
 
 def test_reads_of_values_are_refused_by_line() -> None:

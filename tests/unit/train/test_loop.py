@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import math
@@ -10,7 +9,6 @@ import runpy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfi
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.pipeline.executor import ScheduleRun
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, TrainingLoop, check_callbacks, train
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, StopSignals
@@ -399,113 +396,3 @@ def test_an_urgent_stop_interrupts_the_evaluation_of_averages(
     weight, average = _saved(tmp_path / "iter_0000002")  # after the interruption
     assert weights[0].equal(weight)
     assert not average.equal(weight)
-
-
-class Garbage(Callback):
-    """Makes garbage in each iteration, more than starts a collection, and records each collection.
-
-    Attributes:
-        collections: iterations, and whether Python collects by itself.
-    """
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.collections: list[tuple[int, bool]] = []
-        self._error = error
-
-    @contextmanager
-    def running(self, loop: TrainingLoop) -> Iterator[None]:
-        self._loop = loop
-        gc.callbacks.append(self._record)
-        try:
-            yield
-        finally:
-            gc.callbacks.remove(self._record)
-
-    def _record(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self.collections.append((self._loop.iteration, gc.isenabled()))
-
-    def before_step(self, loop: TrainingLoop) -> None:
-        for _ in range(10_000):
-            cycle: list[object] = []
-            cycle.append(cycle)
-        if self._error is not None:
-            raise self._error
-
-
-@pytest.fixture
-def enabled_collector() -> Iterator[None]:
-    """The collector as in a fresh process: tests/conftest.py freezes objects."""
-    gc.unfreeze()
-    gc.enable()
-    yield
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"manual_gc_interval": 3}, [0, 1, 3, 4, 4, 6, 7, 7]),  # around the evaluations at 4 and 7
-        ({"manual_gc_interval": 3, "manual_gc_eval": False}, [0, 1, 3, 6]),
-        ({"manual_gc_interval": 0, "manual_gc_eval": False}, [0, 1]),
-        ({"eval_iters": 0}, [0, 1]),
-    ],
-)
-def test_garbage_is_collected_between_iterations(
-    one_rank: Topology, enabled_collector: None, fields: dict[str, int], expected: list[int]
-) -> None:
-    garbage = Garbage()
-    _run(one_rank, [garbage], train_iters=7, eval_interval=4, **fields)
-    collections = list(dropwhile(lambda each: each[1], garbage.collections))  # from the loop's first one on
-    assert [iteration for iteration, is_enabled in collections if not is_enabled] == expected
-    assert {iteration for iteration, is_enabled in collections if is_enabled} <= {7}  # at the end
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_python_collects_collections_without_manual_gc(one_rank: Topology, enabled_collector: None) -> None:
-    garbage = Garbage()
-    _run(one_rank, [garbage], train_iters=3, manual_gc=False)
-    assert {0, 1, 2} <= {iteration for iteration, is_enabled in garbage.collections if is_enabled}
-
-
-def test_the_collector_is_restored_after_an_error(one_rank: Topology, enabled_collector: None) -> None:
-    with pytest.raises(ZeroDivisionError):
-        _run(one_rank, [Garbage(ZeroDivisionError())])
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_the_program_has_set_up_stays_so(
-    one_rank: Topology, enabled_collector: None
-) -> None:
-    gc.disable()
-    gc.freeze()
-    try:
-        before = gc.get_freeze_count()
-        _run(one_rank, [])
-        assert not gc.isenabled() and 0 < gc.get_freeze_count() <= before
-    finally:
-        gc.unfreeze()
-
-
-def test_a_step_leaves_no_tensor_to_the_collector(one_rank: Topology, enabled_collector: None) -> None:
-    """A microbatch in a cycle of references would stay in memory until the next collection."""
-    config = Config(
-        model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
-        data=DataConfig(mock_data=True),
-        training=TrainingConfig(global_batch_size=2, train_iters=5, eval_iters=0),
-    )
-    with start_trainer(config, one_rank) as trainer:
-        for _ in range(2):
-            trainer.step()
-        gc.collect()
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            trainer.step()
-            gc.collect()
-            assert [each for each in gc.garbage if isinstance(each, Tensor | ScheduleRun)] == []
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
