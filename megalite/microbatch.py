@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.document_deal import Deal
+from megalite.document_assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Microbatch:
             None without multi-token prediction.
         later_labels: int64 ``[b, d, s]``, the labels of these tokens.
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
-        deals: for each sample, the positions that each context-parallel rank holds, if its documents were
-            dealt; None if the order of the ranks says it.
+        assignments: for each sample, the positions that each context-parallel rank holds, if its documents
+            were assigned; None if the order of the ranks says it.
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class Microbatch:
     later_tokens: Tensor | None = None
     later_labels: Tensor | None = None
     later_mask: Tensor | None = None
-    deals: tuple[Deal, ...] | None = None
+    assignments: tuple[Assignment, ...] | None = None
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
@@ -106,17 +106,17 @@ class Microbatch:
         result = replace(self, **own)
         return result if self.label_positions is None else result._predicting_in(runs)
 
-    def dealt(self, deals: tuple[Deal, ...], rank: int) -> Microbatch:
-        """Return the microbatch of whole samples with the tokens that a rank gets by these deals.
+    def of_rank(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
+        """Return the microbatch of whole samples with the tokens that a rank gets by these assignments.
 
-        Attention reads the documents in the deals. Embeddings read `position_ids`, which are set: samples
-        differ in the positions that the rank holds.
+        Attention reads the documents in the assignments. Embeddings read `position_ids`, which are set:
+        samples differ in the positions that the rank holds.
         """
         assert self.label_positions is None
-        held = torch.tensor([deal.positions_of(rank) for deal in deals])  # [b, s]
+        held = torch.tensor([assignment.positions_of(rank) for assignment in assignments])  # [b, s]
         whole = {"position_ids": torch.arange(self.tokens.shape[1]).expand_as(self.tokens)}
         own: dict[str, Any] = {name: _at_each(x, held) for name, x in (whole | self._by_position()).items()}
-        return replace(self, **own, document_ids=None, deals=deals)
+        return replace(self, **own, document_ids=None, assignments=assignments)
 
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""

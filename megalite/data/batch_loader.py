@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.data.document_dealer import DocumentDealer
+from megalite.data.document_assigner import DocumentAssigner
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
 from megalite.distributed.topology import Topology
@@ -59,7 +59,7 @@ class BatchLoader:
 
     Ranks that hold different positions of the same samples read whole samples, mark their documents and cut
     them then: document ends before a slice determine its documents, and tokens after it are later tokens.
-    They do it on the device, or on the host as a part of reading, if each sample's documents are dealt.
+    They do it on the device, or on the host as a part of reading, if each sample's documents are assigned.
 
     The loader reads ahead in a thread: close it, or use it in a ``with`` block.
 
@@ -90,13 +90,13 @@ class BatchLoader:
         self.samples = samples
         self.num_later = num_later
         self.sequences_per_sample = sequences_per_sample
-        self.dealer: DocumentDealer | None = None
-        if self.positions.is_dealt:
-            self.dealer = DocumentDealer(samples, self.positions, num_later)
+        self.assigner: DocumentAssigner | None = None
+        if self.positions.assigns_documents:
+            self.assigner = DocumentAssigner(samples, self.positions, num_later)
         stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
-            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.dealer)
+            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.assigner)
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Load one microbatch to the device.
@@ -115,7 +115,7 @@ class BatchLoader:
         """
 
         def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
-            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.dealer)
+            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.assigner)
 
         numbers = self._numbers(consumed, index, replica)
         return self._load(consumed, numbers, None if self._prefetcher is None else read)
@@ -142,8 +142,8 @@ class BatchLoader:
         except UserError as error:
             error.on_one_rank = True
             raise
-        if self.dealer is not None:
-            assert count == 1, "samples are dealt before they are cut into sequences"
+        if self.assigner is not None:
+            assert count == 1, "samples are assigned before they are cut into sequences"
             return microbatch
         whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
         num_tokens = whole.tokens.shape[1] // self.positions.count
@@ -184,11 +184,11 @@ class Prefetcher:
         device: torch.device,
         samples: Samples,
         num_ahead: int = NUM_AHEAD,
-        dealer: DocumentDealer | None = None,
+        assigner: DocumentAssigner | None = None,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._dealer = dealer
+        self._assigner = assigner
         self._num_ahead = num_ahead
         self._stride = stride
         self._device = device
@@ -213,7 +213,7 @@ class Prefetcher:
 
     def _start(self, numbers: npt.NDArray[np.int64]) -> Future[Microbatch]:
         return self._pool.submit(
-            read_microbatch, self._dataset, numbers, self._device, self._samples, self._dealer
+            read_microbatch, self._dataset, numbers, self._device, self._samples, self._assigner
         )
 
     def close(self, *, waits: bool = True) -> None:
@@ -227,18 +227,18 @@ def read_microbatch(
     numbers: npt.NDArray[np.int64],
     device: torch.device,
     samples: Samples,
-    dealer: DocumentDealer | None = None,
+    assigner: DocumentAssigner | None = None,
 ) -> Microbatch:
     """Read samples by number into host memory that `device` can copy from; any thread may call this.
 
     Args:
-        dealer: returns this rank's tokens of the samples; None for whole samples.
+        assigner: returns this rank's tokens of the samples; None for whole samples.
 
     Raises:
         UserError: a sample is damaged.
     """
     whole = samples.read(dataset, numbers)
-    return _on_host(whole if dealer is None else dealer(whole), device)
+    return _on_host(whole if assigner is None else assigner(whole), device)
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:

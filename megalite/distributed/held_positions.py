@@ -25,14 +25,14 @@ class HeldPositions:
         index: coordinate of the rank among the ranks that hold different positions.
         count: number of these ranks.
         is_zigzag: whether a rank holds two slices.
-        is_dealt: whether `Microbatch.deals` says which positions a rank holds, because each sample has
-            documents of its own. Then only `index` and `count` may be read here.
+        assigns_documents: whether `Microbatch.assignments` says which positions a rank holds, because each
+            sample has documents of its own. Then only `index` and `count` may be read here.
     """
 
     index: int
     count: int
     is_zigzag: bool = False
-    is_dealt: bool = False
+    assigns_documents: bool = False
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -41,7 +41,7 @@ class HeldPositions:
 
     def slices_of(self, index: int) -> tuple[Slice, ...]:
         """Return the slices of the sample that the rank with this coordinate holds."""
-        assert not self.is_dealt, "the positions are those of a microbatch's deals"
+        assert not self.assigns_documents, "the positions are those of a microbatch's assignments"
         if not self.is_zigzag or self.count == 1:
             return (Slice(index, self.count),)
         num_slices = 2 * self.count

@@ -3,8 +3,8 @@
 In step t, a rank receives keys and values of the rank t places before it, while it computes with those of the
 step before (Liu et al. 2023, arXiv 2310.01889). They come directly from the rank that holds them, so slices
 that no query of the receiver sees are not sent: those after its queries, with a window those out of reach,
-and with dealt documents those of other documents. In backward, they come again, and the gradients of keys and
-values go back to the rank that holds them.
+and with assigned documents those of other documents. In backward, they come again, and the gradients of keys
+and values go back to the rank that holds them.
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size, d'.
@@ -26,7 +26,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions
-from megalite.document_deal import Deal, DocumentRun
+from megalite.document_assignment import Assignment, DocumentRun
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
 from megalite.microbatch import Microbatch
 from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
@@ -80,16 +80,16 @@ class BlockCall(NamedTuple):
 
 
 @cache
-def slices_of_ranks(own: HeldPositions, s: int) -> Deal:
+def slices_of_ranks(own: HeldPositions, s: int) -> Assignment:
     """Return the slices that each rank holds of a sample of length s, as runs of one document."""
     ranks = (replace(own, index=rank) for rank in range(own.count))
-    return Deal(
+    return Assignment(
         tuple(tuple(DocumentRun(range(s), run) for run in each.runs(s // own.count)) for each in ranks)
     )
 
 
 @lru_cache(maxsize=256)
-def ring_steps(held: Deal, own: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
+def ring_steps(held: Assignment, own: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
     """Return the steps of one rank, the first of which is with its own keys.
 
     A step in which no rank needs anything is skipped on all ranks.
@@ -150,7 +150,7 @@ class Ring(NamedTuple):
     """
 
     cp: Axis
-    held: Deal
+    held: Assignment
     softmax: CausalSoftmax
     blocks: Blocks
 
@@ -175,7 +175,7 @@ class Ring(NamedTuple):
         runs, rows = self.runs, self.rows
         received = [step.positions[number] for number in step.received]
         columns = dict(zip(step.received, _consecutive(received), strict=True))
-        joins_slices = self.blocks.joins_slices and self.softmax.visible.deals is None
+        joins_slices = self.blocks.joins_slices and self.softmax.visible.assignments is None
         for queries, keys in step.groups(joins_slices):
             block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
             yield BlockCall(
@@ -347,9 +347,11 @@ class RingCore(SoftmaxCore):
         self.cp, self.blocks = context.cp, blocks
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
-        """Return the positions of a microbatch's tokens, with the deals of its samples."""
+        """Return the positions of a microbatch's tokens, with the assignments of its samples."""
         info = super().position_info(microbatch)
-        visible = {window: keys._replace(deals=microbatch.deals) for window, keys in info.visible.items()}
+        visible = {
+            window: keys._replace(assignments=microbatch.assignments) for window, keys in info.visible.items()
+        }
         return info._replace(visible=visible)
 
     def __call__(
@@ -368,16 +370,16 @@ class RingCore(SoftmaxCore):
         """
         s = k.shape[2] * self.cp.size
         softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
-        if visible.deals is None:
+        if visible.assignments is None:
             return self._attend(q, k, v, softmax, slices_of_ranks(self.own_positions, s), sinks)
         of_samples = [
-            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), deal, sinks)
-            for i, deal in enumerate(visible.deals)
+            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), assignment, sinks)
+            for i, assignment in enumerate(visible.assignments)
         ]
         return torch.cat(of_samples)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Deal, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Assignment, sinks: Tensor | None
     ) -> Tensor:
         out: Tensor = _RingAttention.apply(q, k, v, Ring(self.cp, held, softmax, self.blocks), sinks)
         return out

@@ -292,7 +292,7 @@ def _complete(
     parallel = replace(config.parallel, dynamic_context_parallel=False)
     if parallel != config.parallel:
         assumed.append(
-            "one document per sample, though --dynamic-context-parallel deals several: their attention and "
+            "one document per sample, though --dynamic-context-parallel assigns several: their attention and "
             "messages are less"
         )
     before = replace(config, model=model, parallel=parallel, data=DataConfig(mock_data=True))

@@ -61,9 +61,10 @@ def record_run(
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
-        UserError: the config's data or tokenizer cannot be read, or routing is replayed for dealt documents.
+        UserError: the config's data or tokenizer cannot be read, or routing is replayed for assigned
+            documents.
     """
-    if routing is not None and config.mesh.is_dealt:
+    if routing is not None and config.mesh.assigns_documents:
         raise UserError(
             "--replay-routing in a layout with --dynamic-context-parallel, whose ranks hold other positions "
             "of each sample: remove one"

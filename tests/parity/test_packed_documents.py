@@ -111,7 +111,7 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("gpt-tiny", "tp2cp2+sp+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
-        # Documents that are dealt to ranks.
+        # Documents that are assigned to ranks.
         ("llama-tiny", "cp2+p2p+dynamic", OPTIONS),
         pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4mbs1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),

@@ -17,7 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.document_deal import DocumentRun
+from megalite.document_assignment import DocumentRun
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
@@ -698,15 +698,15 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(_of_block_alone)),
         ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
-        ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
+        ("assigned tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "of_rank",
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
-        ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
-         "dealt", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
-        ("queries of dealt documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
+        ("the last label of an assigned document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
+         "of_rank", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
+        ("queries of assigned documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
          before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
          "later"),
-        ("queries of a dealt document do not see the part before theirs", "cp2+p2p+dynamic", ring_attention,
-         "ring_steps", after(lambda steps, held, own, *_: tuple(
+        ("queries of an assigned document do not see the part before theirs", "cp2+p2p+dynamic",
+         ring_attention, "ring_steps", after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),

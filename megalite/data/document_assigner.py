@@ -1,4 +1,4 @@
-"""Deal the documents of each sample to the context-parallel ranks, and keep the tokens of one of them."""
+"""Assign the documents of each sample to the context-parallel ranks, and keep the tokens of one of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from megalite.data.samples import Samples
 from megalite.distributed.held_positions import HeldPositions
-from megalite.document_deal import deal_documents
+from megalite.document_assignment import assign_documents
 from megalite.microbatch import Microbatch
 
 
 @dataclass(frozen=True)
-class DocumentDealer:
-    """Gives a rank its tokens of whole samples on the host, which must know the deals.
+class DocumentAssigner:
+    """Gives a rank its tokens of whole samples on the host, which must know the assignments.
 
     Attributes:
         samples: mark the documents of a microbatch.
@@ -30,10 +30,10 @@ class DocumentDealer:
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         """Return the rank's tokens of a microbatch that was read, with all fields of a microbatch."""
         whole = self.samples.marked(microbatch).with_later_tokens(self.num_later)
-        assert whole.document_ids is not None, "samples have no documents to deal"
+        assert whole.document_ids is not None, "samples have no documents to assign"
         lengths = map(document_lengths, whole.document_ids)
-        deals = tuple(deal_documents(each, self.positions.count) for each in lengths)
-        return whole.dealt(deals, self.positions.index)
+        assignments = tuple(assign_documents(each, self.positions.count) for each in lengths)
+        return whole.of_rank(assignments, self.positions.index)
 
 
 def document_lengths(document_ids: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""Documents are dealt where samples have documents, and not with random numbers by position."""
+"""Documents are assigned where samples have documents, and not with random numbers by position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.config.rules.dealing_rules import dealt_documents
+from megalite.config.rules.assignment_rules import assigned_documents
 
-DEALT = Config(
+ASSIGNED = Config(
     model=PRESETS["llama-tiny"],
     data=DataConfig(reset_attention_mask=True),
     parallel=ParallelConfig(
@@ -21,18 +21,18 @@ DEALT = Config(
 
 
 def problems(config: Config) -> list[str]:
-    return [problem.text for problem in dealt_documents(config, None)]
+    return [problem.text for problem in assigned_documents(config, None)]
 
 
-def test_packed_documents_can_be_dealt() -> None:
-    best_fit = replace(DEALT, data=DataConfig(document_packing="best_fit"))
-    assert problems(DEALT) == problems(best_fit) == []
-    assert DEALT.mesh.is_dealt and not DEALT.masks_documents
+def test_packed_documents_can_be_assigned() -> None:
+    best_fit = replace(ASSIGNED, data=DataConfig(document_packing="best_fit"))
+    assert problems(ASSIGNED) == problems(best_fit) == []
+    assert ASSIGNED.mesh.assigns_documents and not ASSIGNED.masks_documents
 
 
-def test_one_rank_has_nothing_to_deal() -> None:
-    alone = replace(DEALT, data=DataConfig(), parallel=ParallelConfig(dynamic_context_parallel=True))
-    assert not problems(alone) and not alone.mesh.is_dealt
+def test_one_rank_has_nothing_to_assign() -> None:
+    alone = replace(ASSIGNED, data=DataConfig(), parallel=ParallelConfig(dynamic_context_parallel=True))
+    assert not problems(alone) and not alone.mesh.assigns_documents
 
 
 @pytest.mark.parametrize(
@@ -53,5 +53,5 @@ def test_one_rank_has_nothing_to_deal() -> None:
     ],
 )
 def test_another_option_is_refused(part: str, options: dict[str, Any], text: str) -> None:
-    (found,) = problems(replace(DEALT, **{part: replace(getattr(DEALT, part), **options)}))
+    (found,) = problems(replace(ASSIGNED, **{part: replace(getattr(ASSIGNED, part), **options)}))
     assert text in found
