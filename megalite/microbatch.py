@@ -8,13 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.document_assignment import Assignment
+
+
+class AssignedSamples(NamedTuple):
+    """Names the tokens that a rank holds of samples whose documents were assigned to ranks.
+
+    Attributes:
+        numbers: int64 ``[b]``, the samples' numbers in the whole run.
+        runs: positions of the rank's tokens in each sample, in the order of the tokens.
+    """
+
+    numbers: Tensor
+    runs: tuple[tuple[range, ...], ...]
+
+
+SampleNumbers = Tensor | AssignedSamples
+"""The numbers of a microbatch's samples, int64 ``[b]``; with positions where samples differ in those that the
+rank holds."""
+
+
+def numbers_of(samples: SampleNumbers) -> Tensor:
+    """Return the samples' numbers in the whole run, int64 ``[b]``."""
+    return samples.numbers if isinstance(samples, AssignedSamples) else samples
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,7 @@ class Microbatch:
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
         assignments: for each sample, the positions that each context-parallel rank holds, if its documents
             were assigned; None if the order of the ranks says it.
+        own_runs: those that this rank holds.
     """
 
     tokens: Tensor
@@ -55,6 +78,14 @@ class Microbatch:
     later_labels: Tensor | None = None
     later_mask: Tensor | None = None
     assignments: tuple[Assignment, ...] | None = None
+    own_runs: tuple[tuple[range, ...], ...] | None = None
+
+    @property
+    def samples(self) -> SampleNumbers:
+        """Return the samples' numbers, with the positions that the rank holds if these differ."""
+        if self.own_runs is None:
+            return self.sample_numbers
+        return AssignedSamples(self.sample_numbers, self.own_runs)
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
@@ -113,10 +144,11 @@ class Microbatch:
         samples differ in the positions that the rank holds.
         """
         assert self.label_positions is None
-        held = torch.tensor([assignment.positions_of(rank) for assignment in assignments])  # [b, s]
+        runs = tuple(tuple(run.positions for run in each.ranks[rank]) for each in assignments)
+        held = torch.tensor([each.positions_of(rank) for each in assignments])  # [b, s]
         whole = {"position_ids": torch.arange(self.tokens.shape[1]).expand_as(self.tokens)}
         own: dict[str, Any] = {name: _at_each(x, held) for name, x in (whole | self._by_position()).items()}
-        return replace(self, **own, document_ids=None, assignments=assignments)
+        return replace(self, **own, document_ids=None, assignments=assignments, own_runs=runs)
 
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""

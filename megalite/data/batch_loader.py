@@ -114,8 +114,8 @@ class BatchLoader:
             UserError: a sample is damaged; see `__call__`.
         """
 
-        def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
-            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.assigner)
+        def read(numbers: npt.NDArray[np.int64], count: int) -> Microbatch:
+            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.assigner, count)
 
         numbers = self._numbers(consumed, index, replica)
         return self._load(consumed, numbers, None if self._prefetcher is None else read)
@@ -127,7 +127,7 @@ class BatchLoader:
         self,
         consumed: int,
         numbers: npt.NDArray[np.int64],
-        read: Callable[[npt.NDArray[np.int64]], Microbatch] | None,
+        read: Callable[[npt.NDArray[np.int64], int], Microbatch] | None,
     ) -> Microbatch:
         """Load samples by number to the device; `read` is None on a rank that reads no samples."""
         count = self.sequences_per_sample(consumed)
@@ -138,12 +138,11 @@ class BatchLoader:
             return _on_host(microbatch, self.device).to(self.device)
         try:
             with self.events.during(f"reading data from sample {numbers[0]} on"):
-                microbatch = read(numbers).to(self.device)
+                microbatch = read(numbers, count).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
         if self.assigner is not None:
-            assert count == 1, "samples are assigned before they are cut into sequences"
             return microbatch
         whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
         num_tokens = whole.tokens.shape[1] // self.positions.count
@@ -192,28 +191,34 @@ class Prefetcher:
         self._num_ahead = num_ahead
         self._stride = stride
         self._device = device
-        self._reads: OrderedDict[int, Future[Microbatch]] = OrderedDict()  # by the first sample's number
+        # By the first sample's number, and the sequences of a sample.
+        self._reads: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
         # The thread must not refer to this object: it would keep the object alive forever.
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
-    def take(self, numbers: npt.NDArray[np.int64]) -> Microbatch:
+    def take(self, numbers: npt.NDArray[np.int64], sequences_per_sample: int = 1) -> Microbatch:
         """Return the microbatch of the samples with these numbers, in host memory.
+
+        Args:
+            sequences_per_sample: see `read_microbatch`.
 
         Raises:
             UserError: a sample is damaged.
         """
-        read = self._reads.pop(int(numbers[0]), None) or self._start(numbers)
+        count = sequences_per_sample
+        read = self._reads.pop((int(numbers[0]), count), None) or self._start(numbers, count)
         for ahead in range(1, self._num_ahead + 1):
             following = numbers + ahead * self._stride
-            if int(following[0]) not in self._reads and int(following[-1]) < len(self._dataset):
-                self._reads[int(following[0])] = self._start(following)
+            key = int(following[0]), count
+            if key not in self._reads and int(following[-1]) < len(self._dataset):
+                self._reads[key] = self._start(following, count)
         while len(self._reads) > self._num_ahead:
             self._reads.popitem(last=False)[1].cancel()
         return read.result()
 
-    def _start(self, numbers: npt.NDArray[np.int64]) -> Future[Microbatch]:
+    def _start(self, numbers: npt.NDArray[np.int64], count: int) -> Future[Microbatch]:
         return self._pool.submit(
-            read_microbatch, self._dataset, numbers, self._device, self._samples, self._assigner
+            read_microbatch, self._dataset, numbers, self._device, self._samples, self._assigner, count
         )
 
     def close(self, *, waits: bool = True) -> None:
@@ -228,17 +233,19 @@ def read_microbatch(
     device: torch.device,
     samples: Samples,
     assigner: DocumentAssigner | None = None,
+    sequences_per_sample: int = 1,
 ) -> Microbatch:
     """Read samples by number into host memory that `device` can copy from; any thread may call this.
 
     Args:
         assigner: returns this rank's tokens of the samples; None for whole samples.
+        sequences_per_sample: into how many sequences the assigner cuts each sample.
 
     Raises:
         UserError: a sample is damaged.
     """
     whole = samples.read(dataset, numbers)
-    return _on_host(whole if assigner is None else assigner(whole), device)
+    return _on_host(whole if assigner is None else assigner(whole, sequences_per_sample), device)
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:

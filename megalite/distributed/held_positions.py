@@ -5,6 +5,7 @@ This is the one place that says it: the data, embeddings, dropout and attention 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -54,17 +55,9 @@ class HeldPositions:
             num_tokens: number of tokens of a sample that the rank holds.
             part: which of these tokens are wanted; None for all.
         """
-        slices, part = self.slices, part or slice(0, num_tokens)
-        length = num_tokens // len(slices)
-        found = []
-        for number, each in enumerate(slices):
-            first, last = (
-                min(max(bound - number * length, 0), length) + each.index * length
-                for bound in (part.start, part.stop)
-            )
-            if first < last:
-                found.append(range(first, last))
-        return tuple(found)
+        length = num_tokens // len(self.slices)
+        runs = (range(each.index * length, (each.index + 1) * length) for each in self.slices)
+        return part_of(runs, part or slice(0, num_tokens))
 
     def take(self, x: Tensor, dim: int = -1) -> Tensor:
         """Return the rank's positions of a tensor of whole samples; a view if they are consecutive.
@@ -89,6 +82,17 @@ class HeldPositions:
     def _slices_by_rank(self) -> list[int]:
         """Return the numbers of the sample's slices in the order of the ranks that hold them."""
         return [each.index for rank in range(self.count) for each in self.slices_of(rank)]
+
+
+def part_of(runs: Iterable[range], part: slice) -> tuple[range, ...]:
+    """Return the positions of some of the tokens that have the positions of these runs, in their order."""
+    found, first = [], 0
+    for run in runs:
+        own = run[max(part.start - first, 0) : max(part.stop - first, 0)]
+        if own:
+            found.append(own)
+        first += len(run)
+    return tuple(found)
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:

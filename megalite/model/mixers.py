@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
+from megalite.microbatch import SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
@@ -31,7 +32,7 @@ class Mixer(Protocol):
     core_method: ClassVar[str]
 
     def __call__(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> BlockOutput: ...
 
 

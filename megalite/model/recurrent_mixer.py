@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from megalite.microbatch import SampleNumbers
 from megalite.model.block import BlockOutput
 from megalite.model.head_exchange import HeadExchange
 from megalite.model.positions import PositionInfo
@@ -37,7 +38,7 @@ class RecurrentMixer(nn.Module, ABC):
         super().__init__()
         self.exchange = HeadExchange(context)
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         y = self.keep_own_tokens(self.recur(self.project_in(x), positions))
         return BlockOutput(self.projection(y), self.projection.bias)

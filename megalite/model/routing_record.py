@@ -39,7 +39,7 @@ class ChoiceObserver(Protocol):
             experts: those that the router selects, ``[s, b, k]``.
             ranking: numbers ``[s, b, e]`` in the order in which it prefers the experts.
             sample_numbers: ``[b]``.
-            positions: of the tokens in their samples, ``[s]``.
+            positions: of the tokens in their samples, ``[s, b]``.
         """
         ...
 
@@ -64,7 +64,7 @@ class ChoiceRecorder:
     record: RoutingRecord
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        assert len(positions) == positions[-1] + 1, "samples are recorded on one rank"
+        assert len(positions) == positions[-1, 0] + 1, "samples are recorded on one rank"
         for index, sample in enumerate(sample_numbers.tolist()):
             self.record.experts[self.layer, sample] = experts[:, index].cpu()
         return experts
@@ -85,12 +85,14 @@ class ChoiceReplayer:
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         samples, own = sample_numbers.tolist(), positions.cpu()
-        recorded = torch.stack([self.record.experts[self.layer, sample][own] for sample in samples], dim=1)
-        recorded = recorded.to(experts.device)  # [s, b, k]
+        of_samples = [
+            self.record.experts[self.layer, sample][own[:, column]] for column, sample in enumerate(samples)
+        ]
+        recorded = torch.stack(of_samples, dim=1).to(experts.device)  # [s, b, k]
         gaps = ranking.gather(-1, experts).amin(-1) - ranking.gather(-1, recorded).amin(-1)  # [s, b]
         is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
         for row, column in is_other.nonzero().tolist():
-            token = RoutedToken(self.layer, samples[column], int(own[row]))
+            token = RoutedToken(self.layer, samples[column], int(own[row, column]))
             self.others[token] = max(gaps[row, column].item(), self.others.get(token, 0.0))
         return recorded
 

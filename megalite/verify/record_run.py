@@ -10,7 +10,6 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
@@ -61,14 +60,8 @@ def record_run(
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
-        UserError: the config's data or tokenizer cannot be read, or routing is replayed for assigned
-            documents.
+        UserError: the config's data or tokenizer cannot be read.
     """
-    if routing is not None and config.mesh.assigns_documents:
-        raise UserError(
-            "--replay-routing in a layout with --dynamic-context-parallel, whose ranks hold other positions "
-            "of each sample: remove one"
-        )
     stages = run_ranks(
         record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )

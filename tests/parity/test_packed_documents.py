@@ -35,6 +35,8 @@ HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
 """Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
 LEARNED, EXPERTS = "gpt-tiny, dropout of weights", "llama-tiny, experts"
+LIMITED, BALANCED = "llama-tiny, jitter and capacity", "llama-tiny, random experts"
+OF_EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 SWITCHES = {
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
@@ -47,7 +49,9 @@ SWITCHES = {
     },
     SIX_GROUPS: {"mamba_num_groups": 6, "mamba_num_heads": 12},
     LEARNED: {"hidden_dropout": 0.0, "attention_dropout": 0.1},
-    EXPERTS: {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
+    EXPERTS: OF_EXPERTS,
+    LIMITED: {**OF_EXPERTS, "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0},
+    BALANCED: {**OF_EXPERTS, "moe_router_force_load_balancing": True},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 DROPOUT = {"gpt-tiny": 0.1}
@@ -112,12 +116,16 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("bloom-tiny", "cp4+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2cp2+p2p", OPTIONS, marks=pytest.mark.slow),
         # Documents that are assigned to ranks.
-        ("llama-tiny", "cp2+p2p+dynamic", OPTIONS),
+        ("gpt-tiny", "cp2+p2p+dynamic", OPTIONS),
+        pytest.param("gpt-tiny", "tp2cp2mbs1+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4mbs1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2v2cp2+zero1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LEARNED, "dp2cp2+zero3+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
         pytest.param(EXPERTS, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LIMITED, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(BALANCED, "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:

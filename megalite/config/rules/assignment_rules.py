@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flag_with_value
+from megalite.config.flags import flag_of
 from megalite.errors import Problem
 
 _FLAG = "dynamic_context_parallel"
 
 
 def assigned_documents(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that samples have documents to assign, and that attention and random numbers can follow them."""
+    """Check that samples have documents to assign, and that all layers can follow them."""
     parallel, model, data = config.parallel, config.model, config.data
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
@@ -28,38 +28,9 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
             f"{flag_of(_FLAG)} without documents that a causal model attends within: pass "
             f"--reset-attention-mask or --document-packing best_fit, or remove {flag_of(_FLAG)}",
         )
-    if config.training.seq_length_schedule is not None:
-        yield Problem(
-            (_FLAG, "seq_length_schedule"),
-            f"--seq-length-schedule with {flag_of(_FLAG)}, which assigns samples before they are cut into "
-            "shorter sequences: remove one",
-        )
     if model.has_recurrent_layers:
         yield Problem(
             (_FLAG, "recurrent_mixer", "hybrid_override_pattern"),
             f"{flag_of(_FLAG)} with recurrent layers, which compute the tokens of all samples in one order: "
             f"remove {flag_of(_FLAG)}",
         )
-    for name, value in (
-        ("record_routing", config.logging.record_routing),
-        ("replay_routing_from", config.training.replay_routing_from),
-        ("eval_tasks", config.training.eval_tasks),
-    ):
-        if value is not None:
-            yield Problem(
-                (_FLAG, name),
-                f"{flag_with_value(name, value)} with {flag_of(_FLAG)}, whose ranks hold other positions of "
-                "each sample: remove one",
-            )
-    for name, is_on in (
-        ("hidden_dropout", model.hidden_dropout > 0.0),
-        ("moe_input_jitter_eps", model.moe_input_jitter_eps is not None),
-        ("moe_expert_capacity_factor", model.moe_expert_capacity_factor is not None),
-        ("moe_router_force_load_balancing", model.moe_router_force_load_balancing),
-    ):
-        if is_on:
-            yield Problem(
-                (_FLAG, name),
-                f"{flag_with_value(name, getattr(model, name))} with {flag_of(_FLAG)}: it needs positions "
-                f"that are the same in all samples; remove {flag_of(_FLAG)} to keep it",
-            )

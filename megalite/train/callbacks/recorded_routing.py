@@ -40,12 +40,12 @@ class _Recorder:
 
     samples: list[Tensor] = field(default_factory=list)  # [b]
     experts: list[Tensor] = field(default_factory=list)  # [b, s, k]
-    positions: Tensor | None = None  # [s]
+    positions: list[Tensor] = field(default_factory=list)  # [b, s]
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         self.samples.append(sample_numbers)
         self.experts.append(experts.transpose(0, 1).to(torch.int16))
-        self.positions = positions
+        self.positions.append(positions.t())
         return experts
 
 
@@ -59,8 +59,11 @@ class _Replayer:
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         own, topk = positions.cpu(), experts.shape[-1]
-        samples = [self.recorded.of_sample(self.layer, each, topk)[own] for each in sample_numbers.tolist()]
-        recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]
+        of_samples = [
+            self.recorded.of_sample(self.layer, sample, topk)[own[:, column]]
+            for column, sample in enumerate(sample_numbers.tolist())
+        ]
+        recorded = torch.stack(of_samples, dim=1).to(experts.device)  # [s, b, k]
         is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
         self.counts += torch.stack((is_other.sum(), is_other.new_tensor(is_other.numel(), dtype=torch.int64)))
         return recorded
@@ -123,12 +126,12 @@ def _written(folder: IterationFolder) -> Iterator[None]:
 def _tensors(recorders: Mapping[str, _Recorder]) -> dict[str, Tensor]:
     """Return the tensors of this rank's file; an empty one if its stage has no router."""
     for each in recorders.values():  # all of them route the same tokens
-        assert each.positions is not None
         samples, kept = np.unique(torch.cat(each.samples).cpu().numpy(), return_index=True)
         # An audit and a profile of modules run some microbatches again.
         experts = {name: torch.cat(each.experts).cpu()[kept] for name, each in recorders.items()}
-        return tensors_of_file(torch.from_numpy(samples), each.positions.cpu(), experts)
-    return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), {})
+        positions = torch.cat(each.positions).cpu()[kept]
+        return tensors_of_file(torch.from_numpy(samples), positions, experts)
+    return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.int64), {})
 
 
 class RoutingReplay(Callback):

@@ -1,4 +1,4 @@
-"""Documents are assigned where samples have documents, and not with random numbers by position."""
+"""Documents are assigned where samples have documents, and layers can follow them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,7 @@ def test_one_rank_has_nothing_to_assign() -> None:
         ("parallel", {"cp_comm_type": "a2a"}, "pass --cp-comm-type p2p"),
         ("data", {"reset_attention_mask": False}, "pass --reset-attention-mask or --document-packing"),
         ("model", {"architecture": "bert"}, "without documents that a causal model attends within"),
-        ("training", {"seq_length_schedule": ("16", "32:100")}, "--seq-length-schedule with"),
-        ("training", {"eval_tasks": "arc_easy"}, "--eval-tasks arc_easy with --dynamic-context-parallel"),
-        ("training", {"replay_routing_from": "f"}, "--replay-routing-from f with --dynamic-context-parallel"),
-        ("logging", {"record_routing": "f"}, "--record-routing f with --dynamic-context-parallel"),
         ("model", {"recurrent_mixer": "gated_delta_net"}, "--dynamic-context-parallel with recurrent layers"),
-        ("model", {"hidden_dropout": 0.1}, "--hidden-dropout 0.1 with --dynamic-context-parallel"),
-        ("model", {"moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps 0.1 with"),
-        ("model", {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor 1.0 with"),
-        ("model", {"moe_router_force_load_balancing": True}, "--moe-router-force-load-balancing with"),
     ],
 )
 def test_another_option_is_refused(part: str, options: dict[str, Any], text: str) -> None:
