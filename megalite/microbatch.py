@@ -140,15 +140,15 @@ class Microbatch:
     def of_rank(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
         """Return the microbatch of whole samples with the tokens that a rank gets by these assignments.
 
-        Attention reads the documents in the assignments. Embeddings read `position_ids`, which are set:
-        samples differ in the positions that the rank holds.
+        Attention reads the documents in the assignments, and recurrent layers read `document_ids`. Embeddings
+        read `position_ids`, which are set: samples differ in the positions that the rank holds.
         """
         assert self.label_positions is None
         runs = tuple(tuple(run.positions for run in each.ranks[rank]) for each in assignments)
         held = torch.tensor([each.positions_of(rank) for each in assignments])  # [b, s]
         whole = {"position_ids": torch.arange(self.tokens.shape[1]).expand_as(self.tokens)}
         own: dict[str, Any] = {name: _at_each(x, held) for name, x in (whole | self._by_position()).items()}
-        return replace(self, **own, document_ids=None, assignments=assignments, own_runs=runs)
+        return replace(self, **own, assignments=assignments, own_runs=runs)
 
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""

@@ -69,12 +69,12 @@ class HeldPositions:
         parts = [x.narrow(dim, run.start, len(run)) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def restored(self, x: Tensor) -> Tensor:
+    def in_position_order(self, x: Tensor) -> Tensor:
         """Return ``[s, ...]``, the tokens of one rank after those of another, in the order of positions."""
         order = self._slices_by_rank
         return _reordered(x, [order.index(number) for number in range(len(order))])
 
-    def by_rank(self, x: Tensor) -> Tensor:
+    def in_rank_order(self, x: Tensor) -> Tensor:
         """Return the tokens of a sample, ``[s, ...]``, in the order of the ranks that hold them."""
         return _reordered(x, self._slices_by_rank)
 
@@ -93,6 +93,11 @@ def part_of(runs: Iterable[range], part: slice) -> tuple[range, ...]:
             found.append(own)
         first += len(run)
     return tuple(found)
+
+
+def positions_in(runs: Iterable[range], device: torch.device) -> Tensor:
+    """Return the positions of these runs, int64 ``[s]``; the host does not wait for the device."""
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:

@@ -23,7 +23,7 @@ class Mixer(Protocol):
 
     Attributes:
         input_method: name of the wrap point that maps the layer's input to the arguments of the core; it
-            takes one tensor.
+            takes one tensor that needs a gradient, the first of its arguments.
         core_method: name of the wrap point between the two projections, which --recompute-modules core_attn
             recomputes; of its arguments, the tensors of floating-point numbers are kept.
     """

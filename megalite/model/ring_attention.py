@@ -25,9 +25,10 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
-from megalite.distributed.held_positions import HeldPositions
+from megalite.distributed.held_positions import HeldPositions, positions_in
 from megalite.document_assignment import Assignment, DocumentRun
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.kernels.visible_keys import document_starts
 from megalite.microbatch import Microbatch
 from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
 from megalite.model.attention_core import SoftmaxCore
@@ -348,11 +349,20 @@ class RingCore(SoftmaxCore):
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, with the assignments of its samples."""
-        info = super().position_info(microbatch)
-        visible = {
-            window: keys._replace(assignments=microbatch.assignments) for window, keys in info.visible.items()
-        }
-        return info._replace(visible=visible)
+        assignments = microbatch.assignments
+        if assignments is None:
+            return super().position_info(microbatch)
+        info = super().position_info(replace(microbatch, document_ids=None))  # they are in the assignments
+        visible = {window: keys._replace(assignments=assignments) for window, keys in info.visible.items()}
+        info = info._replace(visible=visible)
+        if not self.config.has_recurrent_layers:
+            return info
+        ids, device = microbatch.document_ids, self.context.device
+        of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
+        return info._replace(
+            document_starts=None if ids is None else document_starts(ids),
+            rank_order=torch.stack([positions_in(runs, device) for runs in of_ranks], dim=1),
+        )
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalite.distributed.axes import EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
-from megalite.distributed.held_positions import part_of
+from megalite.distributed.held_positions import part_of, positions_in
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
@@ -265,9 +265,7 @@ class LayerContext:
     def positions_of(self, x: Tensor, samples: SampleNumbers) -> Tensor:
         """Return the sample positions of this rank's ``[s, b, ...]``, int64 ``[s, b]``, on its device."""
         of_groups = [
-            torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])[:, None].expand(
-                -1, len(numbers)
-            )
+            positions_in(runs, x.device)[:, None].expand(-1, len(numbers))
             for numbers, runs in self.runs_by_samples(len(x), samples)
         ]
         return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)

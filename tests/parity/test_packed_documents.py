@@ -126,6 +126,9 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param(EXPERTS, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LIMITED, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(BALANCED, "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(HYBRID, "pp2cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_KEYS, "cp3mbs1+full+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_GROUPS, "tp2cp3+sp+zero1+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:

@@ -925,7 +925,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("slices recur with the convolution of the first heads", "cp2", head_exchange.HeadExchange, "own",
          lambda original, _: lambda self, each: (
              original(self, each) if each.dim() == 1 else each.chunk(self.cp.size)[0]), "hybrid"),
-        ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions, "restored",
+        ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions,
+         "in_position_order",
          instead(lambda self, x: x), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),

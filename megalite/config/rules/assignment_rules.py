@@ -28,9 +28,3 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
             f"{flag_of(_FLAG)} without documents that a causal model attends within: pass "
             f"--reset-attention-mask or --document-packing best_fit, or remove {flag_of(_FLAG)}",
         )
-    if model.has_recurrent_layers:
-        yield Problem(
-            (_FLAG, "recurrent_mixer", "hybrid_override_pattern"),
-            f"{flag_of(_FLAG)} with recurrent layers, which compute the tokens of all samples in one order: "
-            f"remove {flag_of(_FLAG)}",
-        )

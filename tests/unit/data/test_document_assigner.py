@@ -25,7 +25,8 @@ def test_tokens_keep_what_belongs_to_them(num_ranks: int, resets_positions: bool
     seen = torch.zeros_like(whole.tokens)
     for rank in range(num_ranks):
         own = DocumentAssigner(samples, HeldPositions(rank, num_ranks, assigns_documents=True), 2)(read)
-        assert own.assignments is not None and own.document_ids is None and own.position_ids is not None
+        assert own.assignments is not None and own.position_ids is not None
+        assert own.document_ids is not None and own.document_ids.equal(whole.document_ids)
         for i, assignment in enumerate(own.assignments):
             positions = torch.tensor(assignment.positions_of(rank))
             seen[i, positions] += 1

@@ -41,7 +41,6 @@ def test_one_rank_has_nothing_to_assign() -> None:
         ("parallel", {"cp_comm_type": "a2a"}, "pass --cp-comm-type p2p"),
         ("data", {"reset_attention_mask": False}, "pass --reset-attention-mask or --document-packing"),
         ("model", {"architecture": "bert"}, "without documents that a causal model attends within"),
-        ("model", {"recurrent_mixer": "gated_delta_net"}, "--dynamic-context-parallel with recurrent layers"),
     ],
 )
 def test_another_option_is_refused(part: str, options: dict[str, Any], text: str) -> None:
