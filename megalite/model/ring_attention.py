@@ -169,19 +169,18 @@ class Ring(NamedTuple):
     @property
     def rows(self) -> list[slice]:
         """Return the tokens of each of this rank's slices, among those of this rank."""
-        return _consecutive(self.runs)
+        return _slices_of_runs(self.runs)
 
     def calls(self, step: RingStep) -> Iterator[BlockCall]:
         """Yield the computations of a step."""
         runs, rows = self.runs, self.rows
         received = [step.positions[number] for number in step.received]
-        columns = dict(zip(step.received, _consecutive(received), strict=True))
+        columns = dict(zip(step.received, _slices_of_runs(received), strict=True))
         joins_slices = self.blocks.joins_slices and self.softmax.visible.assignments is None
         for queries, keys in step.groups(joins_slices):
             block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
-            yield BlockCall(
-                queries, _span([rows[i] for i in queries]), _span([columns[j] for j in keys]), block
-            )
+            of_queries, of_keys = [rows[i] for i in queries], [columns[j] for j in keys]
+            yield BlockCall(queries, _whole_slice(of_queries), _whole_slice(of_keys), block)
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
         """Yield the steps with the keys and values of the received slices, ``[b, g, e, d or d']``.
@@ -196,7 +195,7 @@ class Ring(NamedTuple):
             pending = None
             if following is not None:
                 rows = [self.rows[number] for number in following.sent]
-                packed = _packed(_taken(k, rows), _taken(v, rows))
+                packed = _packed(_tokens_of(k, rows), _tokens_of(v, rows))
                 num_tokens = sum(len(following.positions[number]) for number in following.received)
                 pending = start_shift(
                     packed, num_tokens * of_token, following.distance, self.cp, of="keys and values"
@@ -204,23 +203,23 @@ class Ring(NamedTuple):
             yield step, arrived
 
 
-def _consecutive(runs: Sequence[range]) -> list[slice]:
+def _slices_of_runs(runs: Sequence[range]) -> list[slice]:
     """Return the places of the tokens of some runs, if they follow each other."""
     ends = list(accumulate(map(len, runs), initial=0))
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def _span(slices: Sequence[slice]) -> slice:
+def _whole_slice(slices: Sequence[slice]) -> slice:
     """Return slices that follow each other as one."""
     return slice(slices[0].start, slices[-1].stop)
 
 
-def _taken(x: Tensor, slices: Sequence[slice]) -> Tensor:
+def _tokens_of(x: Tensor, slices: Sequence[slice]) -> Tensor:
     """Return some tokens of ``[b, g, e, d]``, without a copy if they follow each other."""
     if not slices:
         return x[:, :, :0]
     if all(one.stop == following.start for one, following in pairwise(slices)):
-        return x[:, :, _span(slices)]
+        return x[:, :, _whole_slice(slices)]
     return torch.cat([x[:, :, each] for each in slices], dim=2)
 
 

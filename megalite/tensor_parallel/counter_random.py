@@ -84,7 +84,7 @@ class Dropout(nn.Module):
 
         Args:
             x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
-            sample_numbers: global numbers of the samples in the run.
+            sample_numbers: global numbers of the samples in the run, from `Microbatch.samples`.
         """
         if not self.training or self.p == 0.0:
             return x

@@ -50,7 +50,11 @@ SWITCHES = {
     SIX_GROUPS: {"mamba_num_groups": 6, "mamba_num_heads": 12},
     LEARNED: {"hidden_dropout": 0.0, "attention_dropout": 0.1},
     EXPERTS: OF_EXPERTS,
-    LIMITED: {**OF_EXPERTS, "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0},
+    LIMITED: {
+        **OF_EXPERTS,
+        **{"moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0},
+        "moe_token_drop_policy": "position",
+    },
     BALANCED: {**OF_EXPERTS, "moe_router_force_load_balancing": True},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
@@ -154,7 +158,7 @@ def _evaluated(topology: Topology, config: Config) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm)] + [evaluated]
 
 
-@pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p"])
+@pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p", "cp4+p2p+dynamic"])
 def test_slices_without_a_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training and evaluation; two of four ranks have no token with a loss."""
     monkeypatch.setattr(MockDataset, "__getitem__", _short_sample)

@@ -708,6 +708,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("queries of an assigned document do not see the part before theirs", "cp2+p2p+dynamic",
          ring_attention, "ring_steps", after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
+        ("dropout of assigned documents counts a rank's tokens from 0", "cp2+p2p+dynamic",
+         parameter_spec.LayerContext, "runs_by_samples", after(lambda groups, self, num_positions, _: [
+             (numbers, (range(num_positions),) if len(groups) > 1 else runs) for numbers, runs in groups]),
+         "packed"),
+        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", head_exchange,
+         "_rows", instead(lambda x, order: x), "hybrid"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
