@@ -59,7 +59,7 @@ def _experts(topology: Topology, config: ModelConfig, router: str) -> list[Tenso
             full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape).sin()
             bias.copy_(spec_of(bias).box(topology).of(full))
     x = _hidden().chunk(topology.world_size)[topology.rank].clone().requires_grad_()
-    y = block(x).x
+    y = block(x, torch.arange(x.shape[1])).x
     y.square().sum().backward()
     gradients = []
     for weight in (block.up.weight, block.down.weight, block.up.bias, block.down.bias):
