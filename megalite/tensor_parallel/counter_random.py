@@ -89,9 +89,11 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         groups = self.context.runs_by_samples(len(x), sample_numbers)
+        if len(groups) == 1:  # a split would add a copy to backward
+            return self._of_runs(x, *groups[0])
         columns = x.split([len(numbers) for numbers, _ in groups], dim=1)
         dropped = [self._of_runs(each, *group) for each, group in zip(columns, groups, strict=True)]
-        return dropped[0] if len(dropped) == 1 else torch.cat(dropped, dim=1)
+        return torch.cat(dropped, dim=1)
 
     def add_to(
         self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: SampleNumbers
@@ -143,8 +145,9 @@ class Dropout(nn.Module):
 
     def _of_runs(self, x: Tensor, numbers: Tensor, runs: Sequence[range]) -> Tensor:
         """Return dropout(x) of samples ``[s, b, h]`` whose tokens have the positions of these runs."""
+        rows = (x,) if len(runs) == 1 else x.split([*map(len, runs)])
         parts = [
             dropout(part, self.p, self.key, numbers, base=run.start * x.shape[-1])
-            for part, run in zip(x.split([*map(len, runs)]), runs, strict=True)
+            for part, run in zip(rows, runs, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
