@@ -36,9 +36,9 @@ class WaitingDispatcher(AllToAllDispatcher):
     """Waits for the rows at once, so that nothing is computed meanwhile."""
 
     def start(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
-        dispatched = super().start(x, weights, experts, drops=drops)()
+        dispatched = super().start(x, weights, experts, capacity_factor)()
         return lambda: dispatched
 
 

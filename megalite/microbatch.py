@@ -8,13 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.document_deal import Deal
+from megalite.document_assignment import Assignment
+
+
+class AssignedSamples(NamedTuple):
+    """Names the tokens that a rank holds of samples whose documents were assigned to ranks.
+
+    Attributes:
+        numbers: int64 ``[b]``, the samples' numbers in the whole run.
+        runs: positions of the rank's tokens in each sample, in the order of the tokens.
+    """
+
+    numbers: Tensor
+    runs: tuple[tuple[range, ...], ...]
+
+
+SampleNumbers = Tensor | AssignedSamples
+"""The numbers of a microbatch's samples, int64 ``[b]``; with positions where samples differ in those that the
+rank holds."""
+
+
+def numbers_of(samples: SampleNumbers) -> Tensor:
+    """Return the samples' numbers in the whole run, int64 ``[b]``."""
+    return samples.numbers if isinstance(samples, AssignedSamples) else samples
 
 
 @dataclass(frozen=True)
@@ -38,8 +60,9 @@ class Microbatch:
             None without multi-token prediction.
         later_labels: int64 ``[b, d, s]``, the labels of these tokens.
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
-        deals: for each sample, the positions that each context-parallel rank holds, if its documents were
-            dealt; None if the order of the ranks says it.
+        assignments: for each sample, the positions that each context-parallel rank holds, if its documents
+            were assigned; None if the order of the ranks says it.
+        own_runs: those that this rank holds.
     """
 
     tokens: Tensor
@@ -54,7 +77,15 @@ class Microbatch:
     later_tokens: Tensor | None = None
     later_labels: Tensor | None = None
     later_mask: Tensor | None = None
-    deals: tuple[Deal, ...] | None = None
+    assignments: tuple[Assignment, ...] | None = None
+    own_runs: tuple[tuple[range, ...], ...] | None = None
+
+    @property
+    def samples(self) -> SampleNumbers:
+        """Return the samples' numbers, with the positions that the rank holds if these differ."""
+        if self.own_runs is None:
+            return self.sample_numbers
+        return AssignedSamples(self.sample_numbers, self.own_runs)
 
     @staticmethod
     def of(text: Tensor, sample_numbers: Tensor) -> Microbatch:
@@ -106,17 +137,18 @@ class Microbatch:
         result = replace(self, **own)
         return result if self.label_positions is None else result._predicting_in(runs)
 
-    def dealt(self, deals: tuple[Deal, ...], rank: int) -> Microbatch:
-        """Return the microbatch of whole samples with the tokens that a rank gets by these deals.
+    def of_rank(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
+        """Return the microbatch of whole samples with the tokens that a rank gets by these assignments.
 
-        Attention reads the documents in the deals. Embeddings read `position_ids`, which are set: samples
-        differ in the positions that the rank holds.
+        Attention reads the documents in the assignments, and recurrent layers read `document_ids`. Embeddings
+        read `position_ids`, which are set: samples differ in the positions that the rank holds.
         """
         assert self.label_positions is None
-        held = torch.tensor([deal.positions_of(rank) for deal in deals])  # [b, s]
+        runs = tuple(tuple(run.positions for run in each.ranks[rank]) for each in assignments)
+        held = torch.tensor([each.positions_of(rank) for each in assignments])  # [b, s]
         whole = {"position_ids": torch.arange(self.tokens.shape[1]).expand_as(self.tokens)}
         own: dict[str, Any] = {name: _at_each(x, held) for name, x in (whole | self._by_position()).items()}
-        return replace(self, **own, document_ids=None, deals=deals)
+        return replace(self, **own, assignments=assignments, own_runs=runs)
 
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""

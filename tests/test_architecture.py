@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = (
     (
-        *("errors", "files", "log", "loss_terms", "microbatch", "document_deal"),
+        *("errors", "files", "log", "loss_terms", "microbatch", "document_assignment"),
         *("commands", "torch_private", "torch_versions"),
     ),
     ("config", "hardware", "kernels", "wrapping"),
@@ -29,7 +29,7 @@ LEVELS = (
 )
 """Packages from the lowest level to the highest; those of one level do not import each other"""
 SAME_LEVEL = {
-    ("microbatch", "document_deal"),
+    ("microbatch", "document_assignment"),
     ("files", "errors"),
     ("hardware.gpus", "errors"),
     ("distributed.axes", "errors"),

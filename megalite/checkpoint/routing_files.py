@@ -4,8 +4,8 @@ A folder has a folder for each recorded iteration, with a safetensors file of ea
 
     iteration_0000005_samples_32_to_39/rank_0_of_4.safetensors
 
-A file holds the numbers of its samples in the run, ``samples [n]``, the positions of its tokens in them,
-``positions [s]``, and the experts of the tokens by name of the router, ``layers.1.mlp.router [n, s, k]``.
+A file holds the numbers of its samples in the run, ``samples [n]``, the positions of its tokens in each,
+``positions [n, s]``, and the experts of the tokens by name of the router, ``layers.1.mlp.router [n, s, k]``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RecordedExperts:
             for path in _complete_files(folder.path):
                 file, samples, positions = _opened(path)
                 for row, sample in enumerate(samples.tolist()):
-                    self._pieces.setdefault(sample, []).append(_Piece(file, row, positions))
+                    self._pieces.setdefault(sample, []).append(_Piece(file, row, positions[row]))
 
     def missing(self, samples: range) -> list[int]:
         """Return the samples that no file has."""

@@ -56,9 +56,9 @@ class Config:
     def masks_documents(self) -> bool:
         """Return whether attention hides keys of other documents or padding, which its kernels must know.
 
-        Documents that are dealt to context-parallel ranks do not meet in a block of attention.
+        Documents that are assigned to context-parallel ranks do not meet in a block of attention.
         """
-        has_mask = self.data.masks_attention and not self.parallel.mesh.is_dealt
+        has_mask = self.data.masks_attention and not self.parallel.mesh.assigns_documents
         return has_mask or not self.model.is_causal
 
     @property

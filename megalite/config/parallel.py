@@ -244,7 +244,7 @@ class ParallelConfig:
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
             is_zigzag=self.has_ring,
-            is_dealt=self.dynamic_context_parallel and self.has_ring,
+            assigns_documents=self.has_ring and self.dynamic_context_parallel,
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> ParallelConfig:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megalite.data.document_dealer import DocumentDealer
+from megalite.data.document_assigner import DocumentAssigner
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
 from megalite.distributed.topology import Topology
@@ -59,7 +59,7 @@ class BatchLoader:
 
     Ranks that hold different positions of the same samples read whole samples, mark their documents and cut
     them then: document ends before a slice determine its documents, and tokens after it are later tokens.
-    They do it on the device, or on the host as a part of reading, if each sample's documents are dealt.
+    They do it on the device, or on the host as a part of reading, if each sample's documents are assigned.
 
     The loader reads ahead in a thread: close it, or use it in a ``with`` block.
 
@@ -90,13 +90,13 @@ class BatchLoader:
         self.samples = samples
         self.num_later = num_later
         self.sequences_per_sample = sequences_per_sample
-        self.dealer: DocumentDealer | None = None
-        if self.positions.is_dealt:
-            self.dealer = DocumentDealer(samples, self.positions, num_later)
+        self.assigner: DocumentAssigner | None = None
+        if self.positions.assigns_documents:
+            self.assigner = DocumentAssigner(samples, self.positions, num_later)
         stride = micro_batch_size * topology.sample_ranks.size
         self._prefetcher: Prefetcher | None = None
         if reads_data(topology, samples):
-            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.dealer)
+            self._prefetcher = Prefetcher(dataset, stride, topology.device, samples, num_ahead, self.assigner)
 
     def __call__(self, consumed: int, index: int) -> Microbatch:
         """Load one microbatch to the device.
@@ -114,8 +114,8 @@ class BatchLoader:
             UserError: a sample is damaged; see `__call__`.
         """
 
-        def read(numbers: npt.NDArray[np.int64]) -> Microbatch:
-            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.dealer)
+        def read(numbers: npt.NDArray[np.int64], count: int) -> Microbatch:
+            return read_microbatch(self.dataset, numbers, self.device, self.samples, self.assigner, count)
 
         numbers = self._numbers(consumed, index, replica)
         return self._load(consumed, numbers, None if self._prefetcher is None else read)
@@ -127,7 +127,7 @@ class BatchLoader:
         self,
         consumed: int,
         numbers: npt.NDArray[np.int64],
-        read: Callable[[npt.NDArray[np.int64]], Microbatch] | None,
+        read: Callable[[npt.NDArray[np.int64], int], Microbatch] | None,
     ) -> Microbatch:
         """Load samples by number to the device; `read` is None on a rank that reads no samples."""
         count = self.sequences_per_sample(consumed)
@@ -138,12 +138,11 @@ class BatchLoader:
             return _on_host(microbatch, self.device).to(self.device)
         try:
             with self.events.during(f"reading data from sample {numbers[0]} on"):
-                microbatch = read(numbers).to(self.device)
+                microbatch = read(numbers, count).to(self.device)
         except UserError as error:
             error.on_one_rank = True
             raise
-        if self.dealer is not None:
-            assert count == 1, "samples are dealt before they are cut into sequences"
+        if self.assigner is not None:
             return microbatch
         whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
         num_tokens = whole.tokens.shape[1] // self.positions.count
@@ -184,36 +183,42 @@ class Prefetcher:
         device: torch.device,
         samples: Samples,
         num_ahead: int = NUM_AHEAD,
-        dealer: DocumentDealer | None = None,
+        assigner: DocumentAssigner | None = None,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._dealer = dealer
+        self._assigner = assigner
         self._num_ahead = num_ahead
         self._stride = stride
         self._device = device
-        self._reads: OrderedDict[int, Future[Microbatch]] = OrderedDict()  # by the first sample's number
+        # By the first sample's number, and the sequences of a sample.
+        self._reads: OrderedDict[tuple[int, int], Future[Microbatch]] = OrderedDict()
         # The thread must not refer to this object: it would keep the object alive forever.
         self._pool = ThreadPoolExecutor(1, "prefetch", initializer=_use_device, initargs=(device,))
 
-    def take(self, numbers: npt.NDArray[np.int64]) -> Microbatch:
+    def take(self, numbers: npt.NDArray[np.int64], sequences_per_sample: int = 1) -> Microbatch:
         """Return the microbatch of the samples with these numbers, in host memory.
+
+        Args:
+            sequences_per_sample: see `read_microbatch`.
 
         Raises:
             UserError: a sample is damaged.
         """
-        read = self._reads.pop(int(numbers[0]), None) or self._start(numbers)
+        count = sequences_per_sample
+        read = self._reads.pop((int(numbers[0]), count), None) or self._start(numbers, count)
         for ahead in range(1, self._num_ahead + 1):
             following = numbers + ahead * self._stride
-            if int(following[0]) not in self._reads and int(following[-1]) < len(self._dataset):
-                self._reads[int(following[0])] = self._start(following)
+            key = int(following[0]), count
+            if key not in self._reads and int(following[-1]) < len(self._dataset):
+                self._reads[key] = self._start(following, count)
         while len(self._reads) > self._num_ahead:
             self._reads.popitem(last=False)[1].cancel()
         return read.result()
 
-    def _start(self, numbers: npt.NDArray[np.int64]) -> Future[Microbatch]:
+    def _start(self, numbers: npt.NDArray[np.int64], count: int) -> Future[Microbatch]:
         return self._pool.submit(
-            read_microbatch, self._dataset, numbers, self._device, self._samples, self._dealer
+            read_microbatch, self._dataset, numbers, self._device, self._samples, self._assigner, count
         )
 
     def close(self, *, waits: bool = True) -> None:
@@ -227,18 +232,20 @@ def read_microbatch(
     numbers: npt.NDArray[np.int64],
     device: torch.device,
     samples: Samples,
-    dealer: DocumentDealer | None = None,
+    assigner: DocumentAssigner | None = None,
+    sequences_per_sample: int = 1,
 ) -> Microbatch:
     """Read samples by number into host memory that `device` can copy from; any thread may call this.
 
     Args:
-        dealer: returns this rank's tokens of the samples; None for whole samples.
+        assigner: returns this rank's tokens of the samples; None for whole samples.
+        sequences_per_sample: into how many sequences the assigner cuts each sample.
 
     Raises:
         UserError: a sample is damaged.
     """
     whole = samples.read(dataset, numbers)
-    return _on_host(whole if dealer is None else dealer(whole), device)
+    return _on_host(whole if assigner is None else assigner(whole, sequences_per_sample), device)
 
 
 def _on_host(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -269,7 +269,7 @@ class MeshOptions:
         requests_symmetric_memory: tensor-parallel collectives may use symmetric memory, which determines
             settings of CUDA.
         is_zigzag: ranks hold positions in zigzag order; see `HeldPositions`.
-        is_dealt: each sample's documents are dealt to the ranks; see `HeldPositions`.
+        assigns_documents: each sample's documents are assigned to the ranks; see `HeldPositions`.
     """
 
     sizes: Mapping[str, int | None] = field(default_factory=dict)
@@ -283,7 +283,7 @@ class MeshOptions:
     keep_freed_memory: bool = True
     requests_symmetric_memory: bool = False
     is_zigzag: bool = False
-    is_dealt: bool = False
+    assigns_documents: bool = False
 
     @property
     def model(self) -> Factoring:

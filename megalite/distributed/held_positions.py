@@ -5,6 +5,7 @@ This is the one place that says it: the data, embeddings, dropout and attention 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,14 +26,14 @@ class HeldPositions:
         index: coordinate of the rank among the ranks that hold different positions.
         count: number of these ranks.
         is_zigzag: whether a rank holds two slices.
-        is_dealt: whether `Microbatch.deals` says which positions a rank holds, because each sample has
-            documents of its own. Then only `index` and `count` may be read here.
+        assigns_documents: whether `Microbatch.assignments` says which positions a rank holds, because each
+            sample has documents of its own. Then only `index` and `count` may be read here.
     """
 
     index: int
     count: int
     is_zigzag: bool = False
-    is_dealt: bool = False
+    assigns_documents: bool = False
 
     @property
     def slices(self) -> tuple[Slice, ...]:
@@ -41,7 +42,7 @@ class HeldPositions:
 
     def slices_of(self, index: int) -> tuple[Slice, ...]:
         """Return the slices of the sample that the rank with this coordinate holds."""
-        assert not self.is_dealt, "the positions are those of a microbatch's deals"
+        assert not self.assigns_documents, "the positions are those of a microbatch's assignments"
         if not self.is_zigzag or self.count == 1:
             return (Slice(index, self.count),)
         num_slices = 2 * self.count
@@ -54,17 +55,9 @@ class HeldPositions:
             num_tokens: number of tokens of a sample that the rank holds.
             part: which of these tokens are wanted; None for all.
         """
-        slices, part = self.slices, part or slice(0, num_tokens)
-        length = num_tokens // len(slices)
-        found = []
-        for number, each in enumerate(slices):
-            first, last = (
-                min(max(bound - number * length, 0), length) + each.index * length
-                for bound in (part.start, part.stop)
-            )
-            if first < last:
-                found.append(range(first, last))
-        return tuple(found)
+        length = num_tokens // len(self.slices)
+        runs = (range(each.index * length, (each.index + 1) * length) for each in self.slices)
+        return part_of(runs, part or slice(0, num_tokens))
 
     def of_group(self, size: int) -> HeldPositions:
         """Return the positions that a group of `size` neighbouring ranks holds together, in order."""
@@ -80,12 +73,12 @@ class HeldPositions:
         parts = [x.narrow(dim, run.start, len(run)) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def restored(self, x: Tensor) -> Tensor:
+    def in_position_order(self, x: Tensor) -> Tensor:
         """Return ``[s, ...]``, the tokens of one rank after those of another, in the order of positions."""
         order = self._slices_by_rank
         return _reordered(x, [order.index(number) for number in range(len(order))])
 
-    def by_rank(self, x: Tensor) -> Tensor:
+    def in_rank_order(self, x: Tensor) -> Tensor:
         """Return the tokens of a sample, ``[s, ...]``, in the order of the ranks that hold them."""
         return _reordered(x, self._slices_by_rank)
 
@@ -93,6 +86,22 @@ class HeldPositions:
     def _slices_by_rank(self) -> list[int]:
         """Return the numbers of the sample's slices in the order of the ranks that hold them."""
         return [each.index for rank in range(self.count) for each in self.slices_of(rank)]
+
+
+def part_of(runs: Iterable[range], part: slice) -> tuple[range, ...]:
+    """Return the positions of some of the tokens that have the positions of these runs, in their order."""
+    found, first = [], 0
+    for run in runs:
+        own = run[max(part.start - first, 0) : max(part.stop - first, 0)]
+        if own:
+            found.append(own)
+        first += len(run)
+    return tuple(found)
+
+
+def positions_in(runs: Iterable[range], device: torch.device) -> Tensor:
+    """Return the positions of these runs, int64 ``[s]``; the host does not wait for the device."""
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:

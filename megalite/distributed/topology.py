@@ -52,7 +52,7 @@ class Topology:
         world: all ranks as one axis.
         factorings: axes of each factoring of the ranks by name, the model's first.
         is_zigzag: ranks hold positions in zigzag order; see `HeldPositions`.
-        is_dealt: each sample's documents are dealt to the ranks; see `HeldPositions`.
+        assigns_documents: each sample's documents are assigned to the ranks; see `HeldPositions`.
         events: this rank's open events, posted here and observed by the watchdog.
     """
 
@@ -63,7 +63,7 @@ class Topology:
     world: Axis
     factorings: Mapping[str, AxisSet] = field(hash=False)
     is_zigzag: bool = False
-    is_dealt: bool = False
+    assigns_documents: bool = False
     events: EventStack = field(default_factory=EventStack, init=False, compare=False, repr=False)
 
     @staticmethod
@@ -216,7 +216,7 @@ class Topology:
     def positions(self) -> HeldPositions:
         """Return the positions of each sample's tokens that this rank holds."""
         own = self.model.slice_along(*self.model.factoring.with_role("positions"))
-        return HeldPositions(own.index, own.count, self.is_zigzag, self.is_dealt)
+        return HeldPositions(own.index, own.count, self.is_zigzag, self.assigns_documents)
 
     @property
     def position_ranks(self) -> Axis:
@@ -371,7 +371,7 @@ def _from_mesh(
     size = mesh.size()
     assert dist.group.WORLD is not None
     world = Axis(WORLD, size, rank, tuple(range(size)), dist.group.WORLD, spans=options.model.names)
-    topology = kind(rank, size, device, mesh, world, factorings, options.is_zigzag, options.is_dealt)
+    topology = kind(rank, size, device, mesh, world, factorings, options.is_zigzag, options.assigns_documents)
     if timeout is not None:  # new groups have torch's default
         for axis in topology.groups():
             for group in (axis.group, axis.backward_group):

@@ -26,6 +26,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 
 from megalite.config import TrainingConfig
+from megalite.data.document_assigner import own_tokens_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
@@ -237,10 +238,10 @@ class TrainingModel(TaskModel):
     def _run(self, batches: Sequence[Sequence[TokenWindow]], length: int) -> list[tuple[float, bool]]:
         """Return the scores of this replica's windows on the last stage; nothing on the others."""
         config, topology = self.trainer.config, self.trainer.topology
-        runs = topology.positions.runs(length // topology.positions.count)
 
         def load(index: int) -> Microbatch:
-            return self._microbatch(batches[index], length).cut(runs).to(topology.device)
+            whole = self._microbatch(batches[index], length)
+            return own_tokens_of(whole, topology.positions).to(topology.device)
 
         config = replace(config, model=replace(config.model, seq_length=length))
         self.pipeline.evaluate(len(batches), load, hidden_shape(config, length))

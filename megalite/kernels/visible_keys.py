@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.document_deal import Deal
+from megalite.document_assignment import Assignment
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -37,8 +37,8 @@ class VisibleKeys(NamedTuple):
             has it.
         blocks: these keys as FlexAttention's mask.
         first: position of the first query that attends.
-        deals: for each sample, the documents at the positions that each context-parallel rank holds, if they
-            were dealt. They replace `starts` as the limits of documents.
+        assignments: for each sample, the documents at the positions that each context-parallel rank holds, if
+            they were assigned. They replace `starts` as the limits of documents.
     """
 
     starts: Tensor | None = None
@@ -47,7 +47,7 @@ class VisibleKeys(NamedTuple):
     bias: Tensor | None = None
     blocks: BlockMask | None = None
     first: int = 0
-    deals: tuple[Deal, ...] | None = None
+    assignments: tuple[Assignment, ...] | None = None
 
     @staticmethod
     def in_documents(document_ids: Tensor, *, is_causal: bool) -> VisibleKeys:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
+from megalite.microbatch import SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.context_parallel import KEY_ACCESS
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
 
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
@@ -137,7 +138,7 @@ class Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sample_numbers: Tensor,
+        sample_numbers: SampleNumbers,
         positions: PositionInfo,
         gate: Tensor | None = None,
     ) -> Tensor:

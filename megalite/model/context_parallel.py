@@ -80,13 +80,13 @@ def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
 def exchange_slices_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
     """Return what `exchange_tokens_for_heads` returns, with zigzag slices in the order of positions."""
     order = _order_of_neighbours(cp)
-    q, k, v = (order.restored(x) for x in exchange_tokens_for_heads(q, k, v, cp))
+    q, k, v = (order.in_position_order(x) for x in exchange_tokens_for_heads(q, k, v, cp))
     return q, k, v
 
 
 def exchange_heads_for_slices(y: Tensor, cp: Axis) -> Tensor:
     """Return the rank's two slices of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
-    return exchange_heads_for_tokens(_order_of_neighbours(cp).by_rank(y), cp)
+    return exchange_heads_for_tokens(_order_of_neighbours(cp).in_rank_order(y), cp)
 
 
 def _order_of_neighbours(cp: Axis) -> HeldPositions:

@@ -124,4 +124,4 @@ class Embedding(nn.Module):
     def hidden_states(self, words: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the result of `forward` from that of `words`."""
         x = self.token_type(self.position(words, microbatch.position_ids), microbatch.token_types)
-        return self.dropout(self.norm(x), microbatch.sample_numbers)
+        return self.dropout(self.norm(x), microbatch.samples)

@@ -22,6 +22,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import LossTerm, Terms
+from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.model.block import BlockOutput
 from megalite.model.expert_capacity import capacity_of, within_capacity
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for
@@ -100,19 +101,19 @@ class Router(nn.Module):
         self.statistics: RoutingStatistics | None = None
         self.choice_observer: ChoiceObserver | None = None
 
-    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
-            sample_numbers: numbers of the samples in the run, ``[b]``, which the jitter and
-                `choice_observer` need.
+            sample_numbers: numbers of the samples in the run. Only a router whose choices depend neither on
+                positions nor on random numbers needs none.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide), bias)  # [s, b, e]
         is_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        ranking = partial(self._ranking, logits.detach(), scores.detach())
+        ranking = partial(self._ranking, logits.detach(), scores.detach(), sample_numbers)
         experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
         if is_first and torch.is_grad_enabled():
             self._count(experts, scores.detach())
@@ -133,57 +134,61 @@ class Router(nn.Module):
         if ROUTER_Z_LOSS in self.term_names:
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
-        return Routing(weights.to(x.dtype), self._kept(experts, weights.detach()), terms)
+        kept = self._kept(experts, weights.detach(), sample_numbers)
+        return Routing(weights.to(x.dtype), kept, terms)
 
-    def _jittered(self, x: Tensor, sample_numbers: Tensor | None) -> Tensor:
+    def _jittered(self, x: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         if self.jitter is None:
             return x
         assert sample_numbers is not None
         jittered: Tensor = self.jitter(x, sample_numbers)
         return jittered
 
-    def _kept(self, experts: Tensor, weights: Tensor) -> Tensor:
+    def _kept(self, experts: Tensor, weights: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Replace the experts ``[s, b, k]`` that drop the token by e. Evaluation and generation drop none."""
         factor = self.config.moe_expert_capacity_factor
         if factor is None or not self.training:
             return experts
-        kept, is_first = choose(lambda: self._within_capacity(experts, weights, factor))
+        assert sample_numbers is not None
+        positions = self.context.positions_of(experts, sample_numbers)
+        kept, is_first = choose(lambda: self._within_capacity(experts, weights, positions, factor))
         if is_first and self.statistics is not None and torch.is_grad_enabled():
             self.statistics.num_dropped += (kept == self.num_experts).sum()
         return kept
 
-    def _within_capacity(self, experts: Tensor, weights: Tensor, factor: float) -> Tensor:
-        positions = self.context.positions_of(experts)
+    def _within_capacity(self, experts: Tensor, weights: Tensor, positions: Tensor, factor: float) -> Tensor:
+        positions = positions.unsqueeze(-1).expand_as(experts)
         whole, priorities = experts, weights
         if self.context.sequence_slice.count > 1:
             axis = self.context.topology.model.over(*self.context.sequence_axes)
             of_ranks = (start_all_gather(each, axis).wait() for each in (positions, experts, weights))
             all_positions, whole, priorities = of_ranks
-            order = all_positions.argsort()
-            whole, priorities = whole[order], priorities[order]
+            order = all_positions.argsort(dim=0)
+            whole, priorities = whole.gather(0, order), priorities.gather(0, order)
         if self.config.moe_token_drop_policy == "position":
             priorities = torch.zeros_like(priorities)
         capacity = capacity_of(len(whole), self.topk, self.num_experts, factor)
         is_kept = within_capacity(whole, priorities, self.num_experts, capacity)
-        return experts.masked_fill(~is_kept[positions], self.num_experts)
+        return experts.masked_fill(~is_kept.gather(0, positions), self.num_experts)
 
-    def _select(self, ranking: Tensor, sample_numbers: Tensor | None) -> Tensor:
+    def _select(self, ranking: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return the experts of the tokens, ``[s, b, k]``."""
         experts = highest(ranking, self.topk)
         if self.choice_observer is None:
             return experts
         assert sample_numbers is not None
-        positions = self.context.positions_of(experts)
-        return self.choice_observer(experts, ranking, sample_numbers, positions)
+        positions = self.context.positions_of(experts, sample_numbers)
+        return self.choice_observer(experts, ranking, numbers_of(sample_numbers), positions)
 
-    def _ranking(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def _ranking(self, logits: Tensor, scores: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
 
         A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if self.config.moe_router_force_load_balancing and self.training:
-            logits = scores = self._random_scores(scores)
+            assert sample_numbers is not None
+            logits = scores = self._random_scores(scores, sample_numbers)
         elif self.expert_bias is not None:
             logits = scores = scores + self.expert_bias
         if num_groups is None or num_selected is None:
@@ -194,17 +199,19 @@ class Router(nn.Module):
         is_other.scatter_(-1, highest(of_groups, num_selected), False)
         return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def _random_scores(self, like: Tensor) -> Tensor:
+    def _random_scores(self, like: Tensor, sample_numbers: SampleNumbers) -> Tensor:
         """Return random scores ``[s, b, e]``.
 
         A position has the same scores in all samples, iterations and layouts.
         """
-        num_positions, num_samples, num_experts = like.shape
-        scores = like.new_empty(num_positions, 1, num_experts)
-        runs = self.context.runs_of_positions(num_positions)
-        for part, run in zip(scores.split([*map(len, runs)]), runs, strict=True):
-            fill_normal_(part, self.random_key, std=1.0, base=run.start * num_experts)
-        return scores.expand(-1, num_samples, -1)
+        num_positions, _, num_experts = like.shape
+        of_groups = []
+        for numbers, runs in self.context.runs_by_samples(num_positions, sample_numbers):
+            scores = like.new_empty(num_positions, 1, num_experts)
+            for part, run in zip(scores.split([*map(len, runs)]), runs, strict=True):
+                fill_normal_(part, self.random_key, std=1.0, base=run.start * num_experts)
+            of_groups.append(scores.expand(-1, len(numbers), -1))
+        return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
 
     def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
         """Return the balance loss of the samples, summed over the microbatch's tokens.
@@ -326,7 +333,7 @@ class MixtureOfExperts(nn.Module):
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared = SharedExpert(config, context) if has_shared else None
 
-    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
@@ -336,7 +343,7 @@ class MixtureOfExperts(nn.Module):
         return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
     @eager_point
-    def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
+    def transform(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         return self.compute_experts(x, self.router(x, sample_numbers))
 

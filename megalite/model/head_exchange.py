@@ -2,7 +2,8 @@
 
 A recurrence needs the tokens of a sample one after another. As in DeepSpeed-Ulysses (Jacobs et al. 2023),
 ranks exchange tokens for heads before it, and heads for tokens after it. It does not matter how attention
-reaches the keys of other ranks: if they hold zigzag slices, tokens are put into the order of positions.
+reaches the keys of other ranks: if they hold zigzag slices or assigned documents, tokens are put into the
+order of positions.
 
 Shapes: s sequence, b microbatch, c features of one tensor-parallel rank, grouped by head, cp = cp.size.
 """
@@ -25,19 +26,36 @@ class HeadExchange:
     def __init__(self, context: LayerContext) -> None:
         self.cp, self.positions = context.cp, context.topology.positions
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Return all tokens of the rank's heads: ``[s/cp, b, c]`` to ``[s, b, c/cp]``."""
+    def to_heads(self, x: Tensor, rank_order: Tensor | None) -> Tensor:
+        """Return all tokens of the rank's heads: ``[s/cp, b, c]`` to ``[s, b, c/cp]``.
+
+        Args:
+            rank_order: see `PositionInfo`.
+        """
         if self.cp.size == 1:
             return x
         heads = x.unflatten(-1, (self.cp.size, -1))  # [s/cp, b, cp, c/cp]
-        return self.positions.restored(all_tokens_of_heads(heads, self.cp).flatten(2))
+        tokens = all_tokens_of_heads(heads, self.cp).flatten(2)
+        if rank_order is None:
+            return self.positions.in_position_order(tokens)
+        return _rows(tokens, rank_order.argsort(dim=0))
 
-    def to_tokens(self, y: Tensor) -> Tensor:
-        """Return all heads of the rank's tokens: ``[s, b, c/cp]`` to ``[s/cp, b, c]``."""
+    def to_tokens(self, y: Tensor, rank_order: Tensor | None) -> Tensor:
+        """Return all heads of the rank's tokens: ``[s, b, c/cp]`` to ``[s/cp, b, c]``.
+
+        Args:
+            rank_order: see `PositionInfo`.
+        """
         if self.cp.size == 1:
             return y
-        return exchange_heads_for_tokens(self.positions.by_rank(y).unsqueeze(2), self.cp).flatten(2)
+        tokens = self.positions.in_rank_order(y) if rank_order is None else _rows(y, rank_order)
+        return exchange_heads_for_tokens(tokens.unsqueeze(2), self.cp).flatten(2)
 
     def own(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter that belongs to the rank's heads, which dim 0 lists in order."""
         return parameter if self.cp.size == 1 else parameter.chunk(self.cp.size)[self.cp.rank]
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    """Return the rows of ``[s, b, c]`` in an order of each sample's own, ``[s, b]``."""
+    return x.gather(0, order.unsqueeze(-1).expand_as(x))

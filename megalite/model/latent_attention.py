@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
+from megalite.microbatch import SampleNumbers
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
 from megalite.model.positions import Angles, PositionInfo
@@ -101,7 +102,7 @@ class CachedLatentAttention(LatentAttention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sample_numbers: Tensor,
+        sample_numbers: SampleNumbers,
         positions: PositionInfo,
         gate: Tensor | None = None,
     ) -> Tensor:

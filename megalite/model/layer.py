@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
 from megalite.loss_terms import SharedKeys, Terms, WithTerms
+from megalite.microbatch import SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
@@ -66,7 +67,7 @@ class TransformerLayer(nn.Module):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # Each norm also returns x, so that its backward kernel adds the gradients of both uses of x.
@@ -89,7 +90,7 @@ class PostNormLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = norm(x + dropout(mixer(x) + bias))
@@ -107,7 +108,7 @@ class OutputNormLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(mixer(x) + bias))
@@ -133,14 +134,14 @@ class SandwichNormLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
         return WithTerms.if_any(self.output_scale(x), terms, given)
 
     def run_blocks(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> tuple[Tensor, Terms, SharedKeys]:
         """Return x plus both blocks, ``[s, b, h]`` as in `forward`, and what these compute besides."""
         # x = x + dropout(norm(mixer(norm(x)) + bias))
@@ -155,7 +156,7 @@ class SandwichNormLayer(TransformerLayer):
         y = self.mlp_output_norm(y)
         return self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms, given
 
-    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: Tensor) -> tuple[Tensor, Terms]:
+    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers) -> tuple[Tensor, Terms]:
         """Return mlp(normed) + bias, ``[s, b, h]``, of the residual stream x and its norm."""
         y, bias, terms, _ = self.mlp(normed, sample_numbers)
         return y if bias is None else y + bias, terms
@@ -169,7 +170,7 @@ class ExpertsBesideMLPLayer(SandwichNormLayer):
         self.mlp_own_norm = build_norm(config, context)
         self.experts = NormedExperts(config, context, layer)
 
-    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: Tensor) -> tuple[Tensor, Terms]:
+    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers) -> tuple[Tensor, Terms]:
         """Return norm(mlp(normed) + bias) + experts(x), ``[s, b, h]``, of the stream x and its norm."""
         of_mlp, _ = super().feed_forward(x, normed, sample_numbers)
         of_experts, _, terms, _ = self.experts(x, sample_numbers)
@@ -186,7 +187,7 @@ class OwnEmbeddingLayer(SandwichNormLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *tensors: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *tensors: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
@@ -207,7 +208,7 @@ class ParallelLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mixer(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
@@ -256,7 +257,7 @@ class MixerLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mixer(norm(x)) + bias)
@@ -271,7 +272,7 @@ class MLPLayer(TransformerLayer):
 
     @wrap_point
     def forward(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mlp(norm(x)) + bias)

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
+from megalite.microbatch import SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
@@ -22,7 +23,7 @@ class Mixer(Protocol):
 
     Attributes:
         input_method: name of the wrap point that maps the layer's input to the arguments of the core; it
-            takes one tensor.
+            takes one tensor that needs a gradient, the first of its arguments.
         core_method: name of the wrap point between the two projections, which --recompute-modules core_attn
             recomputes; of its arguments, the tensors of floating-point numbers are kept.
     """
@@ -31,7 +32,7 @@ class Mixer(Protocol):
     core_method: ClassVar[str]
 
     def __call__(
-        self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo, *keys: Tensor
+        self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> BlockOutput: ...
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
+from megalite.microbatch import SampleNumbers
 from megalite.model.block import BlockOutput
 from megalite.tensor_parallel.linear import (
     Activated,
@@ -128,7 +129,7 @@ class MLP(nn.Module):
             width_ratio=config.width_ratio,
         )
 
-    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> BlockOutput:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms, later_token
-from megalite.microbatch import Microbatch
+from megalite.microbatch import Microbatch, SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.embedding import multiplier
 from megalite.model.layer import layer_class
@@ -82,7 +82,7 @@ class MultiTokenModule(nn.Module):
 
     @wrap_point
     def forward(
-        self, embedded: Tensor, hidden: Tensor, sample_numbers: Tensor, positions: PositionInfo
+        self, embedded: Tensor, hidden: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo
     ) -> tuple[Tensor, Terms]:
         """Map the later tokens' embeddings and the hidden states, both ``[s, b, h]``, to ``[s, b, h]``.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.loss_terms import Terms
+from megalite.microbatch import SampleNumbers
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -30,7 +31,7 @@ class NormedRouter(Router):
         self.scale = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), context)
         self.expert_scale = new_parameter(ParameterSpec((self.num_experts,), mean=1.0, decay=False), context)
 
-    def forward(self, x: Tensor, sample_numbers: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
         routing = super().forward(self.norm(x) * self.scale * x.shape[-1] ** -0.5, sample_numbers)
         experts = routing.experts.clamp_max(self.num_experts - 1)  # e is not an expert: it drops the token
@@ -47,7 +48,7 @@ class NormedExperts(MixtureOfExperts):
         self.output_norm = build_norm(config, context)
 
     @eager_point
-    def transform(self, x: Tensor, sample_numbers: Tensor | None = None) -> tuple[Tensor, Terms]:
+    def transform(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
         y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers))
         return self.output_norm(y), terms

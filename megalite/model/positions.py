@@ -39,12 +39,15 @@ class PositionInfo(NamedTuple):
             document, counted from the first of the s tokens. It is negative if the document began in an
             earlier piece of the sequence. None if all tokens are of one document, which may have begun
             earlier.
+        rank_order: int64 ``[s, b]``, for recurrent layers: positions of the tokens of all context-parallel
+            ranks, those of one rank after those of another; None if they are the same in all samples.
     """
 
     visible: dict[int | None, VisibleKeys]
     angles: dict[bool, Angles | None] | None = None
     query_factors: Tensor | None = None
     document_starts: Tensor | None = None
+    rank_order: Tensor | None = None
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from megalite.microbatch import SampleNumbers
 from megalite.model.block import BlockOutput
 from megalite.model.head_exchange import HeadExchange
 from megalite.model.positions import PositionInfo
@@ -37,20 +38,21 @@ class RecurrentMixer(nn.Module, ABC):
         super().__init__()
         self.exchange = HeadExchange(context)
 
-    def forward(self, x: Tensor, sample_numbers: Tensor, positions: PositionInfo) -> BlockOutput:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        y = self.keep_own_tokens(self.recur(self.project_in(x), positions))
+        projected = self.project_in(x, positions.rank_order)
+        y = self.keep_own_tokens(self.recur(projected, positions), positions.rank_order)
         return BlockOutput(self.projection(y), self.projection.bias)
 
     @communication_point
-    def project_in(self, x: Tensor) -> Tensor:
+    def project_in(self, x: Tensor, rank_order: Tensor | None) -> Tensor:
         """Map ``[s, b, h]`` to the features of this rank's heads for all tokens, ``[s, b, c/cp]``."""
-        return self.exchange.to_heads(self.in_projection(x))
+        return self.exchange.to_heads(self.in_projection(x), rank_order)
 
     @communication_point
-    def keep_own_tokens(self, y: Tensor) -> Tensor:
+    def keep_own_tokens(self, y: Tensor, rank_order: Tensor | None) -> Tensor:
         """Return all heads of this rank's tokens, ``[s, b, c]``, of the result of `recur`."""
-        return self.exchange.to_tokens(y)
+        return self.exchange.to_tokens(y, rank_order)
 
     @abstractmethod
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:

@@ -3,8 +3,8 @@
 In step t, a rank receives keys and values of the rank t places before it, while it computes with those of the
 step before (Liu et al. 2023, arXiv 2310.01889). They come directly from the rank that holds them, so slices
 that no query of the receiver sees are not sent: those after its queries, with a window those out of reach,
-and with dealt documents those of other documents. In backward, they come again, and the gradients of keys and
-values go back to the rank that holds them.
+and with assigned documents those of other documents. In backward, they come again, and the gradients of keys
+and values go back to the rank that holds them.
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = ranks of the ring. All
 heads are those that one rank computes. Values may have heads of another size, d'.
@@ -25,9 +25,10 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
-from megalite.distributed.held_positions import HeldPositions
-from megalite.document_deal import Deal, DocumentRun
+from megalite.distributed.held_positions import HeldPositions, positions_in
+from megalite.document_assignment import Assignment, DocumentRun
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.kernels.visible_keys import document_starts
 from megalite.microbatch import Microbatch
 from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
 from megalite.model.attention_core import SoftmaxCore
@@ -80,16 +81,16 @@ class BlockCall(NamedTuple):
 
 
 @cache
-def slices_of_ranks(own: HeldPositions, s: int) -> Deal:
+def slices_of_ranks(own: HeldPositions, s: int) -> Assignment:
     """Return the slices that each rank holds of a sample of length s, as runs of one document."""
     ranks = (replace(own, index=rank) for rank in range(own.count))
-    return Deal(
+    return Assignment(
         tuple(tuple(DocumentRun(range(s), run) for run in each.runs(s // own.count)) for each in ranks)
     )
 
 
 @lru_cache(maxsize=256)
-def ring_steps(held: Deal, own: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
+def ring_steps(held: Assignment, own: int, window: int | None, is_causal: bool) -> tuple[RingStep, ...]:
     """Return the steps of one rank, the first of which is with its own keys.
 
     A step in which no rank needs anything is skipped on all ranks.
@@ -150,7 +151,7 @@ class Ring(NamedTuple):
     """
 
     cp: Axis
-    held: Deal
+    held: Assignment
     softmax: CausalSoftmax
     blocks: Blocks
 
@@ -168,19 +169,18 @@ class Ring(NamedTuple):
     @property
     def rows(self) -> list[slice]:
         """Return the tokens of each of this rank's slices, among those of this rank."""
-        return _consecutive(self.runs)
+        return _slices_of_runs(self.runs)
 
     def calls(self, step: RingStep) -> Iterator[BlockCall]:
         """Yield the computations of a step."""
         runs, rows = self.runs, self.rows
         received = [step.positions[number] for number in step.received]
-        columns = dict(zip(step.received, _consecutive(received), strict=True))
-        joins_slices = self.blocks.joins_slices and self.softmax.visible.deals is None
+        columns = dict(zip(step.received, _slices_of_runs(received), strict=True))
+        joins_slices = self.blocks.joins_slices and self.softmax.visible.assignments is None
         for queries, keys in step.groups(joins_slices):
             block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
-            yield BlockCall(
-                queries, _span([rows[i] for i in queries]), _span([columns[j] for j in keys]), block
-            )
+            of_queries, of_keys = [rows[i] for i in queries], [columns[j] for j in keys]
+            yield BlockCall(queries, _whole_slice(of_queries), _whole_slice(of_keys), block)
 
     def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
         """Yield the steps with the keys and values of the received slices, ``[b, g, e, d or d']``.
@@ -195,7 +195,7 @@ class Ring(NamedTuple):
             pending = None
             if following is not None:
                 rows = [self.rows[number] for number in following.sent]
-                packed = _packed(_taken(k, rows), _taken(v, rows))
+                packed = _packed(_tokens_of(k, rows), _tokens_of(v, rows))
                 num_tokens = sum(len(following.positions[number]) for number in following.received)
                 pending = start_shift(
                     packed, num_tokens * of_token, following.distance, self.cp, of="keys and values"
@@ -203,23 +203,23 @@ class Ring(NamedTuple):
             yield step, arrived
 
 
-def _consecutive(runs: Sequence[range]) -> list[slice]:
+def _slices_of_runs(runs: Sequence[range]) -> list[slice]:
     """Return the places of the tokens of some runs, if they follow each other."""
     ends = list(accumulate(map(len, runs), initial=0))
     return [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def _span(slices: Sequence[slice]) -> slice:
+def _whole_slice(slices: Sequence[slice]) -> slice:
     """Return slices that follow each other as one."""
     return slice(slices[0].start, slices[-1].stop)
 
 
-def _taken(x: Tensor, slices: Sequence[slice]) -> Tensor:
+def _tokens_of(x: Tensor, slices: Sequence[slice]) -> Tensor:
     """Return some tokens of ``[b, g, e, d]``, without a copy if they follow each other."""
     if not slices:
         return x[:, :, :0]
     if all(one.stop == following.start for one, following in pairwise(slices)):
-        return x[:, :, _span(slices)]
+        return x[:, :, _whole_slice(slices)]
     return torch.cat([x[:, :, each] for each in slices], dim=2)
 
 
@@ -349,10 +349,21 @@ class RingCore(SoftmaxCore):
         self.ring_positions = self.own_positions.of_group(context.cp.size // self.ring.size)
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
-        """Return the positions of a microbatch's tokens, with the deals of its samples."""
-        info = super().position_info(microbatch)
-        visible = {window: keys._replace(deals=microbatch.deals) for window, keys in info.visible.items()}
-        return info._replace(visible=visible)
+        """Return the positions of a microbatch's tokens, with the assignments of its samples."""
+        assignments = microbatch.assignments
+        if assignments is None:
+            return super().position_info(microbatch)
+        info = super().position_info(replace(microbatch, document_ids=None))  # they are in the assignments
+        visible = {window: keys._replace(assignments=assignments) for window, keys in info.visible.items()}
+        info = info._replace(visible=visible)
+        if not self.config.has_recurrent_layers:
+            return info
+        ids, device = microbatch.document_ids, self.context.device
+        of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
+        return info._replace(
+            document_starts=None if ids is None else document_starts(ids),
+            rank_order=torch.stack([positions_in(runs, device) for runs in of_ranks], dim=1),
+        )
 
     def __call__(
         self,
@@ -370,16 +381,16 @@ class RingCore(SoftmaxCore):
         """
         s = k.shape[2] * self.ring.size
         softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
-        if visible.deals is None:
+        if visible.assignments is None:
             return self._attend(q, k, v, softmax, slices_of_ranks(self.ring_positions, s), sinks)
         of_samples = [
-            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), deal, sinks)
-            for i, deal in enumerate(visible.deals)
+            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), assignment, sinks)
+            for i, assignment in enumerate(visible.assignments)
         ]
         return torch.cat(of_samples)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Deal, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Assignment, sinks: Tensor | None
     ) -> Tensor:
         out: Tensor = _RingAttention.apply(q, k, v, Ring(self.ring, held, softmax, self.blocks), sinks)
         return out

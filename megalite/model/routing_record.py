@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +41,7 @@ class ChoiceObserver(Protocol):
             experts: those that the router selects, ``[s, b, k]``.
             ranking: numbers ``[s, b, e]`` in the order in which it prefers the experts.
             sample_numbers: ``[b]``.
-            positions: of the tokens in their samples, ``[s]``.
+            positions: of the tokens in their samples, ``[s, b]``.
         """
         ...
 
@@ -81,27 +82,28 @@ class ChoiceRecorder:
     Attributes:
         samples: numbers of the samples of each microbatch, ``[b]``.
         experts: experts of their tokens, ``[b, s, k]``.
-        positions: positions of the tokens in their samples, ``[s]``, if there were any.
+        positions: positions of the tokens in their samples, ``[b, s]``.
     """
 
     samples: list[Tensor] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    positions: Tensor | None = None
+    positions: list[Tensor] = field(default_factory=list)
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         self.samples.append(sample_numbers)
         self.experts.append(experts.transpose(0, 1).to(torch.int16))
-        self.positions = positions
+        self.positions.append(positions.t())
         return experts
 
-    def by_sample(self) -> dict[int, Tensor]:
-        """Return the experts ``[s, k]`` in host memory by number of the sample.
+    def by_sample(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the samples ``[n]`` in order, and the positions and experts of their tokens, in host memory.
 
-        An audit and a profile of modules run some samples again.
+        The positions are ``[n, s]``, and the experts ``[n, s, k]``. Samples that an audit or a profile of
+        modules runs again are returned once.
         """
-        if not self.samples:
-            return {}
-        return dict(zip(torch.cat(self.samples).tolist(), torch.cat(self.experts).cpu(), strict=True))
+        samples, kept = np.unique(torch.cat(self.samples).cpu().numpy(), return_index=True)
+        positions, experts = (torch.cat(each).cpu()[kept] for each in (self.positions, self.experts))
+        return torch.from_numpy(samples), positions, experts
 
 
 @dataclass
@@ -111,30 +113,32 @@ class ChoiceReplayer:
     Attributes:
         gaps: by number of the sample, by how much the lowest score of the router's own experts is above the
             lowest score of the recorded ones, ``[s]``; -inf for tokens with the same experts.
-        positions: positions of these tokens in their samples, ``[s]``.
+        positions: by number of the sample, positions of these tokens in it, ``[s]``.
     """
 
     layer: str
     recorded: RecordedChoices
     gaps: dict[int, Tensor] = field(default_factory=dict)
-    positions: Tensor | None = None
+    positions: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
-        numbers, own, topk = sample_numbers.tolist(), positions.cpu(), experts.shape[-1]
-        samples = [self.recorded.of_sample(self.layer, number, topk)[own] for number in numbers]
+        numbers, own, topk = sample_numbers.tolist(), positions.t().cpu(), experts.shape[-1]
+        samples = [
+            self.recorded.of_sample(self.layer, number, topk)[held]
+            for number, held in zip(numbers, own, strict=True)
+        ]
         recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]
         gaps = ranking.gather(-1, experts).amin(-1) - ranking.gather(-1, recorded).amin(-1)  # [s, b]
         is_other = (experts.sort(-1).values != recorded.sort(-1).values).any(-1)
         gaps = gaps.where(is_other, -math.inf)
         self.gaps.update(zip(numbers, gaps.unbind(1), strict=True))
-        self.positions = own
+        self.positions.update(zip(numbers, own, strict=True))
         return recorded
 
     def rerouted(self) -> Iterator[tuple[RoutedToken, float]]:
         """Yield the tokens for which the router selects other experts, with their gaps."""
         for sample, gaps in self.gaps.items():
-            assert self.positions is not None
-            for position, gap in zip(self.positions.tolist(), gaps.tolist(), strict=True):
+            for position, gap in zip(self.positions[sample].tolist(), gaps.tolist(), strict=True):
                 if gap != -math.inf:
                     yield RoutedToken(self.layer, sample, position), gap
 

@@ -117,7 +117,7 @@ class TransformerStage(Stage):
 
     def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Return the keys of the layers' dropouts, and the tokens' positions."""
-        return microbatch.sample_numbers, self.core.position_info(microbatch)
+        return microbatch.samples, self.core.position_info(microbatch)
 
     def all_layers(self) -> Iterator[nn.Module]:
         """Yield the layers, also those of multi-token prediction."""

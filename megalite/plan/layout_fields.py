@@ -89,7 +89,7 @@ def layout_name(run: PlannedRun) -> str:
     switches = {
         "sp": parallel.sequence_parallel,
         parallel.cp_comm_type: run.cp > 1 and parallel.cp_comm_type != "all_gather",
-        "dynamic": parallel.mesh.is_dealt,
+        "dynamic": parallel.mesh.assigns_documents,
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
         str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
         "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,

@@ -149,8 +149,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
     if own.program not in PROGRAMS:
-        deals = given.parallel.dynamic_context_parallel
-        parallel = replace(config.parallel, dynamic_context_parallel=deals)
+        assigns_documents = given.parallel.dynamic_context_parallel
+        parallel = replace(config.parallel, dynamic_context_parallel=assigns_documents)
         whole = replace(config, data=given.data, parallel=parallel)
         _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
     cluster = _cluster(own, config)
@@ -312,7 +312,7 @@ def _complete(
     parallel = replace(config.parallel, dynamic_context_parallel=False)
     if parallel != config.parallel:
         assumed.append(
-            "one document per sample, though --dynamic-context-parallel deals several: their attention and "
+            "one document per sample, though --dynamic-context-parallel assigns several: their attention and "
             "messages are less"
         )
     before = replace(config, model=model, parallel=parallel, data=DataConfig(mock_data=True))

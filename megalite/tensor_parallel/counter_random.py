@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
+from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 
@@ -77,30 +79,33 @@ class Dropout(nn.Module):
         self.key = site_key(context.seed, site)
         self.key_tensor = key_tensor(self.key)
 
-    def forward(self, x: Tensor, sample_numbers: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers) -> Tensor:
         """Return dropout(x) in training, and x in evaluation.
 
         Args:
             x: ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel.
-            sample_numbers: global numbers of the samples in the run, int64 ``[b]``.
+            sample_numbers: global numbers of the samples in the run, from `Microbatch.samples`.
         """
         if not self.training or self.p == 0.0:
             return x
-        parts = [
-            dropout(part, self.p, self.key, sample_numbers, base=base)
-            for part, base in zip(self._consecutive(x), self._first_elements(x), strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        groups = self.context.runs_by_samples(len(x), sample_numbers)
+        if len(groups) == 1:  # a split would add a copy to backward
+            return self._of_runs(x, *groups[0])
+        columns = x.split([len(numbers) for numbers, _ in groups], dim=1)
+        dropped = [self._of_runs(each, *group) for each, group in zip(columns, groups, strict=True)]
+        return torch.cat(dropped, dim=1)
 
-    def add_to(self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor) -> Tensor:
+    def add_to(
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: SampleNumbers
+    ) -> Tensor:
         """Return ``residual + dropout(x + bias)``, all ``[s, b, h]``, computed by one kernel."""
-        x, bias, p, base = self._remaining(x, bias, sample_numbers)
+        (x, bias, p, base), numbers = self._remaining(x, bias, sample_numbers), numbers_of(sample_numbers)
         if torch.compiler.is_compiling():
-            return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, sample_numbers, base=base)
-        return bias_dropout_add(x, bias, residual, p, self.key, sample_numbers, base=base)
+            return traced_bias_dropout_add(x, bias, residual, p, self.key_tensor, numbers, base=base)
+        return bias_dropout_add(x, bias, residual, p, self.key, numbers, base=base)
 
     def sum_for_norm(
-        self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
+        self, residual: Tensor, x: Tensor, bias: Tensor | None, sample_numbers: SampleNumbers
     ) -> Tensor | ResidualSum:
         """Return the operands of `add_to`, for a norm that also computes the sum.
 
@@ -109,39 +114,40 @@ class Dropout(nn.Module):
         if torch.compiler.is_compiling():
             return self.add_to(residual, x, bias, sample_numbers)
         x, bias, p, base = self._remaining(x, bias, sample_numbers)
-        return ResidualSum(x, bias, residual, p, self.key, sample_numbers, base)
+        return ResidualSum(x, bias, residual, p, self.key, numbers_of(sample_numbers), base)
 
-    def of_weights(self, sample_numbers: Tensor, first_element: int) -> Drop:
+    def of_weights(self, sample_numbers: SampleNumbers, first_element: int) -> Drop:
         """Return the dropout settings for a kernel that drops attention weights itself.
 
         Args:
             first_element: index of this rank's first weight among all weights of a sample.
         """
-        p = self.p if self.training else 0.0
+        p, numbers = self.p if self.training else 0.0, numbers_of(sample_numbers)
         if torch.compiler.is_compiling():
-            return Drop(p, 0, sample_numbers, first_element, self.key_tensor)
-        return Drop(p, self.key, sample_numbers, first_element)
+            return Drop(p, 0, numbers, first_element, self.key_tensor)
+        return Drop(p, self.key, numbers, first_element)
 
     def _remaining(
-        self, x: Tensor, bias: Tensor | None, sample_numbers: Tensor
+        self, x: Tensor, bias: Tensor | None, sample_numbers: SampleNumbers
     ) -> tuple[Tensor, Tensor | None, float, int]:
         """Return x, bias, probability and index of the first element for a kernel of the sum.
 
-        The kernel cannot drop elements whose positions are not consecutive: that is done here, before it.
+        The kernel cannot drop elements whose positions are not consecutive, or differ between samples: that
+        is done here, before it.
         """
         p = self.p if self.training else 0.0
         if p == 0.0:
             return x, bias, p, 0
-        base, *others = self._first_elements(x)
-        if not others:
-            return x, bias, p, base
-        return self(x if bias is None else x + bias, sample_numbers), None, 0.0, base
+        (_, runs), *other_samples = self.context.runs_by_samples(len(x), sample_numbers)
+        if len(runs) == 1 and not other_samples:
+            return x, bias, p, runs[0].start * x.shape[-1]
+        return self(x if bias is None else x + bias, sample_numbers), None, 0.0, 0
 
-    def _consecutive(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts of this rank's ``[s, b, h]`` whose positions are consecutive."""
-        runs = self.context.runs_of_positions(x.shape[0])
-        return (x,) if len(runs) == 1 else x.split([len(run) for run in runs])
-
-    def _first_elements(self, x: Tensor) -> list[int]:
-        """Return the index of the first element of each of these parts among all elements of a sample."""
-        return [run.start * x.shape[-1] for run in self.context.runs_of_positions(x.shape[0])]
+    def _of_runs(self, x: Tensor, numbers: Tensor, runs: Sequence[range]) -> Tensor:
+        """Return dropout(x) of samples ``[s, b, h]`` whose tokens have the positions of these runs."""
+        rows = (x,) if len(runs) == 1 else x.split([*map(len, runs)])
+        parts = [
+            dropout(part, self.p, self.key, numbers, base=run.start * x.shape[-1])
+            for part, run in zip(rows, runs, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalite.kernels import site_key
 from megalite.kernels.philox import random_words
+from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 _PIECE = 1 << 20
@@ -31,22 +32,22 @@ class Jitter(nn.Module):
         self.context = context
         self.key = site_key(context.seed, site)
 
-    def forward(self, x: Tensor, sample_numbers: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sample_numbers: SampleNumbers) -> Tensor:
         """Return the product in training, and x in evaluation.
 
         Args:
             x: ``[s, b, h]``.
-            sample_numbers: ``[b]``.
+            sample_numbers: global numbers of the samples in the run.
         """
         if not self.training:
             return x
         length, num_samples, width = x.shape
-        positions = self.context.positions_of(x)
+        positions, numbers = self.context.positions_of(x, sample_numbers), numbers_of(sample_numbers)
         rows = max(1, _PIECE // (num_samples * width))
         factors = torch.empty_like(x, requires_grad=False)
         for start in range(0, length, rows):
-            firsts = positions[start : start + rows, None] * width
-            words = random_words(firsts, width, sample_numbers, self.key)
+            firsts = positions[start : start + rows] * width
+            words = random_words(firsts, width, numbers, self.key)
             # (word + 1/2) / 2^31 is between 0 and 2.
             factors[start : start + rows] = 1.0 + self.eps * ((words.double() + 0.5) * 2.0**-31 - 1.0)
         return x * factors

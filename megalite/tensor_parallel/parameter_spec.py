@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
+from megalite.distributed.held_positions import part_of, positions_in
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
+from megalite.microbatch import AssignedSamples, SampleNumbers
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.overlap import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
@@ -264,10 +266,26 @@ class LayerContext:
         within = self.topology.model.slice_along(*self._axes_within_tokens)
         return self.topology.positions.runs(num_positions * within.count, self.own_tokens(num_positions))
 
-    def positions_of(self, x: Tensor) -> Tensor:
-        """Return the sample positions of this rank's ``[s, ...]``, int64 ``[s]``, on its device."""
-        runs = self.runs_of_positions(len(x))
-        return torch.cat([torch.arange(run.start, run.stop, device=x.device) for run in runs])
+    def runs_by_samples(
+        self, num_positions: int, samples: SampleNumbers
+    ) -> list[tuple[Tensor, tuple[range, ...]]]:
+        """Return the samples whose `num_positions` hidden states have the same positions, and these.
+
+        Returns:
+            Numbers of the samples and `runs_of_positions`, for each group of samples, in their order.
+        """
+        if not isinstance(samples, AssignedSamples):
+            return [(samples, self.runs_of_positions(num_positions))]
+        numbers, own = samples.numbers.split(1), self.own_tokens(num_positions)
+        return [(each, part_of(runs, own)) for each, runs in zip(numbers, samples.runs, strict=True)]
+
+    def positions_of(self, x: Tensor, samples: SampleNumbers) -> Tensor:
+        """Return the sample positions of this rank's ``[s, b, ...]``, int64 ``[s, b]``, on its device."""
+        of_groups = [
+            positions_in(runs, x.device)[:, None].expand(-1, len(numbers))
+            for numbers, runs in self.runs_by_samples(len(x), samples)
+        ]
+        return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
 
     def own_tokens(self, num_positions: int) -> slice:
         """Return which of a microbatch's tokens this rank's `num_positions` hidden states belong to."""

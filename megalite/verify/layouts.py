@@ -176,7 +176,7 @@ class Layout:
         offload: keep the activations of at least the first layer of each stage in host memory, and the
             state of AdamW, unless the config keeps it in a file.
         cp_comm: how queries reach the keys of other context-parallel ranks, a2a, p2p or a2a+p2p.
-        dynamic: deal documents to context-parallel ranks.
+        dynamic: assign documents to context-parallel ranks.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)

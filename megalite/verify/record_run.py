@@ -10,7 +10,6 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
@@ -61,13 +60,8 @@ def record_run(
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
-        UserError: the config's data or tokenizer cannot be read, or routing is replayed for dealt documents.
+        UserError: the config's data or tokenizer cannot be read.
     """
-    if routing is not None and config.mesh.is_dealt:
-        raise UserError(
-            "--replay-routing in a layout with --dynamic-context-parallel, whose ranks hold other positions "
-            "of each sample: remove one"
-        )
     stages = run_ranks(
         record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )
@@ -118,7 +112,10 @@ def record_rank(
         if isinstance(observer, ChoiceReplayer):
             rerouted.update(observer.rerouted())
         elif routing is not None:
-            routing.experts.update({(name, each): of for each, of in observer.by_sample().items()})
+            samples, positions, experts = observer.by_sample()
+            assert positions.shape[1] == positions.max() + 1, "a rank records whole samples"
+            numbers = samples.tolist()
+            routing.experts.update({(name, n): each for n, each in zip(numbers, experts, strict=True)})
     return RunRecord(losses, norms, gradients[0], weights, routing, rerouted)
 
 

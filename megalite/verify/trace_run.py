@@ -458,9 +458,9 @@ def trace_run(
     """Trace an iteration on all ranks of a layout, on this machine; see `trace_rank`.
 
     Raises:
-        UserError: the layout deals documents, so its ranks hold other positions of each sample.
+        UserError: the layout assigns documents, so its ranks hold other positions of each sample.
     """
-    if config.mesh.is_dealt:
+    if config.mesh.assigns_documents:
         raise UserError(
             "the first difference of a layout with --dynamic-context-parallel cannot be located, because its "
             "ranks hold other positions of each sample: remove it, or compare losses and gradients alone"

@@ -35,6 +35,8 @@ HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
 """Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
 LEARNED, EXPERTS = "gpt-tiny, dropout of weights", "llama-tiny, experts"
+LIMITED, BALANCED = "llama-tiny, jitter and capacity", "llama-tiny, random experts"
+OF_EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
 SWITCHES = {
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
@@ -47,7 +49,13 @@ SWITCHES = {
     },
     SIX_GROUPS: {"mamba_num_groups": 6, "mamba_num_heads": 12},
     LEARNED: {"hidden_dropout": 0.0, "attention_dropout": 0.1},
-    EXPERTS: {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
+    EXPERTS: OF_EXPERTS,
+    LIMITED: {
+        **OF_EXPERTS,
+        **{"moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0},
+        "moe_token_drop_policy": "position",
+    },
+    BALANCED: {**OF_EXPERTS, "moe_router_force_load_balancing": True},
 }
 MODELS = ("gpt-tiny", "bloom-tiny", "llama-tiny")
 DROPOUT = {"gpt-tiny": 0.1}
@@ -114,13 +122,20 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("gpt-tiny", "tp2cp4+sp+a2a+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4+a2a+p2p", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2cp4+full+a2a+p2p", REQUIRED, marks=pytest.mark.slow),
-        # Documents that are dealt to ranks.
-        ("llama-tiny", "cp2+p2p+dynamic", OPTIONS),
+        # Documents that are assigned to ranks.
+        ("gpt-tiny", "cp2+p2p+dynamic", OPTIONS),
+        pytest.param("gpt-tiny", "tp2cp2mbs1+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param("llama-tiny", "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
         pytest.param("bloom-tiny", "cp4mbs1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LATER, "pp2v2cp2+zero1+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param(LEARNED, "dp2cp2+zero3+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
         pytest.param(EXPERTS, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(LIMITED, "tp2cp2+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(BALANCED, "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(HYBRID, "pp2cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_KEYS, "cp3mbs1+full+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
+        pytest.param(SIX_GROUPS, "tp2cp3+sp+zero1+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
@@ -146,7 +161,7 @@ def _evaluated(topology: Topology, config: Config) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm)] + [evaluated]
 
 
-@pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p"])
+@pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p", "cp4+p2p+dynamic"])
 def test_slices_without_a_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In training and evaluation; two of four ranks have no token with a loss."""
     monkeypatch.setattr(MockDataset, "__getitem__", _short_sample)

@@ -67,6 +67,8 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param("later tokens", "pp2cp2mbs1", DOCUMENTS, marks=pytest.mark.slow),
         pytest.param("later tokens", "tp2dp2", (), marks=pytest.mark.slow),
         pytest.param("experts", "ep2dp2pp2", (), marks=pytest.mark.slow),
+        pytest.param("experts", "cp2mbs1+p2p+dynamic", DOCUMENTS, marks=pytest.mark.slow),
+        pytest.param("gpt", "pp2cp2+p2p+dynamic", DOCUMENTS, marks=pytest.mark.slow),
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:

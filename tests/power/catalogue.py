@@ -17,7 +17,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.document_deal import DocumentRun
+from megalite.document_assignment import DocumentRun
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.microbatch import Microbatch
 from megalite.model import (
@@ -704,16 +704,22 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(
                  own := original.fget(self), index=self.tp.rank * own.count // self.tp.size)), "bloom"),
-        ("dealt tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "dealt",
+        ("assigned tokens have the positions of their neighbours", "cp2+p2p+dynamic", Microbatch, "of_rank",
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
-        ("the last label of a dealt document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
-         "dealt", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
-        ("queries of dealt documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
+        ("the last label of an assigned document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
+         "of_rank", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
+        ("queries of assigned documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
          before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
          "later"),
-        ("queries of a dealt document do not see the part before theirs", "cp2+p2p+dynamic", ring_attention,
-         "ring_steps", after(lambda steps, held, own, *_: tuple(
+        ("queries of an assigned document do not see the part before theirs", "cp2+p2p+dynamic",
+         ring_attention, "ring_steps", after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
+        ("dropout of assigned documents counts a rank's tokens from 0", "cp2+p2p+dynamic",
+         parameter_spec.LayerContext, "runs_by_samples", after(lambda groups, self, num_positions, _: [
+             (numbers, (range(num_positions),) if len(groups) > 1 else runs) for numbers, runs in groups]),
+         "packed"),
+        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", head_exchange,
+         "_rows", instead(lambda x, order: x), "hybrid"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
     ],
@@ -931,7 +937,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("slices recur with the convolution of the first heads", "cp2", head_exchange.HeadExchange, "own",
          lambda original, _: lambda self, each: (
              original(self, each) if each.dim() == 1 else each.chunk(self.cp.size)[0]), "hybrid"),
-        ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions, "restored",
+        ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions,
+         "in_position_order",
          instead(lambda self, x: x), "hybrid"),
         ("the z-loss is of the sums of a rank's logits", "tp2", stage, "losses_and_log_sums",
          _with_own_log_sums, "gpt-oss"),

@@ -79,7 +79,7 @@ UNSUPPORTED = (
         "parallel",
         "this kind of context parallelism",
         "remove it; --context-parallel-size with --cp-comm-type splits samples over ranks, and "
-        "--dynamic-context-parallel deals packed documents to them",
+        "--dynamic-context-parallel assigns packed documents to them",
         """
         hybrid-context-parallel max-seqlen-per-dp-cp-rank
         force-ds-sequence-parallel

@@ -91,14 +91,11 @@ def _written(folder: IterationFolder) -> Iterator[None]:
 
 def _tensors(recorders: Mapping[str, ChoiceRecorder]) -> dict[str, Tensor]:
     """Return the tensors of this rank's file; an empty one if its stage has no router."""
-    positions, samples = torch.empty(0, dtype=torch.int64), list[int]()
-    experts: dict[str, Tensor] = {}
-    for name, recorder in recorders.items():  # all of them route the same tokens
-        assert recorder.positions is not None
-        by_sample = recorder.by_sample()
-        positions, samples = recorder.positions.cpu(), sorted(by_sample)
-        experts[name] = torch.stack([by_sample[each] for each in samples])
-    return tensors_of_file(torch.tensor(samples, dtype=torch.int64), positions, experts)
+    found = {name: recorder.by_sample() for name, recorder in recorders.items()}
+    experts = {name: of_layer for name, (_, _, of_layer) in found.items()}
+    for samples, positions, _ in found.values():  # all of them route the same tokens
+        return tensors_of_file(samples, positions, experts)
+    return tensors_of_file(torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.int64), experts)
 
 
 class RoutingReplay(Callback):

@@ -29,7 +29,7 @@ def config_of(layout: Layout, **training: Any) -> Config:
     return Config(
         model=replace(model, seq_length=160),
         parallel=ParallelConfig(**layout),
-        data=DataConfig(mock_data=True),
+        data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=TrainingConfig(
             **{"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 4, "eval_iters": 0, **training}
         ),
@@ -72,6 +72,7 @@ def harness_scores(topology: Topology, folder: Path) -> list[tuple[float, bool]]
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
         {"data_parallel_size": 2, "zero_stage": 3},
         {"context_parallel_size": 2, "cp_comm_type": "p2p"},
+        {"context_parallel_size": 2, "cp_comm_type": "p2p", "dynamic_context_parallel": True},
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (

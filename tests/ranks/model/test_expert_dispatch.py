@@ -59,9 +59,9 @@ class AllGatherDispatcher(Dispatcher):
     """Gathers all tokens on each rank of ep, and keeps the rows of the rank's experts: one from outside."""
 
     def start(
-        self, x: Tensor, weights: Tensor, experts: Tensor, *, drops: bool = False
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
-        assert self.context.expert_axes is not None and not drops
+        assert self.context.expert_axes is not None and capacity_factor is None
         ep = self.context.expert_axes.axes["ep"]
         num_own = self.num_experts // ep.size
         x, weights = (gather_from_sequence_parallel(each, ep) for each in (x, weights))
@@ -94,7 +94,7 @@ def _experts(
             full = torch.arange(math.prod(shape), dtype=torch.float64).view(shape).sin()
             bias.copy_(spec_of(bias).box(topology).of(full))
     x = _hidden().chunk(topology.world_size)[topology.rank].clone().requires_grad_()
-    y = block(x).x
+    y = block(x, torch.arange(x.shape[1])).x
     y.square().sum().backward()
     gradients = []
     for weight in (block.up.weight, block.down.weight, block.up.bias, block.down.bias):

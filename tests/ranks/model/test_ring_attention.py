@@ -15,7 +15,7 @@ from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.axes import CONTEXT, MeshOptions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.document_deal import deal_documents
+from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
 from megalite.model.attention_block import TritonBlocks
@@ -192,11 +192,11 @@ def test_a_ring_of_groups_that_exchange_heads_has_the_attention_of_one_rank(
             assert _error(found, whole) < 1e-13, name
 
 
-def _attend_dealt(topology: Topology, names: list[str]) -> list[list[Tensor]]:
-    """Return what `_attend` does, with a rank's dealt tokens at their positions, and zeros elsewhere."""
+def _attend_assigned(topology: Topology, names: list[str]) -> list[list[Tensor]]:
+    """Return what `_attend` does, with a rank's assigned tokens at their positions, and zeros elsewhere."""
     own = topology.positions
-    deals = tuple(deal_documents(row, own.count) for row in LENGTHS)
-    held = torch.tensor([deal.positions_of(own.index) for deal in deals])[:, None, :, None]
+    assignments = tuple(assign_documents(row, own.count) for row in LENGTHS)
+    held = torch.tensor([assignment.positions_of(own.index) for assignment in assignments])[:, None, :, None]
 
     def take(x: Tensor) -> Tensor:
         return x.gather(2, held.expand(-1, x.shape[1], -1, x.shape[3]))
@@ -211,7 +211,9 @@ def _attend_dealt(topology: Topology, names: list[str]) -> list[list[Tensor]]:
         *leaves, sinks, grad = _inputs(case, torch.float64)
         q, k, v = (take(x).requires_grad_() for x in leaves)
         of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
-        visible = core.visible_keys((B, S), None, [case.window])[case.window]._replace(deals=deals)
+        visible = core.visible_keys((B, S), None, [case.window])[case.window]._replace(
+            assignments=assignments
+        )
         out = core(q, k, v, visible, Drop(case.p, 5, torch.arange(B) + 3, 0), *of_sinks)
         grads = torch.autograd.grad(out, [q, k, v, *of_sinks], take(grad))
         found.append([*map(placed, (out.detach(), *grads[:3])), *grads[3:]])
@@ -219,11 +221,11 @@ def _attend_dealt(topology: Topology, names: list[str]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_dealt_documents_have_the_attention_of_one_rank(num_ranks: int, one_rank: Topology) -> None:
+def test_assigned_documents_have_the_attention_of_one_rank(num_ranks: int, one_rank: Topology) -> None:
     names = [name for name, case in CASES.items() if case.has_documents and case.config.is_causal]
     expected = _attend_all(one_rank, names, torch.float64)
-    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True, is_dealt=True)
-    ranks = run_ranks(_attend_dealt, mesh, num_ranks, names)
+    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True, assigns_documents=True)
+    ranks = run_ranks(_attend_assigned, mesh, num_ranks, names)
     assert len(names) == 3
     for name, of_ranks, whole in zip(names, zip(*ranks, strict=True), expected, strict=True):
         for parts, each in zip(zip(*of_ranks, strict=True), whole, strict=True):

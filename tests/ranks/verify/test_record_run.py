@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,16 +25,16 @@ RANKING = Router._ranking
 FULL = RecomputeConfig(recompute_granularity="full")
 
 
-def _near_ties(self: Router, logits: Tensor, scores: Tensor) -> Tensor:
+def _near_ties(self: Router, *inputs: Any) -> Tensor:
     """Rank experts by rounded scores, with a rounding error that depends on the layout."""
-    coarse = (RANKING(self, logits, scores) * 2).round() / 2
+    coarse = (RANKING(self, *inputs) * 2).round() / 2
     error = 1e-13 if self.context.topology.world_size > 1 else 0.0
     return coarse + error * torch.arange(self.num_experts)
 
 
-def _other_order(self: Router, logits: Tensor, scores: Tensor) -> Tensor:
+def _other_order(self: Router, *inputs: Any) -> Tensor:
     """Prefer the worst experts in layouts of several ranks."""
-    ranking = RANKING(self, logits, scores)
+    ranking = RANKING(self, *inputs)
     return -ranking if self.context.topology.world_size > 1 else ranking
 
 
@@ -44,7 +45,7 @@ def _config(recompute: RecomputeConfig | None = None) -> Config:
     return Config(
         model=CONFIG,
         optimizer=OptimizerConfig(lr=1e-3),
-        data=DataConfig(mock_data=True),
+        data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=TrainingConfig(global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0),
         recompute=recompute or RecomputeConfig(),
     )
@@ -67,7 +68,9 @@ def _compared(names: str, config: Config, ranking: str, *, replays: bool) -> lis
 
 
 @pytest.mark.parametrize(
-    ("names", "recompute"), [("tp2+sp,tp2,dp2ep2", None), ("pp2,cp2", FULL)], ids=["kept", "recomputed"]
+    ("names", "recompute"),
+    [("tp2+sp,tp2,dp2ep2", None), ("pp2,cp2,cp2+p2p+dynamic", FULL)],
+    ids=["kept", "recomputed"],
 )
 def test_near_ties_are_replayed_and_counted(names: str, recompute: RecomputeConfig | None) -> None:
     found = _compared(names, _config(recompute), "near ties", replays=True)

@@ -25,7 +25,8 @@ def _write(folder: Path, num_files: int = 2) -> IterationFolder:
     iteration = IterationFolder.of(folder, 3, range(8, 12))
     iteration.clear()
     for rank, positions in enumerate((torch.tensor([0, 1, 5]), torch.tensor([2, 3, 4]))):
-        tensors = tensors_of_file(torch.arange(8, 12), positions, {LAYER: EXPERTS[:, positions]})
+        experts = {LAYER: EXPERTS[:, positions]}
+        tensors = tensors_of_file(torch.arange(8, 12), positions.expand(4, -1), experts)
         iteration.write(rank, num_files, tensors)
     return iteration
 
@@ -47,7 +48,7 @@ def test_another_reader_finds_the_documented_tensors(tmp_path: Path) -> None:
     tensors = load_file(_write(tmp_path).path / "rank_1_of_2.safetensors")
     assert {name: tuple(each.shape) for name, each in tensors.items()} == {
         "samples": (4,),
-        "positions": (3,),
+        "positions": (4, 3),
         LAYER: (4, 3, TOPK),
     }
 

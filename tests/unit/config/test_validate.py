@@ -23,8 +23,8 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
+from megalite.config.rules.assignment_rules import assigned_documents
 from megalite.config.rules.attention_rules import exchanged_heads, ring
-from megalite.config.rules.dealing_rules import dealt_documents
 from megalite.config.rules.parallel_rules import (
     batch,
     context_levels,
@@ -781,7 +781,7 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
     config, _ = parse(
         f"--preset gpt-tiny --num-attention-heads 8 --seq-length 96 --cp-comm-type a2a+p2p {line}".split()
     )
-    rules = context_levels, exchanged_heads, ring, dealt_documents, sequence
+    rules = context_levels, exchanged_heads, ring, assigned_documents, sequence
     problems = [problem.text for rule in rules for problem in rule(config, None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)

@@ -18,7 +18,8 @@ def test_ranks_hold_every_position_once(count: int, is_zigzag: bool) -> None:
     ranks = [HeldPositions(index, count, is_zigzag) for index in range(count)]
     by_rank = torch.cat([rank.take(whole) for rank in ranks])
     assert by_rank.sort().values.equal(whole)
-    assert ranks[-1].by_rank(whole).equal(by_rank) and ranks[-1].restored(by_rank).equal(whole)
+    assert ranks[-1].in_rank_order(whole).equal(by_rank)
+    assert ranks[-1].in_position_order(by_rank).equal(whole)
     for rank in ranks:
         runs = rank.runs(24 // count)
         assert list(itertools.chain(*runs)) == rank.take(whole).tolist()

@@ -52,7 +52,7 @@ def test_dropped_tokens_lack_their_experts_share(policy: str, one_rank) -> None:
     router = block.router
     router.statistics = RoutingStatistics(router.num_experts, torch.device("cpu"))
     x = hidden().requires_grad_()
-    y = block(x).x
+    y = block(x, torch.arange(x.shape[1])).x
     counted, router.statistics = router.statistics, None
 
     weights, experts, _ = block.eval().router(x)

@@ -121,7 +121,7 @@ def test_forced_routing_is_even_and_weighs_as_the_router_does(one_rank) -> None:
     fields = {"moe_router_force_load_balancing": True, "moe_router_pre_softmax": True}
     block = experts_of(replace(CONFIG, moe_router_enable_expert_bias=True, **fields), one_rank)
     x = hidden(2, 4096)
-    weights, experts, _ = block.router(x)
+    weights, experts, _ = block.router(x, torch.arange(2))
     assert not block.router.num_tokens.any()  # the bias, which only evaluation uses, stays as it is
     counts = experts.flatten().bincount(minlength=5)
     assert counts.max() < 1.05 * counts.double().mean()

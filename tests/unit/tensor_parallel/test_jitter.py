@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
+from megalite.microbatch import AssignedSamples
 from megalite.tensor_parallel import jitter
 from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -37,6 +40,14 @@ def test_a_slice_has_the_factors_of_its_positions(monkeypatch: pytest.MonkeyPatc
         with Topology.fake(ParallelConfig(tensor_model_parallel_size=3).mesh, 3, rank=rank) as topology:
             own = slice(4 * rank, 4 * rank + 4)
             assert torch.equal(jitter_of(topology)(x[own], SAMPLES), whole[own])
+
+
+def test_tokens_of_assigned_documents_have_the_factors_of_their_positions(one_rank: Topology) -> None:
+    x = torch.randn(12, 2, 6, dtype=torch.float64)
+    whole, runs = jitter_of(one_rank)(x, SAMPLES), ((range(2, 5), range(9, 10)), (range(4), range(0)))
+    own = torch.tensor([[*itertools.chain(*each)] for each in runs]).t()  # [s, b]
+    found = jitter_of(one_rank)(x[own, torch.arange(2)], AssignedSamples(SAMPLES, runs))
+    assert torch.equal(found, whole[own, torch.arange(2)])
 
 
 def test_evaluation_has_no_jitter(one_rank: Topology) -> None:

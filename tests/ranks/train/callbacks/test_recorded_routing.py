@@ -42,6 +42,9 @@ LAYOUTS = {
     "tp2+sp": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
     "pp2": ParallelConfig(pipeline_model_parallel_size=2),
     "cp2": ParallelConfig(context_parallel_size=2),
+    "cp2+p2p+dynamic": ParallelConfig(
+        context_parallel_size=2, cp_comm_type="p2p", dynamic_context_parallel=True
+    ),
     "dp2ep2": ParallelConfig(expert_model_parallel_size=2),
 }
 
@@ -91,7 +94,7 @@ def _config(
         model=model,
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1e-3),
-        data=DataConfig(mock_data=True),
+        data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=replace(
             TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=3, eval_iters=0), **training
         ),

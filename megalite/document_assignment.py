@@ -1,11 +1,11 @@
-"""Deal the documents of a packed sample to context-parallel ranks, with --dynamic-context-parallel.
+"""Assign the documents of a packed sample to context-parallel ranks, with --dynamic-context-parallel.
 
 Every rank gets as many tokens as the others, and attention within documents costs every rank about as many
-pairs of a query and a key that it sees. A short document is dealt to one rank, whose queries then need no
+pairs of a query and a key that it sees. A short document is assigned to one rank, whose queries then need no
 keys of other ranks. A long one is cut over as few ranks as balance allows, in zigzag order: each has a part
 from its front, and a part that is about as far from its end.
 
-A deal is a function of the documents' lengths, so the ranks need not communicate to agree on it.
+An assignment is a function of the documents' lengths, so the ranks need not communicate to agree on it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DocumentRun(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
+class Assignment:
     """Says which positions of one sample each rank holds.
 
     Attributes:
@@ -63,8 +63,8 @@ class Deal:
         return max(pairs) * len(pairs) <= (1.0 + _LARGEST_EXCESS) * sum(pairs)
 
 
-def deal_documents(lengths: Sequence[int], num_ranks: int) -> Deal:
-    """Deal the documents of one sample.
+def assign_documents(lengths: Sequence[int], num_ranks: int) -> Assignment:
+    """Assign the documents of one sample.
 
     A rank's part of a document has at first at most the tokens of a rank, then three quarters of that, and so
     on, until the ranks are balanced. With all documents cut over all ranks, they are, up to a token of each.
@@ -77,14 +77,14 @@ def deal_documents(lengths: Sequence[int], num_ranks: int) -> Deal:
     num_tokens = sum(lengths) // num_ranks
     longest = min(num_tokens, len(documents[0]))
     while True:
-        deal = _deal(documents, num_ranks, num_tokens, longest)
-        if longest == 0 or deal.is_balanced:
-            return deal
+        assignment = _assign(documents, num_ranks, num_tokens, longest)
+        if longest == 0 or assignment.is_balanced:
+            return assignment
         longest = 3 * longest // 4
 
 
-def _deal(documents: Sequence[range], num_ranks: int, num_tokens: int, longest: int) -> Deal:
-    """Deal documents, the longest of which come first, to as few ranks as parts of `longest` tokens need.
+def _assign(documents: Sequence[range], num_ranks: int, num_tokens: int, longest: int) -> Assignment:
+    """Assign documents, the longest of which come first, to as few ranks as parts of `longest` tokens need.
 
     What does not fit is cut over the room of all ranks.
 
@@ -108,7 +108,7 @@ def _deal(documents: Sequence[range], num_ranks: int, num_tokens: int, longest: 
             rest.append(document)
     for document in rest:
         give(document, _in_proportion(len(document), room))
-    return Deal(tuple(tuple(sorted(runs, key=_first_position)) for runs in held))
+    return Assignment(tuple(tuple(sorted(runs, key=_first_position)) for runs in held))
 
 
 def _fewest_ranks(length: int, longest: int, room: Sequence[int], pairs: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Count pairs of queries and keys on the busiest rank, with dealt documents and with slices of the sample.
+"""Count pairs of queries and keys on the busiest rank, with assigned documents and with slices of the sample.
 
-python benchmarks/document_deal.py --seq-length 131072 --cp 8
+python benchmarks/document_assignment.py --seq-length 131072 --cp 8
 
 Documents have random lengths, whose logarithms are normally distributed: most are short, and some are many
 times as long as the mean. Nothing is timed.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from megalite.distributed.held_positions import HeldPositions
-from megalite.document_deal import Deal, DocumentRun, deal_documents
+from megalite.document_assignment import Assignment, DocumentRun, assign_documents
 from megalite.model.ring_attention import ring_steps, slices_of_ranks
 
 MEANS = (500, 2000, 8000, 32000)
@@ -32,14 +32,14 @@ def lengths_of_documents(num_tokens: int, mean: float, seed: int) -> Iterator[in
         left -= length
 
 
-def slices_of_sample(lengths: Sequence[int], num_ranks: int) -> Deal:
+def slices_of_sample(lengths: Sequence[int], num_ranks: int) -> Assignment:
     """Return two slices of the sample for each rank in zigzag order, as runs of its documents."""
     documents = [range(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
     slices = (
         HeldPositions(rank, num_ranks, is_zigzag=True).runs(sum(lengths) // num_ranks)
         for rank in range(num_ranks)
     )
-    return Deal(
+    return Assignment(
         tuple(
             tuple(
                 DocumentRun(each, range(max(each.start, part.start), min(each.stop, part.stop)))
@@ -52,17 +52,17 @@ def slices_of_sample(lengths: Sequence[int], num_ranks: int) -> Deal:
     )
 
 
-def relative_pairs(deal: Deal) -> float:
+def relative_pairs(assignment: Assignment) -> float:
     """Return the pairs of the busiest rank, relative to the mean of the ranks."""
-    return max(deal.num_pairs) * len(deal.ranks) / sum(deal.num_pairs)
+    return max(assignment.num_pairs) * len(assignment.ranks) / sum(assignment.num_pairs)
 
 
-def tokens_sent(deal: Deal) -> int:
+def tokens_sent(assignment: Assignment) -> int:
     """Return for how many tokens ranks send keys and values to other ranks, in forward."""
     return sum(
-        len(deal.ranks[rank][number].positions)
-        for rank in range(len(deal.ranks))
-        for step in ring_steps(deal, rank, None, True)
+        len(assignment.ranks[rank][number].positions)
+        for rank in range(len(assignment.ranks))
+        for step in ring_steps(assignment, rank, None, True)
         if step.distance
         for number in step.sent
     )
@@ -79,18 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sent = tokens_sent(slices) / options.seq_length  # documents do not change it
     print(f"{options.samples} samples of {options.seq_length} tokens on {options.cp} ranks")
     print("pairs: of the busiest rank, relative to the mean; sent: tokens whose keys are sent, per token")
-    print("mean length   slices: pairs   sent   dealt: pairs   sent")
+    print("mean length   slices: pairs   sent   assigned: pairs   sent")
     for mean in MEANS:
         cases = [
             list(lengths_of_documents(options.seq_length, mean, seed)) for seed in range(options.samples)
         ]
         found = []
-        for cut in (slices_of_sample, deal_documents):
-            deals = [cut(lengths, options.cp) for lengths in cases]
-            found.append(statistics.mean(map(relative_pairs, deals)))
-        dealt_sent = statistics.mean(map(tokens_sent, deals)) / options.seq_length
-        pairs, dealt_pairs = found
-        print(f"{mean:11}   {pairs:13.2f}   {sent:4.2f}   {dealt_pairs:12.2f}   {dealt_sent:4.2f}")
+        for cut in (slices_of_sample, assign_documents):
+            assignments = [cut(lengths, options.cp) for lengths in cases]
+            found.append(statistics.mean(map(relative_pairs, assignments)))
+        assigned_sent = statistics.mean(map(tokens_sent, assignments)) / options.seq_length
+        pairs, assigned_pairs = found
+        print(f"{mean:11}   {pairs:13.2f}   {sent:4.2f}   {assigned_pairs:15.2f}   {assigned_sent:4.2f}")
 
 
 if __name__ == "__main__":

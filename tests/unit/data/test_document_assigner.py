@@ -1,4 +1,4 @@
-"""A rank's tokens of dealt documents keep their labels, positions and losses."""
+"""A rank's tokens of assigned documents keep their labels, positions and losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data.document_dealer import DocumentDealer, document_lengths
+from megalite.data.document_assigner import DocumentAssigner, document_lengths
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.samples import GPTSamples
@@ -24,10 +24,11 @@ def test_tokens_keep_what_belongs_to_them(num_ranks: int, resets_positions: bool
     whole = samples.marked(read).with_later_tokens(2)
     seen = torch.zeros_like(whole.tokens)
     for rank in range(num_ranks):
-        own = DocumentDealer(samples, HeldPositions(rank, num_ranks, is_dealt=True), 2)(read)
-        assert own.deals is not None and own.document_ids is None and own.position_ids is not None
-        for i, deal in enumerate(own.deals):
-            positions = torch.tensor(deal.positions_of(rank))
+        own = DocumentAssigner(samples, HeldPositions(rank, num_ranks, assigns_documents=True), 2)(read)
+        assert own.assignments is not None and own.position_ids is not None
+        assert own.document_ids is not None and own.document_ids.equal(whole.document_ids)
+        for i, assignment in enumerate(own.assignments):
+            positions = torch.tensor(assignment.positions_of(rank))
             seen[i, positions] += 1
             for name in ("tokens", "labels", "loss_mask", "later_tokens", "later_labels", "later_mask"):
                 assert getattr(own, name)[i].equal(getattr(whole, name)[i][..., positions]), name
