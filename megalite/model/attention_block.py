@@ -252,20 +252,24 @@ _LEAST = -1e30  # instead of the -inf of a query without keys, since -inf - -inf
 def _products(x: Tensor, k: Tensor) -> Tensor:
     """Return the products of ``[b, n, m, d]`` with ``[b, g, e, d]``, ``[b, n, m, e]``."""
     b, n, m, _ = x.shape
-    grouped = x.reshape(b, k.shape[1], -1, x.shape[3])  # [b, g, r m, d]
-    return (grouped @ k.mT).view(b, n, m, -1)
+    return (_by_group(x, k.shape[1]) @ k.mT).view(b, n, m, k.shape[2])
 
 
 def _times_keys(weights: Tensor, v: Tensor) -> Tensor:
     """Return the sums of ``[b, g, e, d]`` with weights ``[b, n, m, e]``, ``[b, n, m, d]``."""
-    b, n, m, e = weights.shape
-    return (weights.reshape(b, v.shape[1], -1, e) @ v).view(b, n, m, -1)
+    b, n, m, _ = weights.shape
+    return (_by_group(weights, v.shape[1]) @ v).view(b, n, m, v.shape[3])
 
 
 def _summed_over_queries(weights: Tensor, x: Tensor, num_groups: int) -> Tensor:
     """Return the sums of ``[b, n, m, d]`` over queries and heads of a group, ``[b, g, e, d]``."""
-    b, _, _, e = weights.shape
-    return weights.reshape(b, num_groups, -1, e).mT @ x.reshape(b, num_groups, -1, x.shape[3])
+    return _by_group(weights, num_groups).mT @ _by_group(x, num_groups)
+
+
+def _by_group(x: Tensor, num_groups: int) -> Tensor:
+    """Map ``[b, n, m, e]`` to ``[b, g, r m, e]``; e may be 0."""
+    b, n, m, e = x.shape
+    return x.reshape(b, num_groups, n // num_groups * m, e)
 
 
 def _scores(q: Tensor, k: Tensor, softmax: CausalSoftmax) -> Tensor:

@@ -57,7 +57,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
 from megalite.train.gemm_epilogues import seconds_in_turns
 from megalite.train.telemetry.timers import clock_for
-from tests.ranks.pipeline.test_executor import build, load
+from tests.ranks.pipeline.test_executor import SHAPE, build, load
 from tests.stages import build_stage
 from tests.stream_checker import StreamChecker, StreamOrderError
 
@@ -207,8 +207,8 @@ def run_pipeline(schedule: ScheduleName, num_ranks: int) -> None:
             for chunk in chunks:
                 chunk.to(topology.device)
             for number in (1, 3, 4):
-                pipeline.train_step(number, lambda index: load(index).to(topology.device))
-                pipeline.evaluate(number, lambda index: load(index).to(topology.device))
+                pipeline.train_step(number, lambda index: load(index).to(topology.device), SHAPE)
+                pipeline.evaluate(number, lambda index: load(index).to(topology.device), SHAPE)
 
 
 def offload_activations() -> None:
