@@ -158,7 +158,9 @@ def _opened(path: Path) -> tuple[Any, Tensor, Tensor]:
     """
     try:
         file = safetensors.safe_open(path, framework="pt", device="cpu")
-        return file, file.get_tensor(_SAMPLES), file.get_tensor(_POSITIONS)
+        samples = file.get_tensor(_SAMPLES)
+        # In older files all samples have the same positions, [s].
+        return file, samples, file.get_tensor(_POSITIONS).expand(len(samples), -1)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({error}): record the iteration again") from None
 

@@ -44,11 +44,11 @@ class ParallelConfig:
     context_parallel_size: int = field(default=1, metadata=flags("--cp"))
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
     cp_comm_type: CpCommType = "all_gather"
-    """How queries reach the keys of other context-parallel ranks: all_gather keys and values, exchange heads
-    for tokens (a2a), pass keys and values around a ring (p2p), or both (a2a+p2p)."""
+    """How queries reach the keys of other ranks: gather keys and values (all_gather), exchange heads for
+    tokens (a2a), pass keys around a ring (p2p), or both (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
-    default as many neighbours as an 8-GPU node holds, in 2 or more groups."""
+    default, as many as a node of 8 GPUs holds, in 2 or more groups."""
     dynamic_context_parallel: bool = False
     """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
     ones to one rank, long ones to several. Needs --cp-comm-type p2p."""

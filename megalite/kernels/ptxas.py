@@ -3,6 +3,7 @@
 ptxas of CUDA 12.8, which Triton 3.6 includes, compiles some kernels for Hopper wrongly. The code computes the
 address of a tensor core's operand from a register that no instruction has written. On an H200, recurrences
 had wrong results or an illegal memory access. ptxas of CUDA 12.9 and 13.0 compiles the same PTX correctly.
+The machine code of the attention kernels has no such register.
 """
 
 import os

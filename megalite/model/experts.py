@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
+from megalite.errors import UserError
 from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import LossTerm, Terms
 from megalite.microbatch import SampleNumbers, numbers_of
@@ -140,8 +141,7 @@ class Router(nn.Module):
     def _jittered(self, x: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         if self.jitter is None:
             return x
-        assert sample_numbers is not None
-        jittered: Tensor = self.jitter(x, sample_numbers)
+        jittered: Tensor = self.jitter(x, _required(sample_numbers))
         return jittered
 
     def _kept(self, experts: Tensor, weights: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
@@ -149,8 +149,7 @@ class Router(nn.Module):
         factor = self.config.moe_expert_capacity_factor
         if factor is None or not self.training:
             return experts
-        assert sample_numbers is not None
-        positions = self.context.positions_of(experts, sample_numbers)
+        positions = self.context.positions_of(experts, _required(sample_numbers))
         kept, is_first = choose(lambda: self._within_capacity(experts, weights, positions, factor))
         if is_first and self.statistics is not None and torch.is_grad_enabled():
             self.statistics.num_dropped += (kept == self.num_experts).sum()
@@ -176,9 +175,9 @@ class Router(nn.Module):
         experts = highest(ranking, self.topk)
         if self.choice_observer is None:
             return experts
-        assert sample_numbers is not None
-        positions = self.context.positions_of(experts, sample_numbers)
-        return self.choice_observer(experts, ranking, numbers_of(sample_numbers), positions)
+        samples = _required(sample_numbers)
+        positions = self.context.positions_of(experts, samples)
+        return self.choice_observer(experts, ranking, numbers_of(samples), positions)
 
     def _ranking(self, logits: Tensor, scores: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
@@ -187,8 +186,7 @@ class Router(nn.Module):
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if self.config.moe_router_force_load_balancing and self.training:
-            assert sample_numbers is not None
-            logits = scores = self._random_scores(scores, sample_numbers)
+            logits = scores = self._random_scores(scores, _required(sample_numbers))
         elif self.expert_bias is not None:
             logits = scores = scores + self.expert_bias
         if num_groups is None or num_selected is None:
@@ -252,6 +250,15 @@ class Router(nn.Module):
         if not self.context.sequence_parallel:
             return total
         return reduce_from_tensor_parallel(total, self.context.tp)
+
+
+def _required(samples: SampleNumbers | None) -> SampleNumbers:
+    if samples is None:
+        raise UserError(
+            "experts with jitter, a capacity, forced balance or recorded choices need the numbers of the "
+            "samples: pass microbatch.samples to their layer"
+        )
+    return samples
 
 
 def highest(x: Tensor, count: int) -> Tensor:

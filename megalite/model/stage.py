@@ -290,9 +290,12 @@ class Stage(nn.Module, ABC):
         Raises:
             UserError: the function does not return a module.
         """
-        device = "meta" if self.context.device.type == "meta" else "cpu"
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.default_generator.manual_seed(site_key(self.context.seed, name))
+        own, seed = self.context.device, site_key(self.context.seed, name)
+        gpus = [own] if own.type == "cuda" and torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=gpus), torch.device("meta" if own.type == "meta" else "cpu"):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed is slow without other devices
+            if own.type == "cuda":
+                torch.cuda.manual_seed(seed)  # the module may create weights on the GPU
             module = function()
         if not isinstance(module, nn.Module):
             raise UserError(

@@ -86,7 +86,7 @@ def test_the_best_of_three(tmp_path: Path) -> None:
             "--calibrate plans for this machine, and --gpu a100-80 for another: remove one",
         ),
         (("--world-size", "4096"), "--world-size 4096 is too large for the"),
-        (("--tp", "64"), "--world-size 2: training rejects every layout"),
+        (("--tp", "64"), "--num-attention-heads 4 is not divisible by --tp 64"),
     ],
 )
 def test_bad_input(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:

@@ -164,10 +164,13 @@ THREE_HEADS: dict[str, dict[str, Any]] = {
     for model, more in (
         *(("llama-tiny, qwen", {}), ("llama-tiny, olmo", {}), ("llama-tiny, gemma", {})),
         (GPT_OSS, {"moe_ffn_hidden_size": 42}),
-        ("llama-tiny, qk-clip", {}),
+        *((each, {}) for each in ("llama-tiny, qk-clip", WINDOWED, "gpt-tiny, neox", "gpt-tiny, gpt-j")),
+        *(("gpt-tiny, nemotron", {}), (LATENT, {"num_query_groups": None, "kv_channels": None})),
+        (GEMMA4, {"num_query_groups": 3}),
+        (HYBRID, {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
     )
 }
-"""Fields of models that tp 3 cuts: one key/value head for three ranks."""
+"""Fields of models that tp 3 cuts: one key/value head for three ranks, where a model shares such heads."""
 MUON = "llama-tiny, muon"
 AVERAGED = (MUON, "llama-tiny, olmo", "gpt-tiny, neox")
 """Models with averages of their weights, which are compared like the weights."""

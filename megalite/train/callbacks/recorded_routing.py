@@ -125,7 +125,8 @@ class RoutingReplay(Callback):
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         observe_choices(loop.trainer, {})  # until now, a NaN may be located by running the iteration again
         interval = loop.trainer.config.logging.log_interval
-        if self._replayers and (loop.is_ending or is_due(loop.iteration, interval)):
+        has_choices = self._replayers and not result.plan.is_excluded
+        if has_choices and (loop.is_ending or is_due(loop.iteration, interval)):
             num_others, num_tokens = count_others(self._replayers, result.plan, loop.trainer)
             log.info(
                 "iteration %d: recorded experts replace others for %d of %d tokens, counted in each layer",

@@ -19,7 +19,7 @@ from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage
-from tests.unit.model.test_against_transformers import InDoublePrecision, assert_close, build_ours
+from tests.unit.model.test_against_transformers import InDoublePrecision, build_ours
 
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
 NUM_POSITIONS = 40
@@ -94,6 +94,12 @@ def run_ours(stage: Any, batch: Microbatch) -> tuple[list[Tensor], dict[str, Ten
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in stage.named_parameters()}
     return [logits, stage.order_scores(normed), loss], gradients
+
+
+def assert_close(ours, theirs, tolerance, name):
+    largest = theirs.abs().max()
+    difference = (ours - theirs).abs().max()
+    assert difference <= tolerance * largest, f"{name}: {difference / largest:.1e} of the largest magnitude"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -182,6 +182,12 @@ def test_other_global_batches_are_replayed_if_all_their_samples_are_recorded(
         _replayed(folder, global_batch_size=8, train_iters=2)
 
 
+def test_an_iteration_that_is_skipped_replays_nothing(of_one_rank: tuple[list[float], Path]) -> None:
+    lines = _replayed(of_one_rank[1], iterations_to_skip=("2",))[1]
+    found = [line for line in lines if "recorded experts replace others" in line]
+    assert [line.split(":")[0] for line in found] == ["iteration 1", "iteration 3"]
+
+
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no recorded iteration: pass a folder that a run has written"):
         _replayed(tmp_path / "none")
