@@ -312,7 +312,13 @@ class ModelConfig:
     add_bias_linear: bool = field(default=True, metadata=option(sets={"--disable-bias-linear": False}))
     """Add a bias to every linear layer."""
     add_qkv_bias: bool = field(default=False, metadata=option(only_with=("add_bias_linear", (False,))))
-    """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does."""
+    """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does. In
+    multi-latent attention, add it to the projections to latents."""
+    add_attention_output_bias: bool = field(
+        default=False, metadata=option(only_with=("add_bias_linear", (False,)), in_megatron=False)
+    )
+    """Add a bias to the output of attention even with --disable-bias-linear. With --add-qkv-bias, it is
+    transformers' attention_bias."""
     add_mlp_bias: bool = field(
         default=False, metadata=option(only_with=("add_bias_linear", (False,)), in_megatron=False)
     )
@@ -632,6 +638,11 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Return whether queries, keys and values have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Return whether the output of attention has a bias."""
+        return self.add_bias_linear or self.add_attention_output_bias
 
     @property
     def has_mlp_bias(self) -> bool:

@@ -64,7 +64,7 @@ class Attention(nn.Module):
             config.num_attention_heads * config.value_dim,
             config.hidden_size,
             context,
-            bias=config.add_bias_linear,
+            bias=config.has_attention_output_bias,
             std=depth_scaled_std(config.init_method_std, config.num_blocks),
             skip_bias_add=True,
             width_ratio=config.width_ratio,

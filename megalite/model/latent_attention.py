@@ -35,6 +35,7 @@ class LatentAttention(Attention):
 
     def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
         """Build the modules that compute queries, keys and values."""
+        bias = config.has_qkv_bias
         h, std, n = config.hidden_size, config.init_method_std, config.num_attention_heads
         self.latent_width, self.rotary_dim = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.key_dim, self.value_dim = config.qk_head_dim, config.v_head_dim
@@ -43,11 +44,11 @@ class LatentAttention(Attention):
         self.query_down: nn.Module = nn.Identity()
         self.query_norm: nn.Module = nn.Identity()
         if config.q_lora_rank is not None:
-            self.query_down = UncutLinear(h, query_width, context, std=std)
+            self.query_down = UncutLinear(h, query_width, context, bias=bias, std=std)
             self.query_norm = build_latent_norm(config, context, query_width)
         self.query_up = ColumnParallelLinear(query_width, n * self.head_dim, context, bias=False, std=std)
         parts = self.latent_width, self.rotary_dim
-        self.key_value_down = UncutLinear(h, sum(parts), context, std=std, fused_rows=parts)
+        self.key_value_down = UncutLinear(h, sum(parts), context, bias=bias, std=std, fused_rows=parts)
         self.key_value_norm = build_latent_norm(config, context, self.latent_width)
         rows = self.key_dim, self.value_dim
         self.key_value_up = ColumnParallelLinear(

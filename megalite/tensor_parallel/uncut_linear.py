@@ -15,9 +15,10 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 
 
 class UncutLinear(nn.Module):
-    """Computes y = x A^T for the tokens that a rank has, with its gradients stored and added as others'.
+    """Computes y = x A^T + b for the tokens that a rank has, with its gradients stored and added as others'.
 
     Args:
+        bias: add a bias, which starts at zero.
         std, fused_rows: as in `ColumnParallelLinear`.
         maps_features: see `ParameterSpec`.
     """
@@ -28,6 +29,7 @@ class UncutLinear(nn.Module):
         out_features: int,
         context: LayerContext,
         *,
+        bias: bool = False,
         std: float = 0.02,
         fused_rows: tuple[int, ...] = (),
         maps_features: bool = True,
@@ -37,10 +39,12 @@ class UncutLinear(nn.Module):
         shape = (out_features, in_features)
         spec = ParameterSpec(shape, std=std, fused_rows=fused_rows, maps_features=maps_features)
         self.weight = new_parameter(spec, context)  # [out, in]
+        of_bias = ParameterSpec((out_features,), decay=False)
+        self.bias = new_parameter(of_bias, context) if bias else None  # [out]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, in]`` to ``[s, b, out]``, both ``[s/tp, b, ...]`` if sequence parallel."""
-        return column_linear(x, self.weight, None, self.context)
+        return column_linear(x, self.weight, self.bias, self.context)
 
 
 def _on_one_rank(context: LayerContext) -> LinearContext:

@@ -49,7 +49,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
     WINDOWED: {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
     "llama-tiny, qwen": {
         **{"qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 12, "rope_scaling": "llama3"},
-        **{"rope_scaling_factor": 4.0, "original_max_position_embeddings": 16, "no_rope_freq": (4,)},
+        **{
+            "add_attention_output_bias": True,
+            "rope_scaling_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "no_rope_freq": (4,),
+        },
     },
     "llama-tiny, olmo": {
         **{"qk_layernorm": True, "qk_layernorm_width": "all_heads", "norm_position": "output"},
@@ -129,6 +134,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"qk_pos_emb_head_dim": 4, "v_head_dim": 5, "num_query_groups": None, "qk_layernorm": True},
         **{"rotary_interleaved": True, "rope_scaling": "yarn", "original_max_position_embeddings": 16},
         **{"yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.9},
+        **{"add_qkv_bias": True, "add_attention_output_bias": True},
     },
     DEEPSEEK: {
         **{"multi_latent_attention": True, "kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4},

@@ -50,9 +50,8 @@ def _without_rule(config: Config) -> Iterator[Problem]:
         (
             "add_bias_linear",
             model.add_bias_linear,
-            "its projections have no biases; pass --disable-bias-linear",
+            "its projections from latents have no biases; pass --disable-bias-linear",
         ),
-        ("add_qkv_bias", model.add_qkv_bias, "its projections have no biases; remove it"),
         ("attention_output_gate", model.attention_output_gate, "its queries have no gates; remove it"),
         ("rotary_percent", model.rotary_percent != 1.0, "pass --qk-pos-emb-head-dim instead"),
         ("num_kv_shared_layers", model.num_kv_shared_layers > 0, "whose layers share no keys; remove it"),

@@ -186,9 +186,18 @@ ROPE_SCALINGS = (
 )
 
 
+BIASES = tuple(
+    {"attention_bias": attention, "mlp_bias": mlp} for mlp in (False, True) for attention in (False, True)
+)
+
+
+def attention_bias(choose):
+    return {"attention_bias": choose((False, True))}
+
+
 def llama_config(choose):
     groups, heads_per_group = choose((1, 2, 3)), choose((1, 2, 3))
-    bias = choose((True, False))
+    biases = choose(BIASES)
     return LlamaConfig(
         num_hidden_layers=choose((1, 2, 3)),
         num_attention_heads=groups * heads_per_group,
@@ -201,8 +210,7 @@ def llama_config(choose):
         rms_norm_eps=choose((1e-6, 1e-3)),
         rope_parameters={"rope_theta": choose((10000.0, 500.0)), **choose(ROPE_SCALINGS)},
         tie_word_embeddings=choose((True, False)),
-        attention_bias=bias,
-        mlp_bias=bias,
+        **biases,
         bos_token_id=0,
         eos_token_id=0,
         hidden_act=choose(("silu", "silu", "gelu_pytorch_tanh")),
@@ -253,17 +261,18 @@ def qwen2_config(choose):
 
 
 def qwen3_config(choose):
-    return like_llama(Qwen3Config, choose, **windows(choose))
+    return like_llama(Qwen3Config, choose, **windows(choose), **attention_bias(choose))
 
 
 def olmo2_config(choose):
-    return like_llama(Olmo2Config, choose, "head_dim", **whole_heads(choose))
+    return like_llama(Olmo2Config, choose, "head_dim", **attention_bias(choose), **whole_heads(choose))
 
 
 def smollm3_config(choose):
     pattern = choose((None, [1, 0, 1], [0, 1, 1], [0, 0, 0]))
     sizes = {"num_hidden_layers": 3, "no_rope_layers": pattern, "no_rope_layer_interval": 2}
-    return like_llama(SmolLM3Config, choose, "head_dim", **whole_heads(choose), **sizes)
+    sizes |= whole_heads(choose)
+    return like_llama(SmolLM3Config, choose, "head_dim", **sizes, **choose(BIASES))
 
 
 def of_layer_kinds(choose, base, window_base):
@@ -282,7 +291,8 @@ def of_layer_kinds(choose, base, window_base):
 
 def olmo3_config(choose):
     kinds = of_layer_kinds(choose, 500.0, choose((500.0, 70.0)))
-    return like_llama(Olmo3Config, choose, "head_dim", **whole_heads(choose), **kinds)
+    fields = {**whole_heads(choose), **kinds, **attention_bias(choose)}
+    return like_llama(Olmo3Config, choose, "head_dim", **fields)
 
 
 def gemma_fields(choose):
@@ -296,6 +306,7 @@ def gemma_fields(choose):
         "query_pre_attn_scalar": choose((5, 8, 23)),
         "attn_logit_softcapping": choose((None, 0.7, 3.0)),
         "final_logit_softcapping": choose((None, 2.0, 4.0)),
+        **attention_bias(choose),
     }
 
 
@@ -348,6 +359,7 @@ def gemma4_config(choose):
         final_logit_softcapping=choose((None, 2.0)),
         pad_token_id=None,  # its embedding would have no gradient
         tie_word_embeddings=choose((True, False)),
+        **attention_bias(choose),
     )
 
 
@@ -365,6 +377,7 @@ def gpt_neox_config(choose):
         use_parallel_residual=choose((True, False)),
         layer_norm_eps=choose((1e-5, 1e-3)),
         tie_word_embeddings=choose((True, False)),
+        **attention_bias(choose),
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -405,6 +418,7 @@ def mixtral_config(choose):
 def qwen3_moe_config(choose):
     window = {"use_sliding_window": True, "sliding_window": choose((2, 9))} if choose((True, False)) else {}
     more = {**window, **experts(choose, "moe_intermediate_size"), **sparse_layers(choose)}
+    more |= attention_bias(choose)
     return like_llama(Qwen3MoeConfig, choose, norm_topk_prob=choose((True, False)), **more)
 
 
@@ -430,7 +444,7 @@ def qwen2_moe_config(choose):
 
 
 def olmoe_config(choose):
-    more = {**whole_heads(choose), **experts(choose, "intermediate_size")}
+    more = {**whole_heads(choose), **experts(choose, "intermediate_size"), **attention_bias(choose)}
     return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
 
 
@@ -449,6 +463,7 @@ def hybrid(choose):
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * sharers,
         "hidden_act": "silu",
+        **attention_bias(choose),
     }
 
 
@@ -526,9 +541,8 @@ def latent_fields(choose):
 
 
 def deepseek_v2_config(choose):
-    return like_llama(
-        DeepseekV2Config, choose, "head_dim", **latent_fields(choose), **deepseek_experts(choose)
-    )
+    fields = {**latent_fields(choose), **deepseek_experts(choose), **attention_bias(choose)}
+    return like_llama(DeepseekV2Config, choose, "head_dim", **fields)
 
 
 def deepseek_experts(choose):
@@ -542,6 +556,7 @@ def deepseek_experts(choose):
 def deepseek_v3_config(choose):
     more = {"rope_interleave": choose((True, False)), "n_group": choose((1, 2)), "topk_group": 1}
     fields = {**latent_fields(choose), **deepseek_experts(choose), "num_experts_per_tok": 2, **more}
+    fields |= attention_bias(choose)
     fields["num_nextn_predict_layers"] = 0  # transformers' model has none, whatever its config says
     return like_llama(DeepseekV3Config, choose, "head_dim", **fields)
 
@@ -553,7 +568,7 @@ def gpt_oss_config(choose):
         "layer_types": None,
         "sliding_window": choose((2, 9, 17)),
         "rope_parameters": {"rope_theta": 500.0, **choose((*ROPE_SCALINGS[3:], {"rope_type": "default"}))},
-        "attention_bias": choose((True, False)),
+        **attention_bias(choose),
         "swiglu_limit": choose((0.3, 7.0)),
     }
     if choose((True, False)):
@@ -564,7 +579,7 @@ def gpt_oss_config(choose):
 def glm4_moe_config(choose):
     fields = {**deepseek_experts(choose), "num_experts_per_tok": 2}
     fields |= {"n_group": choose((1, 2)), "topk_group": 1}
-    fields |= {"attention_bias": choose((True, False)), "use_qk_norm": choose((True, False))}
+    fields |= {**attention_bias(choose), "use_qk_norm": choose((True, False))}
     fields["rope_parameters"] = {"rope_theta": 500.0, "partial_rotary_factor": choose((0.5, 1.0))}
     return like_llama(Glm4MoeConfig, choose, **fields, num_mtp_layers=0)
 

@@ -79,7 +79,7 @@ class Module:
         only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
-    kind: Literal["table", "norm", "linear", "qkv", "mlp", "vector"]
+    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
@@ -100,6 +100,7 @@ class Module:
             "norm": config.normalization == "LayerNorm",
             "linear": config.add_bias_linear,
             "qkv": config.has_qkv_bias,
+            "attention_output": config.has_attention_output_bias,
             "mlp": config.has_mlp_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:

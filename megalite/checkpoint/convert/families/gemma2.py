@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HF_GATES, THEIR_GATES, HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
@@ -31,12 +32,12 @@ def read_gemma_like(hf: HFSettings, fields: dict[str, Any], kind: str) -> dict[s
         fields: result of `read_llama_like`.
         kind: name of the family, for messages.
     """
-    hf.require(kind, attention_bias=False)
     if hf.get("use_bidirectional_attention"):
         raise UserError(f"{kind} with use_bidirectional_attention cannot be converted")
     usual = fields["hidden_size"] // fields["num_attention_heads"]
     return {
         **fields,
+        **read_biases(hf),
         "kv_channels": none_if_default(hf.get("head_dim", 256), usual),
         "norm_position": "sandwich",
         "zero_centered_norms": True,
@@ -55,6 +56,7 @@ def write_gemma_like(config: ModelConfig) -> dict[str, Any]:
     """Return the settings that Gemma 2 and 3 share."""
     return {
         **write_llama_like(config),
+        **write_biases(config),
         "head_dim": config.head_dim,
         "hidden_activation": THEIR_GATES.get(config.activation, "gelu_pytorch_tanh"),
         "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_dim),

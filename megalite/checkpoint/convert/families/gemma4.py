@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import SAME, VOCABULARY, Module, Transform
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma4_attention import ATTENTION, read_heads
@@ -22,7 +23,6 @@ from megalite.errors import UserError
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("gemma4_text", attention_bias=False)
     embedding_size = hf.get("hidden_size_per_layer_input", 256) or None
     if embedding_size is not None:
         hf.require_equal("vocab_size_per_layer_input", "vocab_size", 262144)
@@ -33,6 +33,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
     is_double = hf.switch("use_double_wide_mlp", False)
     fields = {
         **sizes,
+        **read_biases(hf),
         **read_heads(hf, sizes),
         "hidden_size_per_layer_input": embedding_size,
         "num_kv_shared_layers": hf.get("num_kv_shared_layers", 0),
@@ -68,6 +69,7 @@ def _in_all_layers(fields: dict[str, Any]) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_llama_like(config, write_rotary_by_kind(config)),
+        **write_biases(config),
         **write_layer_types(config),
         "head_dim": config.head_dim,
         "global_head_dim": config.full_attention_kv_channels or config.head_dim,

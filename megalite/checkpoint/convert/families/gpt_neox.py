@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import OUTPUT, VOCABULARY, Family, Module
 from megalite.checkpoint.convert.families.hf_settings import THEIR_ACTIVATIONS, HFSettings
 from megalite.checkpoint.convert.families.rotary import read_rotary, write_rotary
@@ -12,7 +13,6 @@ from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("gpt_neox", attention_bias=True)
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -21,6 +21,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         "seq_length": hf.get("max_position_embeddings", 2048),
         "vocab_size": hf["vocab_size"],
         **read_rotary(hf, old_base="rotary_emb_base", share=hf.get("rotary_pct", 0.25)),
+        **read_biases(hf, default=True, mlp=True),
         "parallel_residual": hf.get("use_parallel_residual", True),
         "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
         "activation": hf.activation("hidden_act", "gelu"),
@@ -39,6 +40,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "max_position_embeddings": config.seq_length,
         **write_rotary(config, old_base="rotary_emb_base"),
+        **write_biases(config),
         "rotary_pct": config.rotary_percent,
         "use_parallel_residual": config.parallel_residual,
         "layer_norm_eps": config.norm_epsilon,
@@ -65,10 +67,10 @@ GPT_NEOX = Family(
         Module("norm", "layers.{}.attention_norm", (_LAYER + "input_layernorm",)),
         # The rows are grouped by head, [n, 3, d], which is our layout with r = 1.
         Module("qkv", "layers.{}.attention.qkv", (_LAYER + "attention.query_key_value",)),
-        Module("linear", "layers.{}.attention.projection", (_LAYER + "attention.dense",)),
+        Module("attention_output", "layers.{}.attention.projection", (_LAYER + "attention.dense",)),
         Module("norm", "layers.{}.mlp_norm", (_LAYER + "post_attention_layernorm",)),
-        Module("linear", "layers.{}.mlp.up", (_LAYER + "mlp.dense_h_to_4h",)),
-        Module("linear", "layers.{}.mlp.down", (_LAYER + "mlp.dense_4h_to_h",)),
+        Module("mlp", "layers.{}.mlp.up", (_LAYER + "mlp.dense_h_to_4h",)),
+        Module("mlp", "layers.{}.mlp.down", (_LAYER + "mlp.dense_4h_to_h",)),
     ),
     other_names={"lm_head.weight": "embed_out.weight"},  # transformers 5 has another name than its files
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.experts import read_experts, write_experts
 from megalite.checkpoint.convert.families.family import Module, Parts, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
@@ -32,7 +33,6 @@ def _read(hf: HFSettings) -> dict[str, Any]:
     hf.require("gpt_oss", swiglu_alpha=1.702, hidden_act="silu", output_router_logits=False)
     current, old = hf.get("rope_parameters"), hf.get("rope_scaling")
     rotary = rotary_fields(current or old or _ROTARY, hf.get("rope_theta") or 150000.0, None)
-    has_biases = hf.switch("attention_bias", True)
     fields = {
         **read_llama_like(hf, positions=131072, epsilon=1e-5, rotary=rotary),
         **read_experts(hf, (_EXPERTS, "num_experts"), _WIDTH),
@@ -40,8 +40,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         "activation_func_clamp_value": hf.get("swiglu_limit", 7.0),
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "add_bias_linear": has_biases,
-        "add_mlp_bias": not has_biases,
+        **read_biases(hf, default=True, mlp=True),
     }
     return {**fields, **read_layer_types(hf, fields, full_every=2)}
 
@@ -56,7 +55,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "swiglu_limit": config.activation_func_clamp_value,
-        "attention_bias": config.add_bias_linear,
+        **write_biases(config),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import read_llama_like, write_llama_like
@@ -27,11 +28,12 @@ def read_latent_attention(hf: HFSettings, kind: str) -> dict[str, Any]:
         kind: name of the family, for messages.
     """
     heads = hf["num_attention_heads"]
-    hf.require(kind, attention_bias=False, mlp_bias=False)
+    hf.require(kind, mlp_bias=False)
     if hf.get("num_key_value_heads") is not None:
         hf.require(kind, num_key_value_heads=heads)
     return {
         **read_llama_like(hf),
+        **read_biases(hf),
         "latent_norm_epsilon": _LATENT_EPSILON,
         "num_query_groups": None,
         "kv_channels": None,
@@ -45,6 +47,7 @@ def write_latent_attention(config: ModelConfig) -> dict[str, Any]:
     """Return the settings that DeepSeek-V2 and V3 share."""
     return {
         **write_llama_like(config),
+        **write_biases(config),
         "num_key_value_heads": config.num_attention_heads,
         **{theirs: getattr(config, ours) for theirs, ours in _SIZES.items()},
     }
@@ -60,11 +63,11 @@ def _has_no_query_latent(config: ModelConfig) -> bool:
 
 _OURS, _THEIRS = "layers.{}.attention.", "model.layers.{}.self_attn."
 LATENT_ATTENTION = (
-    Module("linear", _OURS + "query_down", (_THEIRS + "q_a_proj",), only_if=_has_query_latent),
+    Module("qkv", _OURS + "query_down", (_THEIRS + "q_a_proj",), only_if=_has_query_latent),
     Module("norm", _OURS + "query_norm", (_THEIRS + "q_a_layernorm",), only_if=_has_query_latent),
     Module("linear", _OURS + "query_up", (_THEIRS + "q_b_proj",), only_if=_has_query_latent),
     Module("linear", _OURS + "query_up", (_THEIRS + "q_proj",), only_if=_has_no_query_latent),
-    Module("linear", _OURS + "key_value_down", (_THEIRS + "kv_a_proj_with_mqa",)),
+    Module("qkv", _OURS + "key_value_down", (_THEIRS + "kv_a_proj_with_mqa",)),
     Module("norm", _OURS + "key_value_norm", (_THEIRS + "kv_a_layernorm",)),
     Module("linear", _OURS + "key_value_up", (_THEIRS + "kv_b_proj",)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import (
     HALVES,
     MTP_PARTS,
@@ -20,8 +21,7 @@ from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require_equal("attention_bias", "mlp_bias", default=False)
-    return {**read_llama_like(hf), "add_bias_linear": hf.get("attention_bias", False)}
+    return {**read_llama_like(hf), **read_biases(hf, mlp=hf.switch("mlp_bias", False))}
 
 
 def read_llama_like(
@@ -64,8 +64,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_llama_like(config),
         "head_dim": config.head_dim,
-        "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
+        **write_biases(config),
+        "mlp_bias": config.has_mlp_bias,
     }
 
 
@@ -105,15 +105,15 @@ LLAMA = Family(
             tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
             QKV,
         ),
-        Module("linear", "layers.{}.attention.projection", ("model.layers.{}.self_attn.o_proj",)),
+        Module("attention_output", "layers.{}.attention.projection", ("model.layers.{}.self_attn.o_proj",)),
         Module("norm", "layers.{}.mlp_norm", ("model.layers.{}.post_attention_layernorm",)),
         Module(
-            "linear",
+            "mlp",
             "layers.{}.mlp.up",
             tuple(f"model.layers.{{}}.mlp.{part}_proj" for part in ("gate", "up")),
             HALVES,
         ),
-        Module("linear", "layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
+        Module("mlp", "layers.{}.mlp.down", ("model.layers.{}.mlp.down_proj",)),
     ),
     mtp=MTP_PARTS,
 )

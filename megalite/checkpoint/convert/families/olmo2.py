@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
@@ -12,27 +13,27 @@ from megalite.config import ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    return read_olmo_like(hf, "olmo2")
+    return read_olmo_like(hf)
 
 
-def read_olmo_like(hf: HFSettings, kind: str, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_olmo_like(hf: HFSettings, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return our fields for the settings that OLMo 2 and 3 share.
 
     Args:
-        kind: name of the family, for messages.
         rotary: see `read_llama_like`.
     """
-    hf.require(kind, attention_bias=False)
     return {
         **read_llama_like(hf, epsilon=1e-5, rotary=rotary),
+        **read_biases(hf),
         "norm_position": "output",
         "qk_layernorm": True,
         "qk_layernorm_width": "all_heads",
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return write_llama_like(config)
+def write_olmo_like(config: ModelConfig) -> dict[str, Any]:
+    """Return the settings that OLMo 2 and 3 share."""
+    return {**write_llama_like(config), **write_biases(config)}
 
 
 _LAYER = "model.layers.{}."
@@ -41,7 +42,7 @@ OLMO2 = replace(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     read=_read,
-    write=_write,
+    write=write_olmo_like,
     layer=(
         *(module for module in LLAMA.layer if module.kind != "norm"),
         Module("norm", "layers.{}.attention_norm", (_LAYER + "post_attention_layernorm",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.experts import (
     FUSED_EXPERTS,
     expert_modules,
@@ -20,9 +21,10 @@ _WIDTH = "intermediate_size"
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("olmoe", attention_bias=False, clip_qkv=None, output_router_logits=False)
+    hf.require("olmoe", clip_qkv=None, output_router_logits=False)
     return {
         **read_llama_like(hf, positions=4096, epsilon=1e-5),
+        **read_biases(hf),
         **read_experts(hf, ("num_experts", "num_local_experts"), _WIDTH),
         "moe_router_pre_softmax": not hf.switch("norm_topk_prob", False),
         "qk_layernorm": True,
@@ -33,6 +35,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_llama_like(config),
+        **write_biases(config),
         **write_experts(config, "num_experts", _WIDTH),
         "norm_topk_prob": not config.moe_router_pre_softmax,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.family import Module
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.llama import LLAMA, read_llama_like, write_llama_like
@@ -20,11 +21,12 @@ def _read(hf: HFSettings) -> dict[str, Any]:
 
 def read_qwen3_like(hf: HFSettings, kind: str) -> dict[str, Any]:
     """Return our fields for the settings that all Qwen 3 share; `kind` is the family's name for messages."""
-    hf.require(kind, attention_bias=False, mlp_bias=False)
+    hf.require(kind, mlp_bias=False)
     fields = read_llama_like(hf, positions=32768)
     usual = fields["hidden_size"] // fields["num_attention_heads"]
     return {
         **fields,
+        **read_biases(hf),
         "kv_channels": none_if_default(hf.get("head_dim", 128), usual),
         "qk_layernorm": True,
     }
@@ -32,7 +34,7 @@ def read_qwen3_like(hf: HFSettings, kind: str) -> dict[str, Any]:
 
 def write_qwen3_like(config: ModelConfig) -> dict[str, Any]:
     """Return the settings that all Qwen 3 share."""
-    return {**write_llama_like(config), "head_dim": config.head_dim}
+    return {**write_llama_like(config), **write_biases(config), "head_dim": config.head_dim}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

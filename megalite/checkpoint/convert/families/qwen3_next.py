@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megalite.checkpoint.convert.families.biases import read_biases, write_biases
 from megalite.checkpoint.convert.families.delta_net import (
     TWO_PROJECTIONS,
     delta_net_modules,
@@ -42,11 +43,11 @@ def read_hybrid(
         rotary: our fields of rotary positions.
         width: their name of the MLP's width.
     """
-    hf.require(kind, attention_bias=False)
     fields = read_llama_like(hf, positions=32768, rotary=rotary, width=width)
     usual = fields["hidden_size"] // fields["num_attention_heads"]
     return {
         **fields,
+        **read_biases(hf),
         **read_delta_net(hf, fields["num_layers"]),
         "kv_channels": none_if_default(hf.get("head_dim", 256), usual),
         "qk_layernorm": True,
@@ -59,6 +60,7 @@ def write_hybrid(config: ModelConfig) -> dict[str, Any]:
     """Return the settings that Qwen3-Next and Qwen3.5 share."""
     return {
         **write_llama_like(config),
+        **write_biases(config),
         **write_delta_net(config),
         "head_dim": config.head_dim,
         "partial_rotary_factor": config.rotary_percent,

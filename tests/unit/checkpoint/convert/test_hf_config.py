@@ -427,7 +427,7 @@ def test_a_converted_config_is_of_its_family(config):
             "rope_parameters of sliding_attention cannot be converted",
         ),
         ({**GEMMA3, "rope_parameters": {"rope_theta": 5.0}}, "by kind of layer with rope_theta 5.0"),
-        ({**LLAMA, "attention_bias": True}, "attention_bias True and mlp_bias False"),
+        ({**LLAMA, "attention_bias": 1}, "has attention_bias 1, which is not true or false"),
         (GPT2Config(activation_function="silu").to_dict(), "activation_function 'silu'"),
         (GPT2Config(embd_pdrop=0.0).to_dict(), "embd_pdrop 0.0 and resid_pdrop 0.1"),
         (GPT2Config(scale_attn_by_inverse_layer_idx=True).to_dict(), "scale_attn_by_inverse_layer_idx True"),

@@ -29,7 +29,6 @@ def test_a_plain_model_is_allowed() -> None:
         ("qk_pos_emb_head_dim", 3, "pass 4"),
         ("num_query_groups", 2, "--num-query-groups 2 with --multi-latent-attention"),
         ("add_bias_linear", True, "pass --disable-bias-linear"),
-        ("add_qkv_bias", True, "--add-qkv-bias with --multi-latent-attention"),
         ("attention_output_gate", True, "--attention-output-gate with --multi-latent-attention"),
         ("rotary_percent", 0.5, "pass --qk-pos-emb-head-dim instead"),
         ("qk_clip", True, "--qk-clip with --multi-latent-attention"),
