@@ -656,7 +656,7 @@ class ModelConfig:
             return self.ffn_hidden_size
         if self.is_gated:
             # Three matrices of width 8/3 h have as many weights as two of width 4 h.
-            return _round_up(-(-8 * self.hidden_size // 3), _GATED_FFN_MULTIPLE)
+            return round_up(-(-8 * self.hidden_size // 3), _GATED_FFN_MULTIPLE)
         return 4 * self.hidden_size
 
     @property
@@ -741,5 +741,6 @@ class ModelConfig:
         return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not below the value."""
     return -(-value // multiple) * multiple

@@ -52,6 +52,16 @@ def stage_map(config: Config) -> StageMap:
     return SCHEDULES[config.parallel.schedule].stage_map(config.parallel.pp, num_chunks(config))
 
 
+def hides_expert_messages(config: Config) -> bool:
+    """Return whether pairs of actions run in turns, which change while rows of experts are in flight.
+
+    Offloaded activations follow the order of whole actions.
+    """
+    is_offloaded = config.recompute.cpu_offload_activations > 0
+    overlaps = SCHEDULES[config.parallel.schedule].overlaps
+    return overlaps and config.parallel.has_expert_axes and not is_offloaded
+
+
 def layers_per_stage(config: Config) -> tuple[int, ...]:
     """Return the number of layers of each global stage.
 

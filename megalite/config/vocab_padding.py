@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, round_up
 from megalite.errors import UserError
 
 
@@ -20,7 +20,7 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
         raise UserError(problems[0])
     if model.pad_vocab_size_to is not None:
         return model.pad_vocab_size_to
-    return _round_up(model.vocab_size, math.lcm(model.make_vocab_size_divisible_by, tp))
+    return round_up(model.vocab_size, math.lcm(model.make_vocab_size_divisible_by, tp))
 
 
 def num_padding_rows(model: ModelConfig, tp: int) -> int:
@@ -47,10 +47,6 @@ def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
     if target % tp:
         problems.append(
             f"--pad-vocab-size-to {target} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"pass --pad-vocab-size-to {_round_up(target, tp)}"
+            f"pass --pad-vocab-size-to {round_up(target, tp)}"
         )
     return problems
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

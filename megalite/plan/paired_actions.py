@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from megalite.config.stage_layers import hides_expert_messages
 from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION
 from megalite.plan.layer_time import ModelWork, WorkSeconds, model_work, work_key
@@ -32,15 +33,9 @@ class LayerSeconds(NamedTuple):
         return LayerSeconds(work.ep, work.seconds - work.ep)
 
 
-def hides_messages(run: PlannedRun) -> bool:
-    """Return whether pairs of actions compute under each other's messages, as `overlaps_actions` decides."""
-    is_offloaded = run.config.recompute.cpu_offload_activations > 0
-    return run.stages.overlaps and run.config.parallel.has_expert_axes and not is_offloaded
-
-
 def pair_savings(run: PlannedRun) -> Savings:
     """Return what pairs of actions save; nothing if they hide no messages."""
-    if not hides_messages(run):
+    if not hides_expert_messages(run.config):
         return {}
     key = ("pair savings", run.stages, run.layers, run.config.recompute, *work_key(run))
     return run.units.shared(key, lambda: _find(run, model_work(run)))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megalite.config.stage_layers import hides_expert_messages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.iteration_time import peak_of_last_stage, peaks_deferred, peaks_in_flight
 from megalite.plan.offloaded_state import offloaded_state
-from megalite.plan.paired_actions import hides_messages
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.saved_activations import (
     deferred_input_bytes,
@@ -226,7 +226,9 @@ def _workspace(run: PlannedRun, units: RankUnits) -> float:
     """Return the largest temporary memory: a recomputed group, and with ZeRO 3 the weights of two layers."""
     layers = run.units.layers
     # Two actions that run in turns hold theirs at the same time.
-    work = max(layer.workspace_bytes for layer in layers.values()) * (2 if hides_messages(run) else 1)
+    work = max(layer.workspace_bytes for layer in layers.values()) * (
+        2 if hides_expert_messages(run.config) else 1
+    )
     longest = max(
         (len(group) for group, is_again in run.config.recompute.groups(max(run.layers)) if is_again),
         default=0,

@@ -11,7 +11,7 @@ from torch import nn
 
 from megalite.checkpoint.tensor_files import DTYPE_CODES
 from megalite.config import Config
-from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
+from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
@@ -62,23 +62,15 @@ class ChunkResources:
         """Create what a run needs."""
         is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
         is_offloaded = config.recompute.cpu_offload_activations > 0
+        # Tensors without values have no messages.
+        has_turns = hides_expert_messages(config) and topology.device.type != "meta"
         return ChunkResources(
             WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None,
             weight_gradient_fusion(config, topology).is_on,
             None if is_sharded else Fp8Weights(),  # ZeRO 3 does not keep full weights
             ActivationOffload(topology.device) if is_offloaded else None,
-            Turns(topology.device) if overlaps_actions(config, topology) else None,
+            Turns(topology.device) if has_turns else None,
         )
-
-
-def overlaps_actions(config: Config, topology: Topology) -> bool:
-    """Return whether pairs of actions run in turns, which change while rows of experts are in flight.
-
-    Tensors without values have no messages, and offloaded activations follow the order of whole actions.
-    """
-    has_messages = config.parallel.has_expert_axes and topology.device.type != "meta"
-    is_offloaded = config.recompute.cpu_offload_activations > 0
-    return SCHEDULES[config.parallel.schedule].overlaps and has_messages and not is_offloaded
 
 
 def build_chunks(
