@@ -108,8 +108,11 @@ def _torch_cuda(current_stream_id: Callable[[], int], on_wait: Callable[[str], N
         "get_device_capability": lambda _=None: (gpu.major, gpu.minor),
         "get_device_name": lambda _=None: gpu.name,
         "get_device_properties": lambda _=None: gpu,
+        "get_rng_state": lambda _=None: torch.get_rng_state(),
         "is_initialized": lambda: True,
+        "manual_seed": lambda _: None,
         "set_device": lambda _: None,
+        "set_rng_state": lambda *_: None,
         "stream": stream,
         "synchronize": lambda _=None: on_wait("torch.cuda.synchronize"),
     }
