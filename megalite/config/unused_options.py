@@ -106,7 +106,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     if config.parallel.cp == 1:
         for name in ("cp_comm_type", "dynamic_context_parallel"):
             yield name, "there is one context-parallel rank (--cp 1)"
-    if (way := config.parallel.cp_comm_type) != "a2a+p2p" or config.parallel.cp == 1:
+    if not config.parallel.context_way.has_levels or config.parallel.cp == 1:
+        way = config.parallel.cp_comm_type
         reason = f"--cp-comm-type is {way}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:

@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from megalite.config import Config
+from megalite.config.context_way import CONTEXT_WAYS
 from megalite.config.stage_layers import layers_per_stage
 from megalite.errors import UserError
 from megalite.pipeline.schedules import SCHEDULES
@@ -247,7 +248,7 @@ def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     degree = _degree_within_node(request, run)
     for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
         choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
-        if choice.get("cp_comm_type", base.parallel.cp_comm_type) == "a2a+p2p":
+        if CONTEXT_WAYS[choice.get("cp_comm_type", base.parallel.cp_comm_type)].has_levels:
             choice |= _levels(request, run)
         yield choice
         if degree is not None and choice.get("zero_stage", base.parallel.zero_stage) > 0:
