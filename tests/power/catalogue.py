@@ -32,6 +32,7 @@ from megalite.model import (
     expert_exchange,
     experts,
     gated_delta_net,
+    gathered_attention,
     head,
     head_exchange,
     latent_attention,
@@ -649,8 +650,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
     ],
     "context parallelism": [
-        ("queries of a slice see the keys of the first slice", "cp2", attention_core.AttentionCore, "queries",
-         instead(lambda self, s: range(s // self.own_queries.count))),
+        ("queries of a slice see the keys of the first slice", "cp2", gathered_attention.GatheredKeys,
+         "calls", before(lambda self: (self._replace(runs=tuple(range(len(run)) for run in self.runs)),))),
         ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
          before(lambda self, shape, ids, windows: (
              self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
@@ -696,10 +697,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),
-        ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
+        ("sinks of a ring count twice", "cp2+p2p", attention_block, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         context_parallel, "_order_of_neighbours", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
+         context_parallel, "_order_of_ranks", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(
