@@ -36,6 +36,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 WAYS_BY_RANKS = {2: ("all_gather", "a2a", "p2p"), 4: ("a2a+p2p",)}
 PEER = "torch"
+TIMEOUT = 3600.0  # seconds of a row: other jobs may slow it down
 
 
 class Case(NamedTuple):
@@ -144,7 +145,7 @@ def measure(kinds: Sequence[str], num_ranks: int, case: Case, num_rounds: int) -
         cp_comm_type="a2a+p2p" if levels else "p2p",
         hierarchical_context_parallel_sizes=(2, num_ranks // 2) if levels else None,
     ).mesh
-    ranks = run_ranks(time_ways, mesh, num_ranks, kinds, case, num_rounds)
+    ranks = run_ranks(time_ways, mesh, num_ranks, kinds, case, num_rounds, timeout=TIMEOUT)
     return {name: [max(each[name][i] for each in ranks) for i in range(2)] for name in ranks[0]}
 
 

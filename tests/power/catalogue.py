@@ -32,7 +32,6 @@ from megalite.model import (
     expert_exchange,
     experts,
     gated_delta_net,
-    gathered_attention,
     head,
     head_exchange,
     latent_attention,
@@ -650,8 +649,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
     ],
     "context parallelism": [
-        ("queries of a slice see the keys of the first slice", "cp2", gathered_attention.GatheredKeys,
-         "calls", before(lambda self: (self._replace(runs=tuple(range(len(run)) for run in self.runs)),))),
+        ("queries of a slice see the keys of the first slice", "cp2", attention_core.SoftmaxCore, "in_slices",
+         instead(lambda self, q, softmax, attend: attend(q, softmax))),
         ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
          before(lambda self, shape, ids, windows: (
              self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
