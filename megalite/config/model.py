@@ -32,7 +32,10 @@ KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 RecurrentMixer = Literal["none", "gated_delta_net"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
+Activation = Literal[
+    *("gelu", "gelu_exact", "relu", "squared_relu"),
+    *("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu"),
+]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["seq_aux_loss", "none"]
@@ -41,7 +44,7 @@ AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "quick_geglu"})
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu")
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
@@ -52,7 +55,7 @@ _SCALED: dict[str, Any] = {
 }
 _GATED: dict[str, Any] = {
     "same_shapes": True,
-    "only_with": ("activation", ("swiglu", "geglu", "quick_geglu")),
+    "only_with": ("activation", GATED_ACTIVATIONS),
 }
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
@@ -274,8 +277,8 @@ class ModelConfig:
             in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma)
-    and quick_geglu (GPT-OSS) are gated."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma),
+    geglu_exact, quick_geglu (GPT-OSS) and reglu are gated."""
     activation_func_clamp_value: float | None = field(
         default=None, metadata=option(allowed=POSITIVE, **_GATED)
     )

@@ -213,7 +213,7 @@ def llama_config(choose):
         **biases,
         bos_token_id=0,
         eos_token_id=0,
-        hidden_act=choose(("silu", "silu", "gelu_pytorch_tanh")),
+        hidden_act=choose(("silu", "silu", "gelu_pytorch_tanh", "gelu", "relu")),
     )
 
 

@@ -413,7 +413,7 @@ def test_a_converted_config_is_of_its_family(config):
             {**LLAMA, "residual_multiplier": 0.2},
             "llama with residual_multiplier 0.2 cannot be converted: mega",
         ),
-        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({**LLAMA, "hidden_act": "relu2"}, "hidden_act 'relu2'"),
         ({**HUB["nemotron-3-nano-30b"], "norm_topk_prob": False}, "nemotron_h with norm_topk_prob False"),
         ({**HUB["nemotron-3-nano-30b"], "num_experts_per_tok": 1}, "nemotron_h with num_experts_per_tok 1"),
         ({**HUB["nemotron-h-8b"], "layers_block_type": ["mamba", "conv"]}, "with layers conv cannot be"),
