@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.layer_kind import LayerKind, kind_of_layer
@@ -32,10 +32,9 @@ KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 RecurrentMixer = Literal["none", "gated_delta_net"]
-Activation = Literal[
-    *("gelu", "gelu_exact", "relu", "squared_relu"),
-    *("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu"),
-]
+PlainActivation = Literal["gelu", "gelu_exact", "relu", "squared_relu"]
+GatedActivation = Literal["swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu"]
+Activation = Literal[PlainActivation, GatedActivation]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
 LoadBalancing = Literal["seq_aux_loss", "none"]
@@ -44,7 +43,7 @@ AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu")
+GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
@@ -273,7 +272,7 @@ class ModelConfig:
         default="gelu",
         metadata=option(
             sets={"--swiglu": "swiglu", "--quick-geglu": "quick_geglu", "--squared-relu": "squared_relu"},
-            same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
+            same_shapes=get_args(PlainActivation),
             in_megatron=False,
         ),
     )
