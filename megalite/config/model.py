@@ -404,6 +404,10 @@ class ModelConfig:
     """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
     mamba_state_dim: int = field(default=128, metadata=option(**_MAMBA))
     """Size of the state of each element of a head of Mamba-2."""
+    mamba_conv_kernel: int = field(default=4, metadata=option(**_MAMBA))
+    """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
+    mamba_bias: bool = field(default=False, metadata=option(**{**_MAMBA, "allowed": None}))
+    """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
     mamba_min_time_step: float = field(default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE}))
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
     mtp_num_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
@@ -592,8 +596,14 @@ class ModelConfig:
     def mamba(self) -> MambaSizes:
         """Return the sizes of layers with Mamba-2."""
         heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
-        groups, state = self.mamba_num_groups, self.mamba_state_dim
-        return MambaSizes(state, self.mamba_head_dim, groups, heads, self.mamba_min_time_step)
+        return MambaSizes(
+            self.mamba_state_dim,
+            self.mamba_head_dim,
+            self.mamba_num_groups,
+            heads,
+            self.mamba_conv_kernel,
+            self.mamba_min_time_step,
+        )
 
     @property
     def has_experts(self) -> bool:
@@ -645,6 +655,11 @@ class ModelConfig:
     def has_attention_output_bias(self) -> bool:
         """Return whether the output of attention has a bias."""
         return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def has_mamba_bias(self) -> bool:
+        """Return whether the projections of Mamba-2 have a bias."""
+        return self.add_bias_linear or self.mamba_bias
 
     @property
     def has_mlp_bias(self) -> bool:

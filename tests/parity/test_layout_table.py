@@ -116,7 +116,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
     },
-    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1, "mtp_num_layers": 1},
+    NEMOTRON: {
+        **{"mamba_min_time_step": 0.01, "mamba_conv_kernel": 3, "mamba_bias": True, "add_mlp_bias": True},
+        **{"init_method_std": 0.1, "mtp_num_layers": 1},
+    },
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},

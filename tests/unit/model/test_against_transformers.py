@@ -492,12 +492,16 @@ def nemotron_h_config(choose):
     mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
     kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
     return NemotronHConfig(
-        layers_block_type=choose(
-            (
-                *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
-                *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
-            )
-        ),
+    blocks = choose(
+        (
+            *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
+            *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
+        )
+    )
+        layers_block_type=blocks,
+        mlp_bias=choose((False, True)) and moe not in blocks,
+        use_bias=choose((False, True)),
+        conv_kernel=choose((4, 3, 1, 6)),
         hidden_size=choose((36, 72)),
         intermediate_size=choose((30, 37)),
         mlp_hidden_act=choose(("relu2", "gelu")),

@@ -415,6 +415,7 @@ def test_a_converted_config_is_of_its_family(config):
         ),
         ({**LLAMA, "hidden_act": "relu2"}, "hidden_act 'relu2'"),
         ({**HUB["nemotron-3-nano-30b"], "norm_topk_prob": False}, "nemotron_h with norm_topk_prob False"),
+        ({**HUB["nemotron-3-nano-30b"], "mlp_bias": True}, "nemotron_h with experts with mlp_bias True"),
         ({**HUB["nemotron-3-nano-30b"], "num_experts_per_tok": 1}, "nemotron_h with num_experts_per_tok 1"),
         ({**HUB["nemotron-h-8b"], "layers_block_type": ["mamba", "conv"]}, "with layers conv cannot be"),
         ({**HUB["nemotron-h-8b"], "use_conv_bias": False}, "nemotron_h with use_conv_bias False cannot"),
