@@ -327,6 +327,8 @@ class ModelConfig:
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
     add_output_bias: bool = field(default=False, metadata=option(in_megatron=False))
     """Add a bias to the logits, as GPT-J does. A BERT always does."""
+    clip_qkv: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Bound queries, keys and values before rotary positions, after their norms (OLMoE)."""
     qk_layernorm: bool = False
     """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
     attention, normalize the latents."""

@@ -59,6 +59,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "llama-tiny, olmo": {
         **{"qk_layernorm": True, "qk_layernorm_width": "all_heads", "norm_position": "output"},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        "clip_qkv": 0.8,
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},

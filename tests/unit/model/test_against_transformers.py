@@ -445,6 +445,7 @@ def qwen2_moe_config(choose):
 
 def olmoe_config(choose):
     more = {**whole_heads(choose), **experts(choose, "intermediate_size"), **attention_bias(choose)}
+    more["clip_qkv"] = choose((None, 0.6, 1.1))
     return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
 
 
