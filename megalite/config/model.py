@@ -444,9 +444,19 @@ class ModelConfig:
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
-    sums of their two highest scores (DeepSeek-V3)."""
+    sums of their --moe-router-group-scores highest scores (DeepSeek-V3)."""
     moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Number of groups of a token's experts."""
+    moe_router_group_scores: int = field(
+        default=2,
+        metadata=option(
+            allowed=SIZE,
+            same_shapes=True,
+            only_with=("moe_router_num_groups", ()),
+            in_megatron=False,
+        ),
+    )
+    """Number of a group's highest scores whose sum is the group's: 2 in DeepSeek-V3, 1 in DeepSeek-V2."""
     moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
     """Factor of the weights of a token's experts."""
     moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))

@@ -492,13 +492,13 @@ def qwen3_5_moe_config(choose):
 def nemotron_h_config(choose):
     mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
     kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
-    return NemotronHConfig(
     blocks = choose(
         (
             *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
             *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
         )
     )
+    return NemotronHConfig(
         layers_block_type=blocks,
         mlp_bias=choose((False, True)) and moe not in blocks,
         use_bias=choose((False, True)),
@@ -546,7 +546,9 @@ def latent_fields(choose):
 
 
 def deepseek_v2_config(choose):
+    groups = {"topk_method": choose(("greedy", "group_limited_greedy")), "topk_group": choose((1, 2))}
     fields = {**latent_fields(choose), **deepseek_experts(choose), **attention_bias(choose)}
+    fields |= {**groups, "n_group": 2, "num_experts_per_tok": 2}
     return like_llama(DeepseekV2Config, choose, "head_dim", **fields)
 
 

@@ -451,8 +451,8 @@ def test_a_converted_config_is_of_its_family(config):
             "qwen3_5_moe_text with norm_topk_prob False cannot be converted: only True can",
         ),
         (
-            DeepseekV2Config(topk_method="group_limited_greedy", num_experts_per_tok=6).to_dict(),
-            "deepseek_v2 with topk_method group_limited_greedy",
+            DeepseekV2Config(topk_method="noaux_tc", num_experts_per_tok=6).to_dict(),
+            "deepseek_v2 with topk_method noaux_tc cannot be converted: only group_limited_greedy can",
         ),
         ({"model_type": "gpt2", "vocab_size": 3}, "no n_layer or num_hidden_layers"),
     ],
