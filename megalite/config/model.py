@@ -729,6 +729,14 @@ class ModelConfig:
         return self.head_dim**2 / self.mup_base_head_dim
 
     @property
+    def stage_output_size(self) -> int:
+        """Return the features of each token that a pipeline stage sends to the next one.
+
+        These are the hidden states and, with --hidden-size-per-layer-input, the embeddings for all layers.
+        """
+        return self.hidden_size + self.num_layers * (self.hidden_size_per_layer_input or 0)
+
+    @property
     def width_ratio(self) -> float:
         """Return how many times wider the model is than the base model of muP; 1 without muP."""
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width

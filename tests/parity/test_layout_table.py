@@ -42,6 +42,7 @@ BESIDE = "llama-tiny, experts beside MLPs"
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 GPT_OSS = "llama-tiny, gpt-oss"
 """Experts, router and attention have biases."""
+OWN_EMBEDDINGS = "llama-tiny, embeddings for each layer"
 GEMMA4 = "llama-tiny, gemma 4"
 """4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
 last 2 of 8 layers share keys and values of layers 4 and 5, and must be in one stage with them."""
@@ -154,6 +155,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1},
     },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
+    OWN_EMBEDDINGS: {
+        **{"activation": "geglu_exact", "norm_position": "sandwich", "layer_output_scale": True},
+        **{"hidden_size_per_layer_input": 6, "embedding_multiplier": 8.0},
+    },
 }
 """Fields of models with other options than their preset."""
 GEMMA4_E2B = "llama-tiny, gemma 4 e2b"
@@ -164,7 +169,7 @@ OF_ONE_STAGE: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96},
     },
 }
-"""Fields of models that a pipeline cannot have."""
+"""Fields of models that a pipeline cannot have: the second half of the layers shares keys of the first."""
 THREE_HEADS: dict[str, dict[str, Any]] = {
     f"{model}, three heads": {
         **SWITCHES[model],
@@ -279,6 +284,13 @@ ROWS += [
     for name in (
         *("tp2", "tp2+sp", "tp4", "dp4", "dp2+zero3", "tp2dp2+sp+full+zero1", "tp1+selective", "dp2+offload"),
         *("cp2", "cp4+a2a", "tp2cp2+sp", "cp2+p2p"),
+    )
+]
+ROWS += [
+    (OWN_EMBEDDINGS, "fp64", name)
+    for name in (
+        *("pp2", "pp2v2", "pp2zbdp2", "pp2zbvdp2+zero3", "pp2dpvdp2", "pp2+full+offload", "pp2cp2+full+p2p"),
+        *("tp2pp2cp2+sp+zero1", "pp2v2cp2+zero2+p2p"),
     )
 ]
 ROWS += [(model, "fp64", "tp3") for model in THREE_HEADS]
