@@ -132,6 +132,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "experts drop no tokens: --moe-expert-capacity-factor is not set"
+    if model.add_bias_linear:
+        yield "mamba_bias", "every linear layer has a bias, without --disable-bias-linear"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mtp_num_layers == 0:

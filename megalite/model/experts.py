@@ -194,7 +194,7 @@ class Router(nn.Module):
     def _ranking(self, logits: Tensor, scores: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
 
-        A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        A group's score is the sum of its highest ones: two in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if self.config.moe_router_force_load_balancing and self.training:
@@ -204,7 +204,8 @@ class Router(nn.Module):
         if num_groups is None or num_selected is None:
             return logits
         by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
-        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        num_summed = min(self.config.moe_router_group_scores, by_group.shape[-1])
+        of_groups = by_group.topk(num_summed, dim=-1).values.sum(-1)
         is_other = torch.ones_like(of_groups, dtype=torch.bool)
         is_other.scatter_(-1, highest(of_groups, num_selected), False)
         return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -203,9 +203,9 @@ def _message(run: PlannedRun) -> WorkSeconds:
     """Return the time to send the hidden states, or their gradient, to the next stage."""
     group = Group(run.cluster, run.pp, run.tp * run.num_sharing)
     if run.pp > 1 and run.program.splits_messages and run.num_sequence_shards == 1:
-        gathered = Group(run.cluster, run.tp, 1).gather_seconds(run.hidden_bytes)
-        return WorkSeconds(tp=gathered, pp=group.message_seconds(run.hidden_bytes / run.tp))
-    return WorkSeconds(pp=group.message_seconds(run.hidden_bytes / run.num_sequence_shards))
+        gathered = Group(run.cluster, run.tp, 1).gather_seconds(run.message_bytes)
+        return WorkSeconds(tp=gathered, pp=group.message_seconds(run.message_bytes / run.tp))
+    return WorkSeconds(pp=group.message_seconds(run.message_bytes / run.num_sequence_shards))
 
 
 def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:

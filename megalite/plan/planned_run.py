@@ -280,9 +280,9 @@ class PlannedRun:
         return {"fp64": 8, "fp32": 4}.get(self.config.model.params_dtype, 2)
 
     @property
-    def hidden_bytes(self) -> int:
-        """Return the bytes of a microbatch's hidden states, before sequence parallelism."""
-        return self.tokens * self.config.model.hidden_size * self.element_bytes
+    def message_bytes(self) -> int:
+        """Return the bytes that a stage sends for a microbatch, before sequence parallelism."""
+        return self.tokens * self.config.model.stage_output_size * self.element_bytes
 
 
 @lru_cache(maxsize=256)

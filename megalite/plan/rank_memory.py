@@ -143,8 +143,9 @@ def _activations(run: PlannedRun) -> list[float]:
     later = later_token_bytes(run)
     later *= peak_of_last_stage(run) - 1 if later else 0  # those of one microbatch count as logits
     held, moving, deferred = zip(*(found[kinds] for kinds in run.stage_kinds), strict=True)
+    kept = [size + embedding_bytes(run, stage) for stage, size in enumerate(held)]
     return [
-        in_flight * (_average(run, rank, held) + embedding_bytes(run))  # a model with these has one stage
+        in_flight * _average(run, rank, kept)
         + max(moving[stage] for stage in run.stages.stages_of(rank))
         + num_deferred * _average(run, rank, deferred)
         + (later if run.ranks[rank].is_last else 0.0)
