@@ -190,18 +190,10 @@ class ParallelConfig:
         """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring."""
         if self.context_way.has_levels:
             given = self.hierarchical_context_parallel_sizes
-            heads = given[0] if given else self._neighbours
+            heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
         way = self.context_way
         return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
-
-    @property
-    def _neighbours(self) -> int:
-        """Return the default number of ranks that exchange heads, if a ring passes through groups of them."""
-        fitting = (
-            n for n in range(2, self.cp // 2 + 1) if self.cp % n == 0 and n * self.tp <= _RANKS_PER_NODE
-        )
-        return max(fitting, default=1)
 
     @property
     def gathers_keys(self) -> bool:
@@ -312,3 +304,12 @@ class ParallelConfig:
         """Return whether the number of layers of the first or the last rank is set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return any(end is not None for end in ends)
+
+
+def num_neighbours(cp: int, most: int) -> int:
+    """Return how many context-parallel ranks exchange heads if groups of them form a ring.
+
+    Args:
+        most: most ranks that exchange heads: those of a node that cut the same heads.
+    """
+    return max((n for n in range(2, cp // 2 + 1) if cp % n == 0 and n <= most), default=1)

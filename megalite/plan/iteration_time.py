@@ -128,6 +128,14 @@ def least_seconds(run: PlannedRun) -> float:
     )
 
 
+def least_layer_seconds(run: PlannedRun) -> float:
+    """Return a lower bound of `least_seconds` that takes less time: of the layers, without recomputation."""
+    seconds = {kind: work.seconds for kind, work in model_work(run).layers.items()}
+    longest = max(sum(seconds[kind] for kind in units.kinds) for units in dict.fromkeys(run.ranks))
+    least = longest * run.num_microbatches - max(saved_by_ranks(run))
+    return least * (1 - 1e-9)  # the other bound may be rounded down
+
+
 class _StageKey(NamedTuple):
     """Identifies stages with the same work: the kinds of their layers, and what is at their ends."""
 

@@ -102,6 +102,10 @@ class MicrobatchWork:
     def backward(self) -> WorkSeconds:
         return self.backward_input + self.backward_weight
 
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward_input.seconds + self.backward_weight.seconds
+
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate. A small tile
