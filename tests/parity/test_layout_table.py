@@ -266,6 +266,12 @@ ROWS += [
         )
     ),
     *((model, "fp64", "tp2cp4+sp+selective+a2a+p2p") for model in (GPT_OSS, LATENT)),
+    *((model, "fp64", "pp2dpvcp4mbs1+a2a+p2p") for model in ("gpt-tiny", GPT_OSS, DEEPSEEK)),
+    *(
+        (model, "fp64", name)
+        for model in (MIXTRAL, GPT_OSS, DEEPSEEK)
+        for name in ("cp4ep4mbs1+a2a+p2p", "tp2cp4ep8etp1+sp+a2a+p2p", "pp2dpvcp4ep2mbs1+zero2+a2a+p2p")
+    ),
 ]
 ROWS += [
     (model, "fp64", name)
