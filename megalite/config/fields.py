@@ -131,6 +131,8 @@ class ConfigField:
     """Flags without a value, each with the value that it sets."""
     choices: Mapping[str, str]
     """The allowed values, by their names in lower case, including names that other programs use."""
+    missing: Mapping[str, str]
+    """Values of other programs that megalite does not have, each with what to do instead."""
 
 
 @functools.cache
@@ -179,7 +181,8 @@ def _fields_of(group: str, part: type) -> list[ConfigField]:
             sets |= {f"--no-{name[2:]}": False for name in flags}
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
-        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices))
+        missing = declared.missing or {}
+        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing))
     return found
 
 

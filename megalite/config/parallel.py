@@ -17,6 +17,7 @@ GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
+TokenDispatcherType = Literal["alltoall", "allgather"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
@@ -59,6 +60,18 @@ class ParallelConfig:
     moe_imbalance: float = 1.0
     """With --ep, tokens for the experts of the busiest rank, relative to the mean over ranks, in plans,
     --layout auto and --dry-run. By default 1, which is even."""
+    moe_token_dispatcher_type: TokenDispatcherType = field(
+        default="alltoall",
+        metadata=flags(
+            choices={"alltoall_seq": "alltoall"},
+            missing={
+                "flex": "pass alltoall or allgather; a Dispatcher of your own can call DeepEP or HybridEP "
+                "(docs/experts.md)"
+            },
+        ),
+    )
+    """With --ep or --etp: send tokens to the ranks of their experts (alltoall), or gather the tokens of all
+    these ranks on each (allgather), which is for few ranks."""
     layout: LayoutSource | None = None
     """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
     (manual). By default auto if none is set (docs/layout.md)."""

@@ -112,6 +112,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:
         yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"
+    if not (config.model.has_experts and config.parallel.has_expert_axes):
+        yield "moe_token_dispatcher_type", "no experts are on axes of their own (--ep, --etp)"
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     yield from _tp_overlap_reasons(config)

@@ -262,8 +262,8 @@ class Router(nn.Module):
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Return how often each expert occurs in the last dim, ``[..., e]``."""
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        return (experts.unsqueeze(-1) == numbers).sum(-2)
+        counts = experts.new_zeros(*experts.shape[:-1], self.num_experts)
+        return counts.scatter_add_(-1, experts, torch.ones_like(experts))
 
     def _over_tokens(self, total: Tensor) -> Tensor:
         """Sum a total of the rank's hidden states over all of its tokens, which tp can cut."""

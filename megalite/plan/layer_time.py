@@ -326,7 +326,7 @@ def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
     hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
         0.0
-        if each.is_hidden or each.call.kind == "all-to-all"  # over other axes
+        if each.is_hidden or each.call.kind == "all-to-all" or each.call.is_over_experts  # other axes
         else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
         if each.gemm is not None and run.tp_comm_chunks > 1
         else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)

@@ -235,7 +235,12 @@ class PlannedRun:
         parallel = self.config.parallel
         if not parallel.has_expert_axes:
             return {}
-        return {"ep": parallel.ep, "etp": parallel.etp, "moe_imbalance": parallel.planned_imbalance}
+        return {
+            "ep": parallel.ep,
+            "etp": parallel.etp,
+            "moe_imbalance": parallel.planned_imbalance,
+            "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
+        }
 
     @cached_property
     def stage_kinds(self) -> tuple[tuple[int, ...], ...]:

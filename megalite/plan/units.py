@@ -177,7 +177,12 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
     return units_of(UnitsKey(key, Program(fused_attention=True), cp=1, drops_weights=False))
 
 
-_NO_EXPERT_AXES: dict[str, Any] = {"ep": 1, "etp": None, "moe_imbalance": 1.0}
+_NO_EXPERT_AXES: dict[str, Any] = {
+    "ep": 1,
+    "etp": None,
+    "moe_imbalance": 1.0,
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 @lru_cache(maxsize=4096)

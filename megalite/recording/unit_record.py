@@ -39,6 +39,11 @@ class CollectiveCall(NamedTuple):
     dtype: str
     num_bytes: int
 
+    @property
+    def is_over_experts(self) -> bool:
+        """Return whether the ranks are those that hold the experts of a group of tokens."""
+        return self.axis in ("ep", "etp", "ep_etp")
+
 
 class GemmCall(NamedTuple):
     """``batch`` GEMMs ``[m, k] x [k, n]``.

@@ -148,6 +148,7 @@ def _layer_context(config: Config, topology: Topology, resources: ChunkResources
         ),
         cp_comm_type=config.parallel.cp_comm_type,
         moe_imbalance=config.parallel.planned_imbalance,
+        moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
         turns=resources.turns,
     )
 

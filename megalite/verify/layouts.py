@@ -13,6 +13,7 @@ import torch
 
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.config.context_way import CpCommType
+from megalite.config.parallel import TokenDispatcherType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
@@ -44,6 +45,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "p2p": ("cp_comm", "p2p"),
     "a2a+p2p": ("cp_comm", "a2a+p2p"),
     "dynamic": ("dynamic", True),
+    "allgather": ("dispatcher", "allgather"),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
 _SWITCH = re.compile(r"\+(a2a\+p2p|[^+]*)")
@@ -193,6 +195,7 @@ class Layout:
             state of AdamW, unless the config keeps it in a file.
         cp_comm: how queries reach the keys of other context-parallel ranks, a2a, p2p or a2a+p2p.
         dynamic: assign documents to context-parallel ranks.
+        dispatcher: how tokens reach experts that are on axes of their own.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -210,6 +213,7 @@ class Layout:
     offload: bool = False
     cp_comm: CpCommType | None = None
     dynamic: bool = False
+    dispatcher: TokenDispatcherType | None = None
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -300,6 +304,7 @@ class Layout:
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
             cp_comm_type=self.cp_comm or config.parallel.cp_comm_type,
             dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
+            moe_token_dispatcher_type=self.dispatcher or config.parallel.moe_token_dispatcher_type,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
         if self.mbs not in (None, config.training.micro_batch_size) and (

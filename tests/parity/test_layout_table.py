@@ -284,6 +284,18 @@ ROWS += [
     )
 ]
 ROWS += [
+    (model, "fp64", f"{name}+allgather")
+    for model, names in {
+        MIXTRAL: ("dp4ep4+zero3", "tp2dp2etp1+sp"),
+        WIDE_EXPERTS: ("tp2dp2ep4etp1+sp+zero1", "pp2zbvdp2ep2+zero3", "dp4ep2+zero2+offload"),
+        GPT_OSS: ("tp2dp2ep2+sp+full", "cp2ep2+a2a"),
+        DEEPSEEK: ("pp2dpvdp2ep2+zero3+full", "tp2pp2dpvdp2ep4etp1+sp+zero2"),
+        BESIDE: ("cp2dp2ep4", "pp2v2dp2ep2+zero1"),
+        DROPPING: ("tp4ep4etp1+sp", "cp2dp2ep4"),
+    }.items()
+    for name in names
+]
+ROWS += [
     (DROPPING, "fp64", name)
     for name in ("tp2dp2ep2+sp+full", "cp2dp2ep4", "pp2zbvdp2ep2+zero3", "tp4ep4etp1+sp", "dp2ep2mbs1")
 ]

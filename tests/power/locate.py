@@ -122,6 +122,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of experts are divided by the ranks that send tokens": (
         r"gradient of .*mlp.*before its sum over the ranks", WHOLE),
     "tokens go to the experts of the next rank": (r"layers\.0\.mlp\.transform", "all-to-all over ep"),
+    "gathered tokens' outputs return to the next rank": (
+        r"layers\.0\.mlp\.transform", "reduce-scatter over ep"),
     "sums over slices of an expert's width are means": (r"layers\.0\.mlp\.transform", WHOLE),
     "the norm counts the experts of one rank": ("the gradient norm", WHOLE),
     "the balance loss is that of a microbatch": ("load_balancing_loss, the sum", WHOLE),

@@ -92,7 +92,7 @@ ACCEPTED = (
         "experts compute every token that they get, and the router computes in fp32",
         """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-router-dtype=1
-        moe-token-dispatcher-type=1 moe-per-layer-logging
+        moe-per-layer-logging
         """,
     ),
     AcceptedFlags(
