@@ -22,7 +22,7 @@ from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value of one rank, and the same elements on one rank.
+    """Holds a value of one rank, and the same elements on one rank.
 
     Attributes:
         starts: place of the first element in the full tensor.
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class Event(NamedTuple):
-    """One tensor in the order of execution, with its comparisons on all ranks and for all microbatches."""
+    """Holds the comparisons of one tensor on all ranks and for all microbatches, and its place in order."""
 
     phase: str
     order: int
@@ -124,7 +124,7 @@ def _last_collective(trace: RankTrace, num_before: int, phase: str) -> Collectiv
 
 
 class _Full(NamedTuple):
-    """All microbatches of the reference's tensor.
+    """Holds all microbatches of the reference's tensor.
 
     Attributes:
         parts: the microbatches, in the order of their samples.
@@ -322,7 +322,11 @@ def _in_order_of_ranks(full: Tensor, value: Tensor, batch_dim: int | None, trace
 def _place(
     shape: tuple[int, ...], full: tuple[int, ...], batch_dim: int | None, first: int, trace: RankTrace
 ) -> Box | None:
-    """Return the place of a rank's tensor in the full one, without padding; None if shapes do not fit."""
+    """Return the place of a rank's tensor in the full one, without padding; None if shapes do not fit.
+
+    If the second dim is of samples, the first one is of positions, and features follow. Positions that are
+    not the rank's own are those of ranks that exchange heads, and have no place.
+    """
     if len(shape) != len(full):
         return None
     starts, sizes = [], []
@@ -331,9 +335,9 @@ def _place(
             start = first
         elif size == whole:
             start = 0
-        elif is_cut_by_positions(size, whole, trace):
+        elif (dim == 0 or batch_dim != 1) and is_cut_by_positions(size, whole, trace):
             start = trace.positions.index * size
-        elif size * trace.sizes["tp"] == whole:
+        elif (dim > 0 or batch_dim != 1) and size * trace.sizes["tp"] == whole:
             start = trace.coordinates["tp"] * size
         elif whole < size < whole + trace.sizes["tp"]:  # padded so that tp divides it
             start = 0
