@@ -17,7 +17,7 @@ from megalite.tensor_parallel.parameter_spec import spec_of
 
 
 class BiasedRouter(Protocol):
-    """Interface of a router with a bias.
+    """Declares the interface of a router with a bias.
 
     Attributes:
         weight: the router's parameter; its gradient is summed over the ranks whose tokens are counted.

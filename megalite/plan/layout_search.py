@@ -46,7 +46,7 @@ MAX_EXPERT_NODES = 8
 
 @dataclass
 class SearchResult:
-    """The result of a search.
+    """Holds the result of a search.
 
     Attributes:
         fitting: plans that fit in memory.
