@@ -324,20 +324,27 @@ def _place(
 ) -> Box | None:
     """Return the place of a rank's tensor in the full one, without padding; None if shapes do not fit.
 
-    If the second dim is of samples, the first one is of positions, and features follow. Positions that are
-    not the rank's own are those of ranks that exchange heads, and have no place.
+    If the second dim is of samples, the first one is of positions, and features follow. With all positions,
+    the features can be those of heads that ranks have exchanged, in their order. With the positions of some
+    other ranks, a tensor has no place.
     """
     if len(shape) != len(full):
         return None
+    num_ranks, index = trace.positions.count, trace.positions.index
+    exchanges_heads = shape[0] == full[0] and trace.sizes["tp"] == 1
     starts, sizes = [], []
     for dim, (size, whole) in enumerate(zip(shape, full, strict=True)):
+        is_of_positions, is_of_features = batch_dim == 1 and dim == 0, batch_dim == 1 and dim > 0
+        is_cut_by_ranks = is_cut_by_positions(size, whole, trace)
+        if is_of_features:
+            is_cut_by_ranks = exchanges_heads and size * num_ranks == whole
         if dim == batch_dim:
             start = first
         elif size == whole:
             start = 0
-        elif (dim == 0 or batch_dim != 1) and is_cut_by_positions(size, whole, trace):
-            start = trace.positions.index * size
-        elif (dim > 0 or batch_dim != 1) and size * trace.sizes["tp"] == whole:
+        elif is_cut_by_ranks:
+            start = index * size
+        elif not is_of_positions and size * trace.sizes["tp"] == whole:
             start = trace.coordinates["tp"] * size
         elif whole < size < whole + trace.sizes["tp"]:  # padded so that tp divides it
             start = 0

@@ -135,6 +135,15 @@ def test_few_heads_are_not_cut_by_positions() -> None:
     assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == (None, 0)
 
 
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, (None, 0)), (4, (None, 1))])
+def test_exchanged_heads_are_in_the_order_of_the_ranks(num_ranks: int, count: tuple[None, int]) -> None:
+    """Of 2 heads, each of 2 ranks has one; which one each of 4 ranks has, is not known."""
+    heads = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3)))
+    last = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3))[:, :, 1:])
+    run = _rank(last, positions=Slice(1, num_ranks))
+    assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == count
+
+
 def test_the_first_of_several_is_named() -> None:
     """Even if it belongs to a later microbatch."""
     run = _rank(_of_samples("layers.0.norm", "layers.0", "layers.1.norm", "layers.1"))
