@@ -35,7 +35,7 @@ RecurrentMixer = Literal["none", "gated_delta_net"]
 Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
-LoadBalancing = Literal["seq_aux_loss", "none"]
+LoadBalancing = Literal["seq_aux_loss", "global_aux_loss", "aux_loss", "none"]
 DropPolicy = Literal["probs", "position"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
@@ -462,10 +462,10 @@ class ModelConfig:
     """Multiply the shared expert's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
-        metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
+        metadata=option(on_resume=OnResume.SETTING, **_EXPERTS),
     )
-    """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
-    any micro-batch size, or none."""
+    """Loss against uneven use of the experts: over each sample (seq_aux_loss), by the loads of the last
+    global batch (global_aux_loss), over each microbatch (aux_loss), or none."""
     moe_aux_loss_coeff: float = field(
         default=0.01, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )

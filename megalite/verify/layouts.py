@@ -281,6 +281,12 @@ class Layout:
             dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
+        if self.mbs not in (None, config.training.micro_batch_size) and (
+            config.model.has_experts and config.model.moe_router_load_balancing_type == "aux_loss"
+        ):
+            raise ConfigError(
+                ["another micro-batch size trains another run with --moe-router-load-balancing-type aux_loss"]
+            )
         parallel = self._with_schedule(parallel)
         if parallel.pipeline_layers is not None:
             even = dataclasses.replace(parallel, pipeline_layers=None)

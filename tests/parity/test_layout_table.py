@@ -101,7 +101,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     WIDE_EXPERTS: {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
-        **{"moe_shared_expert_gate": True},
+        **{"moe_shared_expert_gate": True, "moe_router_load_balancing_type": "global_aux_loss"},
     },
     DROPPING: {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
@@ -115,6 +115,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
+        "moe_router_load_balancing_type": "aux_loss",
     },
     NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1, "mtp_num_layers": 1},
     HYBRID: {
@@ -148,6 +149,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
         **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
         **{"moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1},
+        "moe_router_load_balancing_type": "global_aux_loss",
     },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
 }

@@ -52,7 +52,7 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
-    expert_bias,
+    expert_balance,
     global_norm,
     gradient_buckets,
     loss_scaler,
@@ -958,7 +958,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          complete_over("weight"), "latent"),
         ("each rank's heads have the values of other heads", "tp2", latent_attention.LatentAttention,
          "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
-        ("tokens of each expert are those of the replica", "dp2", expert_bias, "all_reduce",
+        ("tokens of each expert are those of the replica", "dp2", expert_balance, "all_reduce",
          instead(lambda x, *_, **more: x), "deepseek"),
         ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
          "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),

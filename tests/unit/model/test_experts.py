@@ -19,6 +19,7 @@ from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
+from megalite.optim.expert_balance import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from tests.stages import build_stage
@@ -180,6 +181,32 @@ def test_balance_loss_is_that_of_transformers_for_one_sample(one_rank) -> None:
     expected = load_balancing_loss_func((logits,), num_experts=5, top_k=3)  # its parts add up to topk
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(float(expected) / 3 * 9, rel=1e-6)
     torch.testing.assert_close(terms[ROUTER_Z_LOSS].total, logits.logsumexp(-1).square().sum(), **EXACT)
+
+
+def test_balance_loss_of_a_microbatch_is_that_of_transformers(one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_load_balancing_type="aux_loss"), one_rank)
+    x = hidden(3)
+    logits = (x @ block.router.weight.t()).flatten(0, 1)
+    expected = load_balancing_loss_func((logits,), num_experts=5, top_k=3) / 3 * len(logits)
+    assert float(block(x).terms[BALANCE_LOSS].total) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_balance_loss_by_global_loads_is_that_of_the_last_batch(one_rank) -> None:
+    """With equal batches, it is the loss over a microbatch that is the whole batch."""
+    config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
+    block, x = experts_of(config, one_rank), hidden(3)
+    adjustment = ExpertBalance(one_rank, [block.router], rate=0.0)
+
+    def iteration() -> torch.Tensor:
+        adjustment.begin()
+        total = sum(block(x[:, i : i + 1]).terms[BALANCE_LOSS].total for i in range(3))
+        adjustment.step(torch.tensor(True))
+        return total
+
+    num_tokens = len(x) * 3
+    torch.testing.assert_close(iteration(), torch.tensor(float(num_tokens), dtype=x.dtype), **EXACT)
+    of_microbatch = experts_of(replace(CONFIG, moe_router_load_balancing_type="aux_loss"), one_rank)
+    torch.testing.assert_close(iteration(), of_microbatch(x).terms[BALANCE_LOSS].total, **EXACT)
 
 
 def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:

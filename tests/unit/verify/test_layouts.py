@@ -86,6 +86,15 @@ def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
         Layout({"tp": 3}).apply(_config(), global_batch_size=8)
 
 
+def test_a_balance_loss_of_a_microbatch_needs_its_size() -> None:
+    fields = {"num_experts": 4, "add_bias_linear": False, "moe_router_load_balancing_type": "aux_loss"}
+    config = _config()
+    config = replace(config, model=replace(config.model, **fields))
+    with pytest.raises(ConfigError, match="another micro-batch size trains another run"):
+        Layout.parse("dp2mbs1").apply(config, 8)
+    assert Layout.parse("dp2mbs2").apply(config, 8).training.micro_batch_size == 2
+
+
 def test_the_table_has_every_technique() -> None:
     """`--layouts all` and the tests that always run use this table."""
     configs = [Layout.parse(name).apply(_config(), 8) for name in TABLE]
