@@ -102,7 +102,7 @@ _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
 class ValueKind(NamedTuple):
-    """The type of a field.
+    """Describes the type of a field.
 
     Attributes:
         item: type of the value, or of an element of a tuple.
@@ -119,7 +119,7 @@ class ValueKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of a sub-config, with all its names on the command line."""
+    """Describes a field of a sub-config, with all its names on the command line."""
 
     group: str
     name: str

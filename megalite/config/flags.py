@@ -11,7 +11,7 @@ _KEY = "flags"
 
 @dataclass(frozen=True)
 class Flags:
-    """Declare the flags of a field besides its own name with dashes."""
+    """Declares the flags of a field besides its own name with dashes."""
 
     aliases: tuple[str, ...] = ()
     """More flags that take the field's value, such as `--tp`."""

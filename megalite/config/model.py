@@ -69,7 +69,7 @@ _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": ("hybrid_override_patter
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describe a transformer; all options can be combined."""
+    """Describes a transformer; all options can be combined."""
 
     architecture: Architecture = field(default="gpt", metadata=option(in_megatron=False))
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both

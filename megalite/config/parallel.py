@@ -30,7 +30,7 @@ _RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Describe the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
+    """Describes the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
     table: ClassVar[tuple[Factoring, ...]] = AXES
     """The axes whose sizes are fields."""

@@ -62,7 +62,7 @@ class ScalingRules:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """A run of a ladder.
+    """Describes a run of a ladder.
 
     Attributes:
         parameters: see `scaling_parameters`.

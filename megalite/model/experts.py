@@ -130,25 +130,34 @@ class Router(nn.Module):
         experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
         if is_first and torch.is_grad_enabled():
             self._count(experts, scores.detach())
-        if not is_softmax:
+        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, experts)
+        kept = self._kept(experts, weights.detach(), sample_numbers)
+        return Routing(weights.to(x.dtype), kept, terms)
+
+    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights ``[s, b, k]`` of the selected experts."""
+        if self.config.moe_router_score_function != "softmax":
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
         elif self.config.moe_router_pre_softmax:
             weights = scores.gather(-1, experts)
         else:
             weights = logits.gather(-1, experts).softmax(-1)
-        if self.config.moe_router_topk_scaling_factor != 1.0:
-            weights = weights * self.config.moe_router_topk_scaling_factor
+        factor = self.config.moe_router_topk_scaling_factor
+        return weights if factor == 1.0 else weights * factor
+
+    def _terms(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Terms:
+        """Return the terms of the loss by name."""
         terms = {}
         if BALANCE_LOSS in self.term_names:
+            is_softmax = self.config.moe_router_score_function == "softmax"
             shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
             balance = self._balance_loss(shares, experts)
             terms[BALANCE_LOSS] = LossTerm(balance, scale=self.config.moe_aux_loss_coeff)
         if ROUTER_Z_LOSS in self.term_names:
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
-        kept = self._kept(experts, weights.detach(), sample_numbers)
-        return Routing(weights.to(x.dtype), kept, terms)
+        return terms
 
     def _jittered(self, x: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         if self.jitter is None:

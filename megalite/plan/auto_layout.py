@@ -68,7 +68,7 @@ class OutOfMemoryNote:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout that was chosen for a run, in a form that rank 0 can send to the other ranks.
+    """Describes the layout that was chosen for a run, in a form that rank 0 can send to the other ranks.
 
     Attributes:
         values: the chosen options by field, with the global batch size.

@@ -43,7 +43,7 @@ Stage = Mapping[ActionKind, WorkSeconds]
 
 @dataclass(frozen=True)
 class IterationTime:
-    """The time of one optimizer step.
+    """Holds the time of one optimizer step.
 
     Attributes:
         seconds: time of the step.
@@ -77,7 +77,7 @@ def time_iteration(run: PlannedRun) -> IterationTime:
 
 @dataclass(frozen=True)
 class Step:
-    """The time of forward and backward for all microbatches.
+    """Holds the time of forward and backward for all microbatches.
 
     Attributes:
         seconds: time from the start of the first action to the end of the last one.
@@ -315,7 +315,7 @@ def exposed_seconds(compute: float, communication: float) -> float:
 
 @dataclass(frozen=True)
 class ShardedStageSeconds:
-    """The seconds of a stage's communication with ZeRO stage 3, for one microbatch.
+    """Holds the seconds of a stage's communication with ZeRO stage 3, for one microbatch.
 
     Attributes:
         edge_weights: all-gather of the weights outside the layers. In forward, nothing overlaps with it.
@@ -390,7 +390,7 @@ def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
 
 
 class ReplicaExchange(NamedTuple):
-    """Seconds of the exchange between the replicas of weights, if nothing hides it.
+    """Holds the seconds of the exchange between the replicas of weights, if nothing hides it.
 
     Attributes:
         reduced: reductions of gradients, by collectives within the groups that ZeRO shards over and between

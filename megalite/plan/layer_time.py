@@ -33,7 +33,7 @@ GPU, so only shorter kernels wait for it."""
 
 
 class WorkSeconds(NamedTuple):
-    """Seconds of a piece of work on one rank, by kind. The kinds do not overlap.
+    """Holds the seconds of a piece of work on one rank, by kind. The kinds do not overlap.
 
     Attributes:
         gemms: GEMMs outside of attention.
@@ -80,7 +80,7 @@ def total_work(works: Iterable[WorkSeconds]) -> WorkSeconds:
 
 @dataclass(frozen=True)
 class MicrobatchWork:
-    """The work of one microbatch: forward, input gradient, and weight gradients."""
+    """Holds the work of one microbatch: forward, input gradient, and weight gradients."""
 
     forward: WorkSeconds = NO_WORK
     backward_input: WorkSeconds = NO_WORK
@@ -388,7 +388,7 @@ def overlapped_seconds(gemm: float, part: float, communication: float, num_parts
 
 
 class ModelWork(NamedTuple):
-    """The work of a model's units.
+    """Holds the work of a model's units.
 
     Attributes:
         layers: of each kind of layer.

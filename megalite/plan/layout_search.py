@@ -55,7 +55,7 @@ _OTHER_RULES = tuple(rule for rule in RULES if rule is not _SHARDING_RULE)
 
 @dataclass
 class SearchResult:
-    """The result of a search.
+    """Holds the result of a search.
 
     Attributes:
         fitting: plans that fit in memory.

@@ -23,7 +23,7 @@ from megalite.recording.unit_record import WeightRecord
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
+    """Describes a cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
 
     Attributes:
         node_gbps: gigabytes per second from a GPU to others in its node, one way.
@@ -44,7 +44,7 @@ class Cluster:
 
 
 class Replicas(NamedTuple):
-    """The ranks that hold the same weights, which sum gradients and can shard the optimizer's state.
+    """Describes the ranks with the same weights, which sum gradients and can shard the optimizer's state.
 
     Attributes:
         stride: distance from one to the next.
@@ -58,7 +58,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A planned run: the config, the program, and the cluster.
+    """Describes a planned run: the config, the program, and the cluster.
 
     Attributes:
         program: the training program.

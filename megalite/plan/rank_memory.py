@@ -29,7 +29,7 @@ Plans of published runs are typically off by 4 to 8%."""
 
 
 class RankMemory(NamedTuple):
-    """The bytes of one rank, by kind.
+    """Holds the bytes of one rank, by kind.
 
     Attributes:
         weights: parameters in the precision of the model, and their copies in FP8.

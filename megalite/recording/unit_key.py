@@ -14,7 +14,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 @dataclass(frozen=True)
 class UnitKey:
-    """Everything that the work of a unit on one microbatch depends on.
+    """Holds everything that the work of a unit on one microbatch depends on.
 
     Attributes:
         unit: EMBEDDING, HEAD or the number of a layer.

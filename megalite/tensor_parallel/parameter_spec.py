@@ -123,7 +123,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, its state, or a buffer.
+    """Holds elements ``[start, start + n)`` of this rank's flattened slice of a parameter, state or buffer.
 
     Attributes:
         tensor: these elements, ``[n]``; n may be 0.

@@ -51,7 +51,7 @@ OnProgress = Callable[[PreprocessingProgress], None]
 
 @dataclass(frozen=True)
 class PreprocessingSummary:
-    """Summary of a finished run.
+    """Sums up a finished run.
 
     Attributes:
         progress: progress at its end.

@@ -96,7 +96,7 @@ _OWN_FLAGS = (
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a job requests from Slurm.
+    """Describes what a job requests from Slurm.
 
     Attributes:
         limit: time limit, in Slurm's format.

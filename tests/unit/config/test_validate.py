@@ -23,8 +23,7 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.assignment_rules import assigned_documents
-from megalite.config.rules.attention_rules import exchanged_heads, ring
+from megalite.config.rules.attention_rules import assigned_documents, exchanged_heads, ring
 from megalite.config.rules.parallel_rules import (
     batch,
     context_levels,

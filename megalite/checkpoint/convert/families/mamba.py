@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.checkpoint.convert.families.family import SAME, Module, Transform
+from megalite.checkpoint.convert.families.family import SAME, Module, Transform, by_kind, with_kernel_dim
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.checkpoint.convert.families.rows_by_kind import by_kind, with_kernel_dim
 from megalite.config import LayerKind, ModelConfig
 from megalite.errors import UserError
 
