@@ -113,8 +113,15 @@ def attention(head_dim: int, options: str, capability: int) -> dict[Row, Counts]
     }
 
 
+def recurrence(capability: int, *, is_delta: bool) -> dict[Row, Counts]:
+    """Compile and count the kernels of a recurrence, with or without the delta rule."""
+    kind = "delta rule" if is_delta else "state space"
+    found = triton_kernels.recurrence_counts(capability, is_delta=is_delta)
+    return {Row(f"{kind}, {name}", capability): counts for name, counts in found.items()}
+
+
 def others(capability: int) -> dict[Row, Counts]:
-    """Compile and count the Triton kernels of dropout and softmax."""
+    """Compile and count the Triton kernels of dropout, softmax and tokens' rows."""
     return {Row(name, capability): each for name, each in triton_kernels.other_counts(capability).items()}
 
 
@@ -203,6 +210,9 @@ def measure(capabilities: list[int]) -> tuple[dict[Row, Counts], dict[Row, Count
                     for options in triton_kernels.OPTIONS
                 ]
                 triton_jobs.append(pool.submit(others, capability))
+                triton_jobs += [
+                    pool.submit(recurrence, capability, is_delta=is_delta) for is_delta in (False, True)
+                ]
             if shutil.which("nvcc") and has_cuobjdump():
                 cuda_jobs += [pool.submit(cuda, file, capability) for file in cuda_kernels.FILES]
         triton, cuda_rows = (

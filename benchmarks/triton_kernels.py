@@ -24,6 +24,7 @@ from megalite.kernels.flash_attention import (
     launch_backward,
     padded,
 )
+from megalite.kernels.recurrence import SIZES as RECURRENCE_SIZES
 from megalite.kernels.recurrence import launch as launch_recurrence
 from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
 from megalite.kernels.traced import key_tensor
@@ -32,6 +33,8 @@ HEAD_DIMS = (64, 128, 256)
 ALL = "dropout, documents, alibi"
 OPTIONS = ("", "dropout", ALL)
 """Options of attention in the table."""
+RECURRENT_DIM = 128
+"""Size of the heads of recurrences in the table."""
 
 
 @contextmanager
@@ -100,7 +103,6 @@ def compile_recurrence(
     seq_length: int = 256,
 ) -> dict[str, Any]:
     """Compile the kernels of a recurrence with documents, of two value heads for each key head, by name."""
-    seq_length = 256
     q, k = (torch.empty(seq_length, 2, 2, key_dim, dtype=dtype).permute(1, 2, 0, 3) for _ in range(2))
     v = torch.empty(seq_length, 2, 2, 2, value_dim, dtype=dtype).permute(1, 2, 3, 0, 4)
     decay, rate = (torch.empty(2, 2, 2, seq_length) for _ in range(2))
@@ -124,6 +126,17 @@ def attention_counts(head_dim: int, options: str, capability: int) -> dict[str, 
     """Return the counts of each kernel of attention in bf16, with grouped-query attention."""
     with sizes_for(capability):
         return _counts(compile_attention(head_dim, torch.bfloat16, options, capability), head_dim, capability)
+
+
+def recurrence_counts(capability: int, *, is_delta: bool) -> dict[str, Counts]:
+    """Return the counts of each kernel of a recurrence in bf16, with heads of `RECURRENT_DIM`."""
+    sizes = RECURRENCE_SIZES[2, RECURRENT_DIM]
+    compiled = compile_recurrence(RECURRENT_DIM, RECURRENT_DIM, torch.bfloat16, capability, is_delta=is_delta)
+    found = {}
+    for name, each in compiled.items():
+        pairs_per_thread = sizes.tokens**2 / (WARP * each.metadata.num_warps)
+        found[name.removesuffix("_kernel")] = count_of_scores(*_read(each, capability), pairs_per_thread)
+    return found
 
 
 def _counts(compiled: dict[str, Any], head_dim: int, capability: int) -> dict[str, Counts]:
@@ -181,7 +194,11 @@ def other_counts(capability: int) -> dict[str, Counts]:
         run_dropout(torch.bfloat16)
         run_dropout_backward(torch.bfloat16)
         run_softmax(torch.bfloat16)
-    names = ("bias_dropout_add", "bias_dropout_add_backward", "softmax", "softmax_backward")
+        run_token_rows(torch.bfloat16, drops=True)
+    names = (
+        *("bias_dropout_add", "bias_dropout_add_backward", "softmax", "softmax_backward"),
+        *("copy_to_rows", "sum_rows"),
+    )
     return {
         name: count_of_bytes(*_read(each, capability)) for name, (_, each) in zip(names, kernels, strict=True)
     }

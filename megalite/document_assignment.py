@@ -86,42 +86,45 @@ def assign_documents(lengths: Sequence[int], num_ranks: int) -> Assignment:
 def _assign(documents: Sequence[range], num_ranks: int, num_tokens: int, longest: int) -> Assignment:
     """Assign documents, the longest of which come first, to as few ranks as parts of `longest` tokens need.
 
-    What does not fit is cut over the room of all ranks.
+    What does not fit is cut over all ranks, in proportion to the tokens that they still need.
 
     Args:
         num_tokens: tokens of each rank.
     """
     held: list[list[DocumentRun]] = [[] for _ in range(num_ranks)]
-    room, pairs, rest = [num_tokens] * num_ranks, [0] * num_ranks, []
+    needed, pairs, remaining = [num_tokens] * num_ranks, [0] * num_ranks, []
 
-    def give(document: range, counts: Sequence[int]) -> None:
+    def assign(document: range, counts: Sequence[int]) -> None:
         for rank, positions in _zigzag(document, counts):
             held[rank].append(run := DocumentRun(document, positions))
-            room[rank] -= len(positions)
+            needed[rank] -= len(positions)
             pairs[rank] += run.num_pairs
 
     for document in documents:
-        chosen = _fewest_ranks(len(document), longest, room, pairs)
+        chosen = _fewest_ranks(len(document), longest, needed, pairs)
         if chosen:
-            give(document, _in_proportion(len(document), [int(rank in chosen) for rank in range(num_ranks)]))
+            assign(
+                document, _in_proportion(len(document), [int(rank in chosen) for rank in range(num_ranks)])
+            )
         else:
-            rest.append(document)
-    for document in rest:
-        give(document, _in_proportion(len(document), room))
+            remaining.append(document)
+    for document in remaining:
+        assign(document, _in_proportion(len(document), needed))
     return Assignment(tuple(tuple(sorted(runs, key=_first_position)) for runs in held))
 
 
-def _fewest_ranks(length: int, longest: int, room: Sequence[int], pairs: Sequence[int]) -> list[int]:
-    """Return ranks with room for equal parts of a document, as few as possible; none if there is no room.
+def _fewest_ranks(length: int, longest: int, needed: Sequence[int], pairs: Sequence[int]) -> list[int]:
+    """Return ranks that need equal parts of a document, as few as possible; none if no number of ranks does.
 
-    Of the ranks with room, they are those with the fewest pairs.
+    Of the ranks that need them, they are those with the fewest pairs.
 
     Args:
         longest: largest number of tokens of a part; 0 for no parts of equal length.
+        needed: tokens that each rank still needs.
     """
-    fewest = -(-length // longest) if longest else len(room) + 1
-    for size in range(fewest, len(room) + 1):
-        fitting = [rank for rank, left in enumerate(room) if left >= -(-length // size)]
+    fewest = -(-length // longest) if longest else len(needed) + 1
+    for size in range(fewest, len(needed) + 1):
+        fitting = [rank for rank, left in enumerate(needed) if left >= -(-length // size)]
         if len(fitting) >= size:
             return sorted(fitting, key=pairs.__getitem__)[:size]
     return []
@@ -131,14 +134,14 @@ def _first_position(run: DocumentRun) -> int:
     return run.positions.start
 
 
-def _in_proportion(num_tokens: int, room: Sequence[int]) -> list[int]:
-    """Return how many of a document's tokens each rank gets, in proportion to its room.
+def _in_proportion(num_tokens: int, needed: Sequence[int]) -> list[int]:
+    """Return how many of a document's tokens each rank gets, in proportion to the tokens that it needs.
 
-    The last document fills every rank: no count is larger than a rank's room, and rounding is made up for by
-    the next document.
+    The last document fills every rank: no count is larger than what a rank needs, and the next document makes
+    up for rounding.
     """
-    counts, total = [], sum(room)
-    for left in room:
+    counts, total = [], sum(needed)
+    for left in needed:
         count = (2 * num_tokens * left + total) // (2 * total) if total else 0
         counts.append(count)
         num_tokens, total = num_tokens - count, total - left

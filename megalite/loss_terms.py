@@ -24,7 +24,7 @@ def later_token(ahead: int) -> str:
 
 
 class LossTerm(NamedTuple):
-    """One summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
+    """Describes one summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
 
     Attributes:
         total: sum over the microbatch, a scalar.

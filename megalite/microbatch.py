@@ -41,7 +41,7 @@ def numbers_of(samples: SampleNumbers) -> Tensor:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward pass.
+    """Holds the input of one forward pass.
 
     Attributes:
         tokens: int64 ``[b, s]``, the inputs.

@@ -85,7 +85,7 @@ def scoped_library(namespace: str, kind: str) -> AbstractContextManager[torch.li
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper that disables torch.compile.
+    """Is a dispatch mode without torch's wrapper that disables torch.compile.
 
     A dry run compiles nothing. The wrapper would take half of the time under a mode, and seconds to import.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,9 +66,19 @@ MAX_FILE_LINES = 500
 TABLES = {"megalite/config/model.py": 790}
 """Files that list fields with their help, and their own number of lines."""
 MAX_FUNCTION_LINES = 60
+NO_VERBS = {
+    *("A", "An", "The", "This", "These", "One", "All", "Each", "What", "Whether", "How", "From", "First"),
+    *("Bytes", "Elements", "Numbers", "Parameters", "Rows", "Seconds", "Sizes", "Statistics", "Terms"),
+}
+"""Words that do not begin a docstring"""
 
 SOURCES = sorted((ROOT / "megalite").rglob("*.py"))
 PROGRAMS = sorted([*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")])
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _package(path: Path) -> str:
@@ -104,7 +115,7 @@ def test_imports_run_down(path: Path) -> None:
     if package == "__init__":
         return
     own = ".".join(path.relative_to(ROOT / "megalite").with_suffix("").parts[:2])
-    for imported in _imports(ast.parse(path.read_text())):
+    for imported in _imports(_tree(path)):
         within = imported.split(".")[0] == package and own not in LEVEL_OF_MODULE
         is_same_level = (own, imported.split(".")[0]) in SAME_LEVEL
         assert within or is_same_level or _level(imported) < _level(own), f"{own} imports {imported}"
@@ -134,7 +145,7 @@ MODULES = {_module(path): path for path in SOURCES}
 def test_a_class_name_means_one_thing() -> None:
     files: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: paths for name, paths in files.items() if len(paths) > 1}
@@ -152,7 +163,7 @@ def _modules_imported(tree: ast.AST) -> Iterator[str]:
 
 def test_imports_make_no_circle() -> None:
     """A module can be read after what it imports."""
-    graph = {name: set(_modules_imported(ast.parse(path.read_text()))) for name, path in MODULES.items()}
+    graph = {name: set(_modules_imported(_tree(path))) for name, path in MODULES.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
@@ -160,13 +171,30 @@ def test_imports_make_no_circle() -> None:
 def test_files_and_functions_are_small(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= TABLES.get(str(path.relative_to(ROOT)), MAX_FILE_LINES)
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
 
 
+def _begins_with_a_verb(node: ast.AST, word: str) -> bool:
+    """Return whether the word can be a verb: as "Holds" of a class, or as "Hold" of a function."""
+    ends_as_of_a_class = word == "Raised" or (word.endswith("s") and not word.endswith("ss"))
+    return word not in NO_VERBS and isinstance(node, ast.ClassDef) == ends_as_of_a_class
+
+
+def test_docstrings_begin_with_a_verb() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}"
+        for path in SOURCES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node))
+        if not _begins_with_a_verb(node, text.split()[0].strip(".,:"))
+    ]
+    assert found == []
+
+
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: str(path.relative_to(ROOT)))
 def test_library_code_does_not_print(path: Path) -> None:
-    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node.func for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
     assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]

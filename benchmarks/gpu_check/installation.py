@@ -1,4 +1,4 @@
-"""Stages 1 and 6: versions, the build, and the tests that need a GPU."""
+"""Stages 1, 6, 7 and 10: versions, the build, and the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def run_time_tests(context: CheckContext) -> Iterator[Result]:
 
 
 def triton_tests(context: CheckContext) -> Iterator[Result]:
-    """Run the tests of Triton's attention in bf16, and of its masks; each case compiles its kernels."""
-    files = (f"tests/gpu/test_{name}.py" for name in ("flash_attention", "layouts"))
-    return _tests("Triton tests", *files, "-k", "bfloat16 or drops or same_run")
+    """Run the tests of Triton's attention and tokens' rows in bf16, and of masks; cases compile kernels."""
+    files = (f"tests/gpu/test_{name}.py" for name in ("flash_attention", "layouts", "token_rows"))
+    return _tests("Triton tests", *files, "-k", "bfloat16 or drops or same_run or host")
 
 
 def recurrence_tests(context: CheckContext) -> Iterator[Result]:

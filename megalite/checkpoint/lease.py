@@ -64,7 +64,7 @@ class LeaseLost(SaveError):
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """Identify the process that holds a lease.
+    """Identifies the process that holds a lease.
 
     Attributes:
         machine: identifies the booted system and its pid namespace; empty if unknown.
@@ -197,7 +197,7 @@ class FolderLease:
 
 
 class HeldLease(FolderLease):
-    """The lease and its heartbeat, on rank 0.
+    """Holds the lease and its heartbeat, on rank 0.
 
     Args:
         descriptor: file descriptor of the lease's file, open for writing.

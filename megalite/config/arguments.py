@@ -18,7 +18,7 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "True or False", 
 
 
 class FlagTokens(NamedTuple):
-    """A flag of the command line and its values.
+    """Holds a flag of the command line and its values.
 
     Attributes:
         name: the flag as the user wrote it.
@@ -39,7 +39,7 @@ class FlagTokens(NamedTuple):
 
 
 class UserSetting(NamedTuple):
-    """A value that a user set for a field.
+    """Holds a value that a user set for a field.
 
     Attributes:
         name: what the user wrote: `--tp`, or `run.yaml line 3: tp`.
@@ -54,7 +54,7 @@ class UserSetting(NamedTuple):
 
 @dataclass
 class Diagnostics:
-    """Collect errors and notices, so that one run reports all of them."""
+    """Collects errors and notices, so that one run reports all of them."""
 
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -165,6 +165,8 @@ def _parse_item(field: ConfigField, token: str) -> Any:
     if kind.choices:
         if token.lower() in field.choices:
             return field.choices[token.lower()]
+        if fix := field.missing.get(token.lower()):
+            raise ValueError(f"{token} is not supported in this version: {fix}")
         raise ValueError(
             f"cannot be {token!r}: choose one of {', '.join(kind.choices)}{nearest_hint(token, kind.choices)}"
         )

@@ -13,7 +13,7 @@ NonPersistentType = Literal["local"]
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Describe where and when checkpoints are saved, and what a run loads."""
+    """Describes where and when checkpoints are saved, and what a run loads."""
 
     save: str | None = None
     """Folder to save checkpoints to, at each --save-interval and at the end of the run."""

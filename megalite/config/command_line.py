@@ -56,7 +56,7 @@ NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 
 
 class ParsedRun(NamedTuple):
-    """A parsed command line.
+    """Holds a parsed command line.
 
     Attributes:
         notices: messages to log once, without those of `unused_options`.

@@ -69,7 +69,7 @@ TOKENIZER_FIELDS = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Describe the corpus, its splits, and the tokenizer that it was preprocessed with."""
+    """Describes the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
     data_path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a

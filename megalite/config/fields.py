@@ -102,7 +102,7 @@ _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
 class ValueKind(NamedTuple):
-    """The type of a field.
+    """Describes the type of a field.
 
     Attributes:
         item: type of the value, or of an element of a tuple.
@@ -119,7 +119,7 @@ class ValueKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of a sub-config, with all its names on the command line."""
+    """Describes a field of a sub-config, with all its names on the command line."""
 
     group: str
     name: str
@@ -131,6 +131,8 @@ class ConfigField:
     """Flags without a value, each with the value that it sets."""
     choices: Mapping[str, str]
     """The allowed values, by their names in lower case, including names that other programs use."""
+    missing: Mapping[str, str]
+    """Values of other programs that megalite does not have, each with what to do instead."""
 
 
 @functools.cache
@@ -179,7 +181,8 @@ def _fields_of(group: str, part: type) -> list[ConfigField]:
             sets |= {f"--no-{name[2:]}": False for name in flags}
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
-        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices))
+        missing = declared.missing or {}
+        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing))
     return found
 
 

@@ -11,7 +11,7 @@ _KEY = "flags"
 
 @dataclass(frozen=True)
 class Flags:
-    """Declare the flags of a field besides its own name with dashes."""
+    """Declares the flags of a field besides its own name with dashes."""
 
     aliases: tuple[str, ...] = ()
     """More flags that take the field's value, such as `--tp`."""
@@ -19,13 +19,18 @@ class Flags:
     """Flags without a value, each with the value that it sets, such as `--swiglu`."""
     choices: Mapping[str, str] | None = None
     """Names that other programs use for values, each with the value that it means."""
+    missing: Mapping[str, str] | None = None
+    """Values of other programs that megalite does not have, each with what to do instead."""
 
 
 def flags(
-    *aliases: str, sets: Mapping[str, Any] | None = None, choices: Mapping[str, str] | None = None
+    *aliases: str,
+    sets: Mapping[str, Any] | None = None,
+    choices: Mapping[str, str] | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> dict[str, Flags]:
     """Return the metadata of a dataclass field that has flags besides its own name; see `Flags`."""
-    return {_KEY: Flags(aliases, sets, choices)}
+    return {_KEY: Flags(aliases, sets, choices, missing)}
 
 
 def flags_in(metadata: Mapping[Any, Any]) -> Flags:

@@ -15,7 +15,7 @@ LogLine = Literal["megatron", "megatron-deepspeed"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Describe logs, TensorBoard, Weights & Biases, the metrics file, timers, traces and profilers."""
+    """Describes logs, TensorBoard, Weights & Biases, the metrics file, timers, traces and profilers."""
 
     log_interval: int = 100
     """Iterations between log lines."""

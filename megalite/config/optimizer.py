@@ -25,7 +25,7 @@ below 2**-48."""
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Describe the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
+    """Describes the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
 
     optimizer: OptimizerName = field(default="adam", metadata=flags(choices={"dist_muon": "muon"}))
     """Optimizer. adam is AdamW. muon is Muon for the matrices of layers, and AdamW for all other weights."""

@@ -14,7 +14,7 @@ _KEY = "option"
 
 
 class Range(NamedTuple):
-    """The values that a field may have, and their description."""
+    """Holds the values that a field may have, and their description."""
 
     holds: Callable[[float], bool]
     text: str
@@ -36,7 +36,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """What happens when a run resumes with a value that differs from the checkpoint's."""
+    """Determines what happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"

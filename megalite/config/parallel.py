@@ -17,6 +17,7 @@ GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
+TokenDispatcherType = Literal["alltoall", "allgather"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
@@ -29,7 +30,7 @@ _RANKS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Describe the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
+    """Describes the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
     table: ClassVar[tuple[Factoring, ...]] = AXES
     """The axes whose sizes are fields."""
@@ -59,6 +60,18 @@ class ParallelConfig:
     moe_imbalance: float = 1.0
     """With --ep, tokens for the experts of the busiest rank, relative to the mean over ranks, in plans,
     --layout auto and --dry-run. By default 1, which is even."""
+    moe_token_dispatcher_type: TokenDispatcherType = field(
+        default="alltoall",
+        metadata=flags(
+            choices={"alltoall_seq": "alltoall"},
+            missing={
+                "flex": "pass alltoall or allgather; a Dispatcher of your own can call DeepEP or HybridEP "
+                "(docs/experts.md)"
+            },
+        ),
+    )
+    """With --ep or --etp: send tokens to the ranks of their experts (alltoall), or gather the tokens of all
+    these ranks on each (allgather), which is for few ranks."""
     layout: LayoutSource | None = None
     """Choose the options of the layout that are not set when the run starts (auto), or use their defaults
     (manual). By default auto if none is set (docs/layout.md)."""
@@ -190,18 +203,10 @@ class ParallelConfig:
         """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring."""
         if self.context_way.has_levels:
             given = self.hierarchical_context_parallel_sizes
-            heads = given[0] if given else self._neighbours
+            heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
         way = self.context_way
         return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
-
-    @property
-    def _neighbours(self) -> int:
-        """Return the default number of ranks that exchange heads, if a ring passes through groups of them."""
-        fitting = (
-            n for n in range(2, self.cp // 2 + 1) if self.cp % n == 0 and n * self.tp <= _RANKS_PER_NODE
-        )
-        return max(fitting, default=1)
 
     @property
     def gathers_keys(self) -> bool:
@@ -312,3 +317,12 @@ class ParallelConfig:
         """Return whether the number of layers of the first or the last rank is set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return any(end is not None for end in ends)
+
+
+def num_neighbours(cp: int, most: int) -> int:
+    """Return how many context-parallel ranks exchange heads if groups of them form a ring.
+
+    Args:
+        most: most ranks that exchange heads: those of a node that cut the same heads.
+    """
+    return max((n for n in range(2, cp // 2 + 1) if cp % n == 0 and n <= most), default=1)

@@ -21,7 +21,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up, then decay. A pure function of the position in the run, so a resumed run needs no state.
+    """Computes the learning rate, warm-up and then decay, from the position in the run alone.
 
     The update that brings the run to a position uses the rate that Megatron logs for it. Megatron's own
     update uses the previous rate, so its first update, at the start of warm-up, has rate 0. With
@@ -105,7 +105,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay, which may rise over the run; a pure function of the position in the run.
+    """Computes the weight decay, which may rise over the run, from the position in the run alone.
 
     Args:
         length: number of iterations or samples until it reaches its final value.
@@ -137,7 +137,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class OptimizerSchedules:
-    """Learning rate and weight decay at every position in a run.
+    """Computes learning rate and weight decay at every position in a run.
 
     Attributes:
         config: the optimizer's config.

@@ -36,7 +36,7 @@ _NAMES: Mapping[OnResume, str] = {
         ema_decay compile deterministic gemm_epilogues replay_routing_from""",
     OnResume.FREE: f"""
         {" ".join({axis.field for each in (*AXES, EXPERTS) for axis in each.axes})}
-        layout calibration moe_imbalance
+        layout calibration moe_imbalance moe_token_dispatcher_type
         cp_comm_type hierarchical_context_parallel_sizes dynamic_context_parallel
         sequence_parallel tp_comm_overlap tp_comm_overlap_method tp_comm_overlap_chunks
         pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage

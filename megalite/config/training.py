@@ -16,7 +16,7 @@ GemmEpilogues = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Describe the training loop: batch sizes, length, evaluation, and when to stop."""
+    """Describes the training loop: batch sizes, length, evaluation, and when to stop."""
 
     micro_batch_size: int = 1
     """Samples per forward pass on one replica."""
@@ -144,7 +144,7 @@ def iteration_range(text: str) -> range | None:
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Describe a dry run: it reports what one rank would hold, compute and send, without other ranks."""
+    """Describes a dry run: it reports what one rank would hold, compute and send, without other ranks."""
 
     dry_run: bool = False
     """Report what one rank would hold, compute and send, and exit. Nothing is computed."""

@@ -112,6 +112,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:
         yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"
+    if not (config.model.has_experts and config.parallel.has_expert_axes):
+        yield "moe_token_dispatcher_type", "no experts are on axes of their own (--ep, --etp)"
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     yield from _tp_overlap_reasons(config)
@@ -132,6 +134,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "experts drop no tokens: --moe-expert-capacity-factor is not set"
+    if model.add_bias_linear:
+        yield "mamba_bias", "every linear layer has a bias, without --disable-bias-linear"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mtp_num_layers == 0:

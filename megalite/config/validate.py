@@ -9,7 +9,6 @@ from megalite.config.config import Config
 from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.ranges import range_problems
 from megalite.config.rules import (
-    assignment_rules,
     attention_rules,
     data_rules,
     expert_rules,
@@ -66,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.context_levels,
     attention_rules.exchanged_heads,
     attention_rules.ring,
-    assignment_rules.assigned_documents,
+    attention_rules.assigned_documents,
     parallel_rules.sequence,
     parallel_rules.chunks,
     parallel_rules.split,

@@ -21,7 +21,7 @@ from megalite.log import log
 
 
 class NamedDataset(NamedTuple):
-    """One of several named datasets that a split is evaluated on.
+    """Describes one of several named datasets that a split is evaluated on.
 
     Attributes:
         split: "valid" or "test".

@@ -29,7 +29,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Numbers of epochs and samples of a split.
+    """Holds the numbers of epochs and samples of a split.
 
     Attributes:
         num_epochs: number of times that the documents are read; the last epoch may be partial.
@@ -44,7 +44,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Location of each sample's tokens.
+    """Locates each sample's tokens.
 
     Attributes:
         document_index: int32 or int64 [num_epochs * num_sequences], sequence numbers in the order of the

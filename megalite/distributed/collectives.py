@@ -158,7 +158,7 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
 
 
 class Messages(NamedTuple):
-    """Messages in flight, which end together."""
+    """Holds messages in flight, which end together."""
 
     works: Sequence[dist.Work]
 
@@ -169,7 +169,7 @@ class Messages(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A collective in flight.
+    """Holds a collective in flight.
 
     Attributes:
         tensor: the result; do not read it before `wait`.
@@ -201,18 +201,30 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     return Pending(x, dist.all_reduce(x, group=axis.group, async_op=True), axis, "all-reduce")
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
-    """Start an all-gather over the first dim: ``[s / size, ...]`` -> ``[s, ...]``."""
+def start_all_gather(x: Tensor, axis: Axis, *, of: str = "") -> Pending:
+    """Start an all-gather over the first dim: ``[s / size, ...]`` -> ``[s, ...]``.
+
+    Args:
+        of: name of `x` for the report of a hang.
+    """
+    if axis.size == 1:
+        return Pending(x, None)
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     work = all_gather_single(whole.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(whole, work, axis, "all-gather")
+    return Pending(whole, work, axis, "all-gather", of)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
-    """Start a reduce-scatter over the first dim: ``[s, ...]`` -> ``[s / size, ...]``."""
+def start_reduce_scatter(x: Tensor, axis: Axis, *, of: str = "") -> Pending:
+    """Start a reduce-scatter over the first dim: ``[s, ...]`` -> ``[s / size, ...]``.
+
+    Args:
+        of: name of `x` for the report of a hang.
+    """
+    if axis.size == 1:
+        return Pending(x, None)
     mine = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     work = reduce_scatter_single(mine.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending(mine, work, axis, "reduce-scatter")
+    return Pending(mine, work, axis, "reduce-scatter", of)
 
 
 def start_shift(x: Tensor, num_received: int, distance: int, axis: Axis, *, of: str = "") -> Pending:

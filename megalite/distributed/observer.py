@@ -32,7 +32,7 @@ class Observer(Protocol[T_contra]):
 
 
 class Wait(NamedTuple):
-    """A wait for other ranks.
+    """Describes a wait for other ranks.
 
     Attributes:
         axis: name of the mesh axis that connects them.

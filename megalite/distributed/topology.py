@@ -312,7 +312,7 @@ class Topology:
 
 
 class FakeTopology(Topology):
-    """A rank in a world whose other ranks do not exist."""
+    """Describes a rank in a world whose other ranks do not exist."""
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ _MAX_MICROBATCHES = 8
 
 
 class LoadedTasks(NamedTuple):
-    """Tasks and groups of tasks with their data, and the harness's index of tasks, which is slow to build."""
+    """Holds tasks and groups of them with their data, and the harness's index, which is slow to build."""
 
     manager: TaskManager
     tasks: list[Any]

@@ -13,7 +13,7 @@ _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # for torch, it takes precedence ove
 
 
 class EnvironmentVariable(NamedTuple):
-    """An environment variable to set.
+    """Describes an environment variable to set.
 
     Attributes:
         reason: why it is set, for the log.

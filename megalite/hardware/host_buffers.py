@@ -18,7 +18,7 @@ class HostMemoryError(Exception):
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Hold a copy of device memory.
+    """Holds a copy of device memory.
 
     Attributes:
         memory: uint8 ``[num_bytes]``; empty for copies from the meta device.

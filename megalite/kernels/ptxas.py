@@ -17,8 +17,8 @@ _VARIABLE = "TRITON_PTXAS_PATH"
 _HOPPER = (9, 0)
 
 
-def ptxas_problem(device: torch.device) -> str:
-    """Return why Triton has no correct ptxas for this GPU; empty if it has one.
+def ensure_ptxas(device: torch.device) -> str:
+    """Let Triton use a ptxas that is correct for this GPU; return why there is none, or an empty string.
 
     If Triton's own is not correct, this sets Triton's environment variable TRITON_PTXAS_PATH to the ptxas of
     torch, as torch.compile does in its processes.

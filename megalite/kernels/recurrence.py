@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.kernels.flash_attention import has_triton, padded
 from megalite.kernels.library import NAMESPACE, compile_problem
-from megalite.kernels.ptxas import ptxas_problem
+from megalite.kernels.ptxas import ensure_ptxas
 
 _OP = f"{NAMESPACE}::recurrence"
 _BACKWARD = f"{NAMESPACE}::recurrence_backward"
@@ -41,7 +41,10 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor 
 
 
 def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
-    """Return why the Triton kernels do not run on a device, for heads of these sizes; empty if they do."""
+    """Return why the Triton kernels do not run on a device, for heads of these sizes; empty if they do.
+
+    If only Triton's ptxas prevents it, this lets Triton use another one; see `ensure_ptxas`.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return "no GPU"
     if dtype not in _DTYPES:
@@ -52,7 +55,7 @@ def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return "a GPU of a compute capability below 8.0"
-    return compile_problem("cuda") or ptxas_problem(device)
+    return compile_problem("cuda") or ensure_ptxas(device)
 
 
 def recurrence(
@@ -169,7 +172,7 @@ def _token(t: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> tuple[Tenso
 
 
 class RecurrenceSizes(NamedTuple):
-    """Hold the block sizes of the kernels.
+    """Holds the block sizes of the kernels.
 
     Attributes:
         tokens: tokens of a chunk, C.

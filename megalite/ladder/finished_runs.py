@@ -21,7 +21,7 @@ MIN_SIZES = 3
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run of a ladder, and its validation loss at its end."""
+    """Describes a run of a ladder, and its validation loss at its end."""
 
     run: LadderRun
     loss: float

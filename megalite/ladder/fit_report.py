@@ -29,7 +29,7 @@ _AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "ticks": "outside", "tickcolor":
 
 @dataclass(frozen=True)
 class LadderFit:
-    """The laws that the runs of a ladder follow, and the losses that they predict.
+    """Holds the laws that the runs of a ladder follow, and the losses that they predict.
 
     Attributes:
         by_compute: L(C).

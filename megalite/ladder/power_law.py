@@ -37,7 +37,7 @@ _MIN_SPREAD = 0.05
 
 
 class Estimate(NamedTuple):
-    """A number with its interval. The bounds are None if there are as many unknowns as runs."""
+    """Holds a number with its interval. The bounds are None if there are as many unknowns as runs."""
 
     value: float
     low: float | None
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """A fitted law: the loss is a floor plus a term `coefficient * x^-exponent` for each quantity x.
+    """Describes a fitted law: the loss is a floor plus `coefficient * x^-exponent` for each quantity x.
 
     Attributes:
         unknowns: log of the floor, if there is one; then for each term the log of its value at `centers` and

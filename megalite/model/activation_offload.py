@@ -110,7 +110,7 @@ class _Saved(NamedTuple):
 
 
 class _SavedGroup:
-    """The saved tensors of one group of layers for one microbatch.
+    """Holds the saved tensors of one group of layers for one microbatch.
 
     Args:
         layers: layers of the group.

@@ -68,7 +68,7 @@ class Block(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Interface of the functions that compute a block.
+    """Declares the interface of the functions that compute a block.
 
     Attributes:
         joins_slices: whether a block has all queries and keys of a step, instead of one slice of each. This

@@ -44,11 +44,11 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class LayerCore(Protocol):
-    """Interface of the attention core that one layer calls."""
+    """Declares the interface of the attention core that one layer calls."""
 
     @property
     def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
-        """Functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
+        """Return the functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class LayerCore(Protocol):
 
 
 class Core(Protocol):
-    """Base class of the attention core of all layers of a stage.
+    """Is the base class of the attention core of all layers of a stage.
 
     Attributes:
         choice: the backend and the reason for its choice, for the log.
@@ -91,7 +91,7 @@ class Core(Protocol):
 
 
 class AttentionCore(ABC):
-    """Base class of the backends for training: all layers share one set of tables.
+    """Is the base class of the backends for training: all layers share one set of tables.
 
     Attributes:
         windows: windows of the layers that use the core.
@@ -302,7 +302,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 class SoftmaxCore(AttentionCore):
-    """Base class of our kernels, with slopes and documents instead of a bias, and counter-based dropout."""
+    """Is the base class of our kernels: slopes and documents instead of a bias, counter-based dropout."""
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)

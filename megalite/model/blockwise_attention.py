@@ -26,7 +26,7 @@ _MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
 
 
 class Blocking(NamedTuple):
-    """Sizes of the blocks and tiles of attention.
+    """Holds the sizes of the blocks and tiles of attention.
 
     Attributes:
         num_queries: largest number of queries in a block; short sequences have two blocks to skip keys too.

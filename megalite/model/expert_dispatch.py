@@ -2,7 +2,8 @@
 
 Without axes of their own, experts are cut over tp: each rank has a slice of the width of every expert, as of
 an MLP, and gets all tokens. Otherwise an expert is on etp of the ep x etp ranks of a group, and a token is
-sent to those of its experts. The outputs of the etp ranks are partial, and the token's rank adds them up.
+sent to those of its experts, or to all of the ranks. The outputs of the etp ranks are partial, and add up to
+the token's.
 
 Shapes: s sequence, b microbatch, t = s b tokens of the rank, h hidden size, k experts of a token. A row is a
 token for one of its experts, or for one rank's slice of it; n rows are for the experts of a rank.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ from megalite.distributed.collectives import (
     start_all_gather,
 )
 from megalite.kernels import copy_to_rows, sum_rows
-from megalite.model.expert_exchange import ExchangeSizes
+from megalite.model.expert_exchange import ExchangeSizes, TokenGather
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -97,9 +99,9 @@ class SlicedExpertsDispatcher(Dispatcher):
             else partial(reduce_from_tensor_parallel, in_place=True)
         )
         x, weights = use(x, tp), use(weights, tp)
-        if is_cut and tp.size > 1:
+        if is_cut:
             experts = start_all_gather(experts, tp).wait()
-        rows = Rows.of(experts.flatten(0, 1), self.num_experts, capacity_factor)
+        rows = Rows.of(experts.flatten(0, 1), self.num_experts, kept_share(capacity_factor))
 
         def combine(y: Tensor) -> Tensor:
             return add_up(rows.sums_of_tokens(y).view_as(x), tp)
@@ -121,14 +123,15 @@ class AllToAllDispatcher(Dispatcher):
         owner, own = experts.div(num_own, rounding_mode="floor"), experts % num_own
         copies = torch.arange(num_copies, device=experts.device)
         keys = (owner.unsqueeze(-1) * num_copies + copies) * num_own + own.unsqueeze(-1)  # [s, b, k, etp]
-        sent = Rows.of(keys.flatten(2).flatten(0, 1), self.num_experts * num_copies, capacity_factor)
+        num_parts = self.num_experts * num_copies
+        sent = Rows.of(keys.flatten(2).flatten(0, 1), num_parts, kept_share(capacity_factor))
         counts = sent.ends.diff(prepend=sent.ends.new_zeros(1))  # of each rank's experts
         sizes = ExchangeSizes(counts.view(holders.size, num_own), holders)
         # The GPU copies the rows while the host waits for the sizes.
         rows = sent.of_tokens(x.flatten(0, 1))
         of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
         of_weights = sizes.read(len(sent.order), self.context.moe_imbalance)
-        of_hidden = of_weights._replace(turns=self.context.turns)
+        of_hidden = replace(of_weights, turns=self.context.turns)
         wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
         def wait() -> Dispatched:
@@ -146,10 +149,63 @@ class AllToAllDispatcher(Dispatcher):
         return wait
 
 
+class AllGatherDispatcher(Dispatcher):
+    """Gathers the tokens of all ranks that hold experts, and copies those of the rank's own experts.
+
+    The sizes of the messages do not depend on the router. The messages are smaller than those of an
+    all-to-all if the ranks are fewer than the rows of a token, k etp.
+    """
+
+    def start(
+        self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
+    ) -> Callable[[], Dispatched]:
+        axes = self.context.expert_axes
+        assert axes is not None
+        ep, holders = axes.axes["ep"], axes.over("ep", "etp")
+        num_own = self.num_experts // ep.size
+        of_hidden = TokenGather(holders, self.context.turns)
+        numbers = start_all_gather(experts, holders, of="numbers of experts")
+        wait_for_weights, wait_for_tokens = TokenGather(holders).start(weights), of_hidden.start(x)
+
+        def wait() -> Dispatched:
+            tokens, of_rows = wait_for_tokens(), wait_for_weights()
+            shape, own = tokens.shape, numbers.wait() - ep.rank * num_own
+            own = own.masked_fill((own < 0) | (own >= num_own), num_own)
+            rows = Rows.of(own.flatten(0, 1), num_own, self._own_share(ep.size, capacity_factor))
+
+            def combine(y: Tensor) -> Tensor:
+                return of_hidden.reverse().run(rows.sums_of_tokens(y).view(shape))
+
+            x = rows.of_tokens(tokens.flatten(0, 1))
+            return Dispatched(x, of_rows.flatten()[rows.order], rows.ends, combine)
+
+        return wait
+
+    def _own_share(self, num_ranks: int, capacity_factor: float | None) -> float | None:
+        """Return the share of all rows that the experts of one of the ranks keep; None for all of them."""
+        kept = kept_share(capacity_factor)
+        if num_ranks == 1:
+            return kept
+        return min(1.0, self.context.moe_imbalance / num_ranks) * (1.0 if kept is None else kept)
+
+
+DISPATCHERS: Mapping[str, type[Dispatcher]] = {
+    "alltoall": AllToAllDispatcher,
+    "allgather": AllGatherDispatcher,
+}
+"""The dispatchers for experts on axes of their own, by --moe-token-dispatcher-type."""
+
+
 def dispatcher_for(num_experts: int, context: LayerContext) -> Dispatcher:
     """Return the dispatcher for the way in which a layout cuts experts."""
-    kind = SlicedExpertsDispatcher if context.expert_axes is None else AllToAllDispatcher
-    return kind(num_experts, context)
+    if context.expert_axes is None:
+        return SlicedExpertsDispatcher(num_experts, context)
+    return DISPATCHERS[context.moe_token_dispatcher_type](num_experts, context)
+
+
+def kept_share(capacity_factor: float | None) -> float | None:
+    """Return the share of the rows that even tokens keep with a capacity; None without one."""
+    return None if capacity_factor is None else min(1.0, capacity_factor)
 
 
 class Rows(NamedTuple):
@@ -171,32 +227,29 @@ class Rows(NamedTuple):
     starts: Tensor | None = None
 
     @staticmethod
-    def of(experts: Tensor, num_experts: int, capacity_factor: float | None = None) -> Rows:
+    def of(experts: Tensor, num_experts: int, share: float | None = None) -> Rows:
         """Order the rows of tokens with these experts, ``[t, k]``, without a read by the host.
 
         Args:
-            capacity_factor: drop the rows of numbers from `num_experts` on; the host then reads how many are
-                left. Without values, the factor says it: as many as if tokens were even. None to drop none.
+            share: drop the rows of numbers from `num_experts` on; the host then reads how many are left.
+                Without values, it is this share of all rows. None to drop none.
         """
         of_rows, order = experts.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         numbers = torch.arange(num_experts, device=order.device)
         ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
-        if capacity_factor is None:
+        if share is None:
             return Rows(order, places, ends, experts.shape[1])
         is_kept = experts < num_experts
         of_tokens = is_kept.sum(1)
-        if experts.is_meta:
-            places = places[: math.ceil(min(1.0, capacity_factor) * len(places))]
-        else:
-            places = places[is_kept.flatten()]
+        places = places[slice(math.ceil(share * len(places))) if experts.is_meta else is_kept.flatten()]
         return Rows(order[: len(places)], places, ends, experts.shape[1], of_tokens.cumsum(0) - of_tokens)
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Copy each token of ``[t, h]`` to its rows, ``[t k, h]``; backward sums its rows' gradients."""
+        """Copy each token of ``[t, h]`` to its rows, ``[n, h]``; backward sums its rows' gradients."""
         return copy_to_rows(x, self.places, self.starts, self.num_selected)
 
     def sums_of_tokens(self, y: Tensor) -> Tensor:
-        """Sum each token's rows of ``[t k, h]`` to ``[t, h]``; backward copies its gradient to its rows."""
+        """Sum each token's rows of ``[n, h]`` to ``[t, h]``; backward copies its gradient to its rows."""
         return sum_rows(y, self.places, self.starts, self.num_selected)

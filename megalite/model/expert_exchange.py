@@ -1,57 +1,113 @@
-"""Exchange rows between the ranks that hold experts, while the ranks compute something else.
+"""Move tokens or rows between the ranks that hold experts, while the ranks compute something else.
 
 A row is a token for one of its experts; see `expert_dispatch`. n rows leave a rank or arrive there.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import Axis
-from megalite.distributed.collectives import Pending, all_to_all, start_all_to_all
+from megalite.distributed.collectives import (
+    Pending,
+    all_to_all,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from megalite.distributed.turns import Turns
 from megalite.hardware.async_values import AsyncValues
 from megalite.model.grouped_linear import even_sizes
 
+_OF_EXPERTS = "tokens of experts"
+"""Name of the tensors for the report of a hang."""
 
-class Exchange(NamedTuple):
-    """Describes an all-to-all of rows.
+
+@dataclass(frozen=True)
+class Transfer(ABC):
+    """Moves a tensor between the ranks of an axis, and its gradient back.
 
     Attributes:
-        send, receive: number of rows to each rank of the axis, and from each rank.
-        turns: lets another action of the pipeline run before a wait for rows; None without.
+        turns: lets another action of the pipeline run before a wait for the tensor; None without.
     """
 
-    send: Sequence[int]
-    receive: Sequence[int]
     axis: Axis
     turns: Turns | None = None
 
-    def reverse(self) -> Exchange:
-        """Return the exchange that brings the rows back."""
-        return self._replace(send=self.receive, receive=self.send)
+    @abstractmethod
+    def begin(self, x: Tensor) -> Pending:
+        """Start to move `x`, without autograd."""
+
+    @abstractmethod
+    def reverse(self) -> Transfer:
+        """Return the transfer of the gradient, which also brings the experts' outputs back."""
 
     def start(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to exchange the rows of ``[n, m]``; return a function that waits for the received rows.
+        """Start to move `x`; return a function that waits for what the rank receives.
 
         What the caller computes in between overlaps with the messages, and so does its backward: autograd
-        runs nodes that are ready in the reverse order of forward. It starts to send the rows' gradients back,
-        then computes the gradients of what the caller computed, and then waits.
+        runs nodes that are ready in the reverse order of forward. It starts to send the gradient back, then
+        computes the gradients of what the caller computed, and then waits.
         """
         if self.axis.size == 1:
             return lambda: x
-        messages = _RowMessages(self)
+        messages = _MessagesInFlight(self)
         sent = _Start.apply(x, messages)
         return lambda: _Finish.apply(sent, messages)
 
     def run(self, x: Tensor) -> Tensor:
-        """Exchange the rows of ``[n, m]``; backward exchanges their gradients in the other direction."""
+        """Move `x`; backward moves its gradient in the other direction."""
         return self.start(x)()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Transfer):
+    """Exchanges rows ``[n, m]`` by an all-to-all.
+
+    Attributes:
+        send, receive: number of rows to each rank of the axis, and from each rank.
+    """
+
+    send: Sequence[int]
+    receive: Sequence[int]
+
+    def begin(self, x: Tensor) -> Pending:
+        width = x.shape[1]
+        send, receive = ([count * width for count in counts] for counts in (self.send, self.receive))
+        pending = start_all_to_all(x.flatten(), send, receive, self.axis, of=_OF_EXPERTS)
+        return pending._replace(tensor=pending.tensor.view(-1, width))
+
+    def reverse(self) -> Exchange:
+        return replace(self, send=self.receive, receive=self.send)
+
+
+@dataclass(frozen=True)
+class TokenGather(Transfer):
+    """Gathers the tokens ``[s, ...]`` of all ranks along the first dim."""
+
+    def begin(self, x: Tensor) -> Pending:
+        return start_all_gather(x, self.axis, of=_OF_EXPERTS)
+
+    def reverse(self) -> TokenReduceScatter:
+        return TokenReduceScatter(self.axis, self.turns)
+
+
+@dataclass(frozen=True)
+class TokenReduceScatter(Transfer):
+    """Sums the ranks' ``[size s, ...]``, and leaves each rank its own tokens."""
+
+    def begin(self, x: Tensor) -> Pending:
+        return start_reduce_scatter(x, self.axis, of=_OF_EXPERTS)
+
+    def reverse(self) -> TokenGather:
+        return TokenGather(self.axis, self.turns)
 
 
 class ExchangeSizes:
@@ -86,57 +142,55 @@ class ExchangeSizes:
         else:
             sizes = self._on_host.read()
             send, receive = sizes[: self._axis.size], sizes[self._axis.size :]
-        return Exchange(send, receive, self._axis)
+        return Exchange(self._axis, send=send, receive=receive)
 
 
-class _RowMessages:
-    """Holds the messages of an exchange that are in flight: of rows in forward, of gradients in backward."""
+class _MessagesInFlight:
+    """Holds the messages of a transfer that are in flight: of `x` in forward, of its gradient in backward."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
         self.pending: Pending | None = None
 
-    def start(self, x: Tensor, exchange: Exchange) -> Tensor:
-        """Start to exchange ``[n, m]``, and return the rows, which have not arrived."""
-        width = x.shape[1]
-        send, receive = ([count * width for count in counts] for counts in (exchange.send, exchange.receive))
-        self.pending = start_all_to_all(x.flatten(), send, receive, exchange.axis, of="tokens of experts")
-        return self.pending.tensor.view(-1, width)
+    def start(self, x: Tensor, transfer: Transfer) -> Tensor:
+        """Start to move `x`, and return what the rank receives, which has not arrived."""
+        self.pending = transfer.begin(x)
+        return self.pending.tensor
 
     def wait(self) -> Tensor:
-        """Wait for the rows, and return them as one dim."""
+        """Wait for what the rank receives, and return it."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        if self.exchange.turns is not None:
-            self.exchange.turns.yield_turn()
+        if self.transfer.turns is not None:
+            self.transfer.turns.yield_turn()
         return pending.wait()
 
 
 class _Start(torch.autograd.Function):
-    """Starts an exchange and returns its input; backward waits for the gradients that `_Finish` exchanges."""
+    """Starts a transfer and returns its input; backward waits for the gradient that `_Finish` moves."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, messages: _RowMessages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, messages: _MessagesInFlight) -> Tensor:
         ctx.messages = messages
-        messages.start(x, messages.exchange)
+        messages.start(x, messages.transfer)
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.messages.wait().view_as(grad), None
+        return ctx.messages.wait(), None
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for the rows; backward starts to exchange their gradients in the other direction."""
+    """Waits for what the rank receives; backward starts to move the gradient in the other direction."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, messages: _RowMessages) -> Tensor:
+    def forward(ctx: Any, x: Tensor, messages: _MessagesInFlight) -> Tensor:
         ctx.messages = messages
-        return messages.wait().view(-1, x.shape[1])
+        return messages.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        messages: _RowMessages = ctx.messages
-        return messages.start(grad.contiguous(), messages.exchange.reverse()), None
+        messages: _MessagesInFlight = ctx.messages
+        return messages.start(grad.contiguous(), messages.transfer.reverse()), None

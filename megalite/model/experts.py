@@ -130,25 +130,34 @@ class Router(nn.Module):
         experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
         if is_first and torch.is_grad_enabled():
             self._count(experts, scores.detach())
-        if not is_softmax:
+        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, experts)
+        kept = self._kept(experts, weights.detach(), sample_numbers)
+        return Routing(weights.to(x.dtype), kept, terms)
+
+    def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        """Return the weights ``[s, b, k]`` of the selected experts."""
+        if self.config.moe_router_score_function != "softmax":
             selected = scores.gather(-1, experts)
             weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
         elif self.config.moe_router_pre_softmax:
             weights = scores.gather(-1, experts)
         else:
             weights = logits.gather(-1, experts).softmax(-1)
-        if self.config.moe_router_topk_scaling_factor != 1.0:
-            weights = weights * self.config.moe_router_topk_scaling_factor
+        factor = self.config.moe_router_topk_scaling_factor
+        return weights if factor == 1.0 else weights * factor
+
+    def _terms(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Terms:
+        """Return the terms of the loss by name."""
         terms = {}
         if BALANCE_LOSS in self.term_names:
+            is_softmax = self.config.moe_router_score_function == "softmax"
             shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
             balance = self._balance_loss(shares, experts)
             terms[BALANCE_LOSS] = LossTerm(balance, scale=self.config.moe_aux_loss_coeff)
         if ROUTER_Z_LOSS in self.term_names:
             total = self._over_tokens(logits.logsumexp(-1).square().sum())
             terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
-        kept = self._kept(experts, weights.detach(), sample_numbers)
-        return Routing(weights.to(x.dtype), kept, terms)
+        return terms
 
     def _jittered(self, x: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         if self.jitter is None:
@@ -194,7 +203,7 @@ class Router(nn.Module):
     def _ranking(self, logits: Tensor, scores: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
 
-        A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        A group's score is the sum of its highest ones: two in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if self.config.moe_router_force_load_balancing and self.training:
@@ -204,7 +213,8 @@ class Router(nn.Module):
         if num_groups is None or num_selected is None:
             return logits
         by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
-        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        num_summed = min(self.config.moe_router_group_scores, by_group.shape[-1])
+        of_groups = by_group.topk(num_summed, dim=-1).values.sum(-1)
         is_other = torch.ones_like(of_groups, dtype=torch.bool)
         is_other.scatter_(-1, highest(of_groups, num_selected), False)
         return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -261,8 +271,8 @@ class Router(nn.Module):
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Return how often each expert occurs in the last dim, ``[..., e]``."""
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        return (experts.unsqueeze(-1) == numbers).sum(-2)
+        counts = experts.new_zeros(*experts.shape[:-1], self.num_experts)
+        return counts.scatter_add_(-1, experts, torch.ones_like(experts))
 
     def _over_tokens(self, total: Tensor) -> Tensor:
         """Sum a total of the rank's hidden states over all of its tokens, which tp can cut."""

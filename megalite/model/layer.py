@@ -74,14 +74,14 @@ class TransformerLayer(nn.Module):
 
         # x = x + dropout(mixer(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
+        y, bias, _, shared = self.mixer(normed, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.sum_for_norm(x, y, bias, sample_numbers)
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
         y, bias, terms, _ = self.mlp(normed, sample_numbers)
         return WithTerms.if_any(
-            self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)), terms, given
+            self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)), terms, shared
         )
 
 
@@ -94,13 +94,13 @@ class PostNormLayer(TransformerLayer):
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = norm(x + dropout(mixer(x) + bias))
-        y, bias, _, given = self.mixer(x, sample_numbers, positions, *keys)
+        y, bias, _, shared = self.mixer(x, sample_numbers, positions, *keys)
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
         y, bias, terms, _ = self.mlp(x, sample_numbers)
         normed: Tensor = self.mlp_norm(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
-        return WithTerms.if_any(self.output_scale(normed), terms, given)
+        return WithTerms.if_any(self.output_scale(normed), terms, shared)
 
 
 class OutputNormLayer(TransformerLayer):
@@ -112,7 +112,7 @@ class OutputNormLayer(TransformerLayer):
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(norm(mixer(x) + bias))
-        y, bias, _, given = self.mixer(x, sample_numbers, positions, *keys)
+        y, bias, _, shared = self.mixer(x, sample_numbers, positions, *keys)
         normed = self.attention_norm(y if bias is None else y + bias)
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
@@ -120,7 +120,7 @@ class OutputNormLayer(TransformerLayer):
         y, bias, terms, _ = self.mlp(x, sample_numbers)
         normed = self.mlp_norm(y if bias is None else y + bias)
         return WithTerms.if_any(
-            self.output_scale(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)), terms, given
+            self.output_scale(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)), terms, shared
         )
 
 
@@ -137,8 +137,8 @@ class SandwichNormLayer(TransformerLayer):
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> Tensor | WithTerms:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
-        return WithTerms.if_any(self.output_scale(x), terms, given)
+        x, terms, shared = self.run_blocks(x, sample_numbers, positions, *keys)
+        return WithTerms.if_any(self.output_scale(x), terms, shared)
 
     def run_blocks(
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
@@ -146,7 +146,7 @@ class SandwichNormLayer(TransformerLayer):
         """Return x plus both blocks, ``[s, b, h]`` as in `forward`, and what these compute besides."""
         # x = x + dropout(norm(mixer(norm(x)) + bias))
         normed, x = self.attention_norm(x)
-        y, bias, _, given = self.mixer(normed, sample_numbers, positions, *keys)
+        y, bias, _, shared = self.mixer(normed, sample_numbers, positions, *keys)
         y = self.attention_output_norm(y if bias is None else y + bias)
         total = self.attention_output_dropout.sum_for_norm(x, y, None, sample_numbers)
 
@@ -154,7 +154,7 @@ class SandwichNormLayer(TransformerLayer):
         normed, x = self.mlp_norm(total)
         y, terms = self.feed_forward(x, normed, sample_numbers)
         y = self.mlp_output_norm(y)
-        return self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms, given
+        return self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms, shared
 
     def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers) -> tuple[Tensor, Terms]:
         """Return mlp(normed) + bias, ``[s, b, h]``, of the residual stream x and its norm."""
@@ -195,8 +195,8 @@ class OwnEmbeddingLayer(SandwichNormLayer):
             tensors: the layer's own embedding ``[s, b, e]``, and keys and values that it shares.
         """
         embedding, *keys = tensors
-        x, terms, given = self.run_blocks(x, sample_numbers, positions, *keys)
-        return WithTerms.if_any(self.output_scale(x + self.embedding_gate(x, embedding)), terms, given)
+        x, terms, shared = self.run_blocks(x, sample_numbers, positions, *keys)
+        return WithTerms.if_any(self.output_scale(x + self.embedding_gate(x, embedding)), terms, shared)
 
 
 class OwnEmbeddingExpertsLayer(ExpertsBesideMLPLayer, OwnEmbeddingLayer):
@@ -213,11 +213,11 @@ class ParallelLayer(TransformerLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mixer(norm(x)) + bias) + dropout(mlp(norm(x)) + bias)
         of_attention, of_mlp, x = self.normed(x)
-        y, bias, _, given = self.mixer(of_attention, sample_numbers, positions, *keys)
+        y, bias, _, shared = self.mixer(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
         y, bias, terms, _ = self.mlp(of_mlp, sample_numbers)
         return WithTerms.if_any(
-            self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, given
+            self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, shared
         )
 
     def normed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,9 +262,9 @@ class MixerLayer(TransformerLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mixer(norm(x)) + bias)
         normed, x = self.attention_norm(x)
-        y, bias, terms, given = self.mixer(normed, sample_numbers, positions, *keys)
+        y, bias, terms, shared = self.mixer(normed, sample_numbers, positions, *keys)
         x = self.output_scale(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
-        return WithTerms.if_any(x, terms, given)
+        return WithTerms.if_any(x, terms, shared)
 
 
 class MLPLayer(TransformerLayer):
@@ -277,9 +277,9 @@ class MLPLayer(TransformerLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(x)
-        y, bias, terms, given = self.mlp(normed, sample_numbers)
+        y, bias, terms, shared = self.mlp(normed, sample_numbers)
         x = self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
-        return WithTerms.if_any(x, terms, given)
+        return WithTerms.if_any(x, terms, shared)
 
 
 LAYERS: Mapping[str, type[TransformerLayer]] = {

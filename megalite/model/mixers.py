@@ -19,7 +19,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Mixer(Protocol):
-    """Interface of a mixer, an `nn.Module`.
+    """Declares the interface of a mixer, an `nn.Module`.
 
     Attributes:
         input_method: name of the wrap point that maps the layer's input to the arguments of the core; it

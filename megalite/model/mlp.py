@@ -28,7 +28,7 @@ from megalite.wrapping import wrap_point
 
 
 class ActivationFunction(NamedTuple):
-    """An activation, and whether its kernel adds the bias of the GEMM before it.
+    """Describes an activation, and whether its kernel adds the bias of the GEMM before it.
 
     Attributes:
         function: maps ``[..., n]``, and also takes the bias ``[n]`` or None if `adds_bias`.
@@ -49,7 +49,9 @@ def quick_gelu(x: Tensor) -> Tensor:
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),
+    "geglu_exact": F.gelu,
     "quick_geglu": quick_gelu,
+    "reglu": F.relu,
 }
 """Functions of the gate in gated activations (Shazeer 2020)."""
 

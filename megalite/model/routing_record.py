@@ -32,7 +32,7 @@ class RoutedToken(NamedTuple):
 
 
 class ChoiceObserver(Protocol):
-    """Interface of a function that sees the experts that a router selects, and may replace them."""
+    """Declares a function that sees the experts that a router selects, and may replace them."""
 
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         """Return the experts that the tokens go to, ``[s, b, k]``.
@@ -47,7 +47,7 @@ class ChoiceObserver(Protocol):
 
 
 class RecordedChoices(Protocol):
-    """Interface of the experts of a run's tokens, in memory or in files."""
+    """Declares the interface of the experts of a run's tokens, in memory or in files."""
 
     def of_sample(self, layer: str, sample: int, topk: int) -> Tensor:
         """Return the experts of a whole sample, int64 ``[S, k]``.

@@ -17,7 +17,7 @@ from megalite.tensor_parallel.parameter_spec import spec_of
 
 
 class CountingRouter(Protocol):
-    """Interface of a router that counts the tokens of its experts.
+    """Declares the interface of a router that counts the tokens of its experts.
 
     Attributes:
         weight: the router's parameter; its gradient is summed over the ranks whose tokens are counted.

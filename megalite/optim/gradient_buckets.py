@@ -25,7 +25,7 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class GradientBuffer:
-    """The gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
+    """Holds the gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
     The buffer is not zeroed between iterations: a parameter's first gradient overwrites the previous
     iteration's gradient, and later ones are added.
@@ -184,7 +184,7 @@ class GradientBuffer:
 
 
 class ReduceScatterBuffer(GradientBuffer):
-    """The gradients at ZeRO stage 1: reduce-scattered in place, so that each rank has the sum of its shard.
+    """Holds the gradients at ZeRO stage 1: reduce-scattered in place, so each rank has the sum of its shard.
 
     If groups of ranks replicate the shards, the sum is also all-reduced between the groups.
     """
@@ -204,7 +204,7 @@ class ReduceScatterBuffer(GradientBuffer):
 
 
 class ShardedGradientBuffer(GradientBuffer):
-    """The gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
+    """Holds the gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
 
     The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each buffer
     has new memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the

@@ -23,7 +23,7 @@ from megalite.tensor_parallel.placement import ParameterAxes
 
 
 class Holder(NamedTuple):
-    """A rank that holds parts of the matrices.
+    """Describes a rank that holds parts of the matrices.
 
     Attributes:
         coordinates: its coordinates along the axes that cut the parameters.
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The elements of a matrix that this rank updates.
+    """Describes the elements of a matrix that this rank updates.
 
     Attributes:
         state: number of the state that has them.
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """The elements of a matrix that one rank updates: a range of the flattened block of its box."""
+    """Describes the elements of a matrix that one rank updates: a range of the flattened block of its box."""
 
     part: MatrixPart
     start: int

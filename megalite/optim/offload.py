@@ -48,7 +48,7 @@ class OffloadedUpdate(NamedTuple):
 
 
 class OffloadBytes(NamedTuple):
-    """Sizes in bytes of a rank's offloaded states.
+    """Holds the sizes in bytes of a rank's offloaded states.
 
     Attributes:
         host: host memory, buffers included.
@@ -249,7 +249,7 @@ class OptimizerOffload:
 
 
 class _HostUpdate(NamedTuple):
-    """Update all offloaded states, one state at a time."""
+    """Updates all offloaded states, one state at a time."""
 
     storage: StateStorage
     staging: Staging

@@ -24,7 +24,7 @@ from megalite.optim.weight_gatherer import ForwardUnit
 
 
 class WeightGathering(NamedTuple):
-    """The choice of how long ZeRO stage 3 keeps gathered weights.
+    """Holds the choice of how long ZeRO stage 3 keeps gathered weights.
 
     Attributes:
         keeps_weights: gather each weight once per iteration and keep it until the last backward. Otherwise
@@ -43,7 +43,7 @@ class WeightGathering(NamedTuple):
 
 
 class ChunkModules(NamedTuple):
-    """A model chunk as a caller describes it.
+    """Names the modules of a model chunk.
 
     Attributes:
         module: the chunk.
@@ -58,7 +58,7 @@ class ChunkModules(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
-    """A module and the buckets of the weights that are gathered for it.
+    """Holds a module and the buckets of the weights that are gathered for it.
 
     Attributes:
         is_layer: the weights are freed after forward, and gathered again for backward. Otherwise, as for the
@@ -72,7 +72,7 @@ class ShardedUnit:
 
 @dataclass(frozen=True, eq=False)
 class ShardedChunk:
-    """A model chunk and its units, in the order in which forward calls them."""
+    """Holds a model chunk and its units, in the order in which forward calls them."""
 
     module: nn.Module
     units: Sequence[ShardedUnit]

@@ -81,7 +81,7 @@ class Staging:
 
 
 class HostGradient(NamedTuple):
-    """A gradient in pinned host memory, ``[n]``, and the event of its copy, which may still run."""
+    """Holds a gradient in pinned host memory, ``[n]``, and the event of its copy, which may still run."""
 
     memory: Tensor
     copied: torch.cuda.Event | None

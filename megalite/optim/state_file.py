@@ -46,7 +46,7 @@ class StateFileError(UserError):
 
 
 class _Part(NamedTuple):
-    """One kind's tensor of a range: its bytes in the file and in its slot's memory."""
+    """Describes one kind's tensor of a range: its bytes in the file and in its slot's memory."""
 
     kind: str
     dtype: torch.dtype

@@ -32,7 +32,7 @@ class StateSize(NamedTuple):
 
 
 class StateRange(NamedTuple):
-    """Elements ``[start, stop)`` of the state at this position."""
+    """Describes elements ``[start, stop)`` of the state at this position."""
 
     state: int
     start: int

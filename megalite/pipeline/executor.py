@@ -36,7 +36,7 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 
 class StageFunction(Protocol[M_contra]):
-    """The forward of one pipeline stage on one microbatch."""
+    """Declares the forward of one pipeline stage on one microbatch."""
 
     def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor | WithTerms:
         """Return hidden states for the next stage; the last stage returns the loss. Each may add terms.
@@ -47,7 +47,7 @@ class StageFunction(Protocol[M_contra]):
 
 
 class InFlight(NamedTuple):
-    """Hold what a backward needs from its forward, in addition to the autograd graph.
+    """Holds what a backward needs from its forward, in addition to the autograd graph.
 
     Input and output are not kept: once the output has been sent, their memory is free unless the graph itself
     saved it.
@@ -64,7 +64,7 @@ class InFlight(NamedTuple):
 
 
 class _StageInput(torch.autograd.Function):
-    """Make a stage's input a part of the graph without keeping it in memory, and capture its gradient.
+    """Makes a stage's input a part of the graph without keeping it in memory, and captures its gradient.
 
     A leaf tensor with a ``.grad`` would stay in memory until backward.
     """
@@ -81,7 +81,7 @@ class _StageInput(torch.autograd.Function):
 
 
 class ScheduleRun(Generic[M]):
-    """Run the actions of one training step or evaluation on this rank, and hold the microbatches in flight.
+    """Runs the actions of one training step or evaluation on this rank, and holds the microbatches in flight.
 
     If this rank also holds the next stage (at the tip of a V), an output becomes its input without a message
     or a copy.

@@ -25,7 +25,7 @@ class ScheduleError(RuntimeError):
 
 
 class ActionSpan(NamedTuple):
-    """Start and end of an action."""
+    """Describes the start and end of an action."""
 
     start: float
     end: float
@@ -113,7 +113,7 @@ def direction_of(action: Action) -> Direction:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """A tensor that one rank's action produces and another rank's action reads; equal on both ranks.
+    """Describes a tensor that one rank's action produces and another's reads; equal on both ranks.
 
     Attributes:
         sender, receiver: coordinates along the pipeline axis.
@@ -135,7 +135,7 @@ class StageMessage:
 
 @dataclass(frozen=True)
 class Batch:
-    """One or more messages of one direction that a rank starts together.
+    """Holds one or more messages of one direction that a rank starts together.
 
     Hidden states and their gradients use separate process groups, so they do not wait for each other.
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 
 class ActionKind(Enum):
-    """Kind of work that a rank does for one microbatch.
+    """Names the kind of work that a rank does for one microbatch.
 
     A schedule uses whole backward passes, or splits each of them in two (Qi et al. 2023): the gradient of the
     input, for which the previous stage waits, and the gradients of the weights, which can wait until the
@@ -52,7 +52,7 @@ F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEI
 
 
 class Action(NamedTuple):
-    """One step of a rank's work.
+    """Describes one step of a rank's work.
 
     Attributes:
         microbatch: number of the microbatch within the step, in [0, m).

@@ -41,7 +41,7 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class TimelineSlot:
-    """An action with its start and end; those of actions that run together are equal."""
+    """Describes an action with its start and end; those of actions that run together are equal."""
 
     action: Action
     start: float
@@ -210,7 +210,7 @@ def run_steps(
 
 
 class _OpenBatch:
-    """A batch in flight.
+    """Describes a batch in flight.
 
     Attributes:
         send: the send, or None once it has been delivered.
@@ -231,7 +231,7 @@ class _OpenBatch:
 
 
 class _Queue:
-    """One rank's batches of one direction in flight.
+    """Holds one rank's batches of one direction in flight.
 
     Attributes:
         open: batches in flight; the first is the current one.

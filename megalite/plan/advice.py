@@ -25,7 +25,7 @@ MIN_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a rank.
+    """Describes the device of a rank.
 
     Attributes:
         memory_bytes: memory that a process can use.
@@ -39,7 +39,7 @@ class Device:
 
 
 class Change(NamedTuple):
-    """Flags that may save memory.
+    """Describes flags that may save memory.
 
     Attributes:
         kind: only one change of each kind is reported: the cheapest that suffices, or the most effective.
@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change and its effect.
+    """Describes a change and its effect.
 
     Attributes:
         saved: bytes that it saves on the rank.
@@ -71,7 +71,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice to a rank that ran out of memory.
+    """Holds the advice to a rank that ran out of memory.
 
     Attributes:
         memory: planned memory of the rank.

@@ -18,6 +18,7 @@ from megalite.plan.rank_memory import (
     activation_parts,
     choose_gathering,
     host_activations,
+    largest_memory,
     rank_memories,
 )
 from megalite.plan.units import whole_model
@@ -30,7 +31,7 @@ _JSON_KINDS = {"gemms": "products", "memory_bound": "passes"}
 
 @dataclass(frozen=True)
 class Costs:
-    """Inputs to the costs of a run, besides its plan; each is None if it is unknown.
+    """Holds inputs to the costs of a run, besides its plan; each is None if it is unknown.
 
     Attributes:
         train_tokens: tokens of the whole run.
@@ -44,7 +45,7 @@ class Costs:
 
 
 class RunPlan:
-    """The plan of a run. Each number is computed when it is first requested."""
+    """Holds the plan of a run. Each number is computed when it is first requested."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = choose_gathering(run)
@@ -60,9 +61,14 @@ class RunPlan:
         return rank_memories(self.run)
 
     @cached_property
-    def memory_bytes(self) -> float:
+    def largest_memory(self) -> RankMemory:
         """Return the memory of the largest rank."""
-        return max(memory.total for memory in self.memories)
+        return largest_memory(self.run)
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Return the bytes of the largest rank."""
+        return self.largest_memory.total
 
     @cached_property
     def host_bytes(self) -> float:

@@ -22,10 +22,13 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
         return 0.0
     sizes = run.sizes_in(EXPERTS)
     group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
-    seconds = group.all_to_all_seconds
+    exchange = group.all_to_all_seconds
     if run.program.sends_tokens_once and sizes["etp"] == 1:
-        seconds = partial(dispatch_seconds, run, group)
-    return _exchanges_seconds(seconds, phase, lambda axis: axis != "cp")
+        exchange = partial(dispatch_seconds, run, group)
+    calls = (each.call for each in phase.collectives if each.call.is_over_experts)
+    return sum(
+        (exchange if call.kind == "all-to-all" else group.gather_seconds)(call.num_bytes) for call in calls
+    )
 
 
 def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
@@ -36,15 +39,12 @@ def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
     if not run.program.is_own:
         return 0.0
     group = Group(run.cluster, run.cp, run.tp)
-    return _exchanges_seconds(group.all_to_all_seconds, phase, lambda axis: axis == "cp")
-
-
-def _exchanges_seconds(
-    seconds: Callable[[float], float], phase: PhaseRecord, is_over: Callable[[str], bool]
-) -> float:
-    """Return the seconds of a phase's all-to-alls over axes that a condition selects."""
-    calls = (each.call for each in phase.collectives if each.call.kind == "all-to-all")
-    return sum(seconds(call.num_bytes) for call in calls if is_over(call.axis))
+    calls = (each.call for each in phase.collectives)
+    return sum(
+        group.all_to_all_seconds(call.num_bytes)
+        for call in calls
+        if call.kind == "all-to-all" and call.axis == "cp"
+    )
 
 
 def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:

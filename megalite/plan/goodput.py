@@ -37,7 +37,7 @@ FREE_SPARE = 0.99
 
 @dataclass(frozen=True)
 class FailingRun:
-    """Times of a run that fails, saves and restarts.
+    """Holds the times of a run that fails, saves and restarts.
 
     Attributes:
         failure_gap: mean time between failures of any node.
@@ -91,7 +91,7 @@ def daly_interval(failure_gap: float, blocked: float) -> float:
 
 @dataclass(frozen=True)
 class SaveIntervals:
-    """Simulated save intervals, in iterations.
+    """Holds simulated save intervals, in iterations.
 
     Attributes:
         intervals: the intervals, ascending.

@@ -70,7 +70,7 @@ class Reliability:
 
 
 class GoodputPlan:
-    """The plan of a run on nodes that fail. Each number is computed when it is first requested.
+    """Holds the plan of a run on nodes that fail. Each number is computed when it is first requested.
 
     Args:
         plan: the plan without failures.

@@ -33,7 +33,7 @@ GPU, so only shorter kernels wait for it."""
 
 
 class WorkSeconds(NamedTuple):
-    """Seconds of a piece of work on one rank, by kind. The kinds do not overlap.
+    """Holds the seconds of a piece of work on one rank, by kind. The kinds do not overlap.
 
     Attributes:
         gemms: GEMMs outside of attention.
@@ -80,7 +80,7 @@ def total_work(works: Iterable[WorkSeconds]) -> WorkSeconds:
 
 @dataclass(frozen=True)
 class MicrobatchWork:
-    """The work of one microbatch: forward, input gradient, and weight gradients."""
+    """Holds the work of one microbatch: forward, input gradient, and weight gradients."""
 
     forward: WorkSeconds = NO_WORK
     backward_input: WorkSeconds = NO_WORK
@@ -101,6 +101,10 @@ class MicrobatchWork:
     @property
     def backward(self) -> WorkSeconds:
         return self.backward_input + self.backward_weight
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward_input.seconds + self.backward_weight.seconds
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
@@ -322,7 +326,7 @@ def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
     hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
         0.0
-        if each.is_hidden or each.call.kind == "all-to-all"  # over other axes
+        if each.is_hidden or each.call.kind == "all-to-all" or each.call.is_over_experts  # other axes
         else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
         if each.gemm is not None and run.tp_comm_chunks > 1
         else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)
@@ -384,7 +388,7 @@ def overlapped_seconds(gemm: float, part: float, communication: float, num_parts
 
 
 class ModelWork(NamedTuple):
-    """The work of a model's units.
+    """Holds the work of a model's units.
 
     Attributes:
         layers: of each kind of layer.

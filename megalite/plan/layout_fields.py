@@ -90,6 +90,7 @@ def layout_name(run: PlannedRun) -> str:
         "sp": parallel.sequence_parallel,
         parallel.cp_comm_type: run.cp > 1 and parallel.cp_comm_type != "all_gather",
         "dynamic": parallel.mesh.assigns_documents,
+        "allgather": parallel.has_expert_axes and parallel.moe_token_dispatcher_type == "allgather",
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,
         str(recompute.recompute_granularity): recompute.recompute_granularity is not None,
         "offload": recompute.cpu_offload_activations or run.config.optimizer.offloads_optimizer,

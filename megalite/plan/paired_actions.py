@@ -22,7 +22,7 @@ Savings = Mapping[tuple[int, int], float]
 
 
 class LayerSeconds(NamedTuple):
-    """The seconds of a layer in one of two actions that run together."""
+    """Holds the seconds of a layer in one of two actions that run together."""
 
     messages: float
     computation: float

@@ -57,7 +57,7 @@ DEFAULT_TOP = 10
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line requests.
+    """Holds what the command line requests.
 
     Attributes:
         config: the config, with the plan's assumptions, and without the length and data, which it ignores.

@@ -21,7 +21,7 @@ Sizes = Counter[str]
 
 
 class UnitsKey(NamedTuple):
-    """Everything that the records of a run depend on.
+    """Holds everything that the records of a run depend on.
 
     Attributes:
         any_unit: key of the units' records; its `unit` has no meaning, and its settings of recomputation are
@@ -40,7 +40,7 @@ class UnitsKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The records of a model's units on one tensor-parallel rank.
+    """Holds the records of a model's units on one tensor-parallel rank.
 
     Attributes:
         kinds: for each layer of the model, the number of the first layer of its kind.
@@ -177,7 +177,12 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
     return units_of(UnitsKey(key, Program(fused_attention=True), cp=1, drops_weights=False))
 
 
-_NO_EXPERT_AXES: dict[str, Any] = {"ep": 1, "etp": None, "moe_imbalance": 1.0}
+_NO_EXPERT_AXES: dict[str, Any] = {
+    "ep": 1,
+    "etp": None,
+    "moe_imbalance": 1.0,
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ OTHER = "other"
 
 @dataclass
 class _Held:
-    """A storage, its size in bytes, and the part of the model that made it."""
+    """Describes a storage, its size in bytes, and the part of the model that made it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     size: int

@@ -103,6 +103,7 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
         weight_gradient_store=store,
         fuses_weight_gradients=True,
         moe_imbalance=key.moe_imbalance,
+        moe_token_dispatcher_type=key.moe_token_dispatcher_type,
     )
 
 

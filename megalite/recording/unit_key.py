@@ -14,7 +14,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 @dataclass(frozen=True)
 class UnitKey:
-    """Everything that the work of a unit on one microbatch depends on.
+    """Holds everything that the work of a unit on one microbatch depends on.
 
     Attributes:
         unit: EMBEDDING, HEAD or the number of a layer.
@@ -29,6 +29,7 @@ class UnitKey:
         cross_entropy_chunks: number of parts in which the head computes the loss.
         ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
         moe_imbalance: rows for the rank's experts, relative to even ones.
+        moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
         triton_recurrence: megalite's kernels compute recurrences, as on a GPU; otherwise plain PyTorch.
         provider: builds the stages of the program's own model; None for the model of the architecture.
@@ -48,6 +49,7 @@ class UnitKey:
     ep: int = 1
     etp: int | None = None
     moe_imbalance: float = 1.0
+    moe_token_dispatcher_type: str = "alltoall"
     mlp_chunks: int = 1
     cp: int = 1
     triton_recurrence: bool = False

@@ -24,7 +24,7 @@ GEMMS, ATTENTION, MEMORY_BOUND = KERNEL_KINDS
 
 
 class CollectiveCall(NamedTuple):
-    """A collective over an axis, or a message along it.
+    """Describes a collective over an axis, or a message along it.
 
     Attributes:
         axis: name of the axis, "world" for all ranks.
@@ -39,9 +39,14 @@ class CollectiveCall(NamedTuple):
     dtype: str
     num_bytes: int
 
+    @property
+    def is_over_experts(self) -> bool:
+        """Return whether the ranks are those that hold the experts of a group of tokens."""
+        return self.axis in ("ep", "etp", "ep_etp")
+
 
 class GemmCall(NamedTuple):
-    """``batch`` GEMMs ``[m, k] x [k, n]``.
+    """Describes ``batch`` GEMMs ``[m, k] x [k, n]``.
 
     Attributes:
         adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
@@ -60,7 +65,7 @@ class GemmCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """A call of a fused attention kernel.
+    """Describes a call of a fused attention kernel.
 
     Attributes:
         kernel: ``sdpa`` for one of PyTorch's kernels, ``triton`` for megalite's own.
@@ -101,7 +106,7 @@ class AttentionCall(NamedTuple):
 
 
 class JoinedCollective(NamedTuple):
-    """A collective, and the GEMM whose operand it gathers or whose result it sums.
+    """Describes a collective, and the GEMM whose operand it gathers or whose result it sums.
 
     Attributes:
         gemm: index of the GEMM among the GEMMs of the phase; None if there is none.
@@ -115,7 +120,7 @@ class JoinedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """The work of one phase.
+    """Holds the work of one phase.
 
     Attributes:
         kernel_bytes: bytes that kernels other than GEMMs, attention and recurrences read and write.
@@ -134,7 +139,7 @@ class PhaseRecord:
 
 
 class WeightRecord(NamedTuple):
-    """A parameter.
+    """Describes a parameter.
 
     Attributes:
         name: its name in the whole model.
@@ -160,7 +165,7 @@ INPUT = "input"
 
 
 class SavedPart(NamedTuple):
-    """The bytes that a part of a unit leaves in memory for backward.
+    """Holds the bytes that a part of a unit leaves in memory for backward.
 
     Attributes:
         part: one of --recompute-modules, another module of the unit, or INPUT.

@@ -35,7 +35,7 @@ _MIN_LOG_RATIO = 1.5
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart.
+    """Describes a line of a chart.
 
     Attributes:
         name: shown when hovering.
@@ -61,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the x axis that all charts share.
+    """Holds curves over the x axis that all charts share.
 
     Attributes:
         unit: unit of y, shown in the title.

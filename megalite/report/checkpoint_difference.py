@@ -16,7 +16,7 @@ from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field of run.json.
+    """Describes a field of run.json.
 
     Attributes:
         counts: whether a difference makes the checkpoints unequal; layout and versions do not.
@@ -34,7 +34,7 @@ class FieldDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that differs.
+    """Describes a tensor that differs.
 
     Attributes:
         what: the reason, if the numbers do not show it.
@@ -54,7 +54,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """The comparison of two checkpoints.
+    """Holds the comparison of two checkpoints.
 
     Attributes:
         num_equal: number of tensors with the same bits.

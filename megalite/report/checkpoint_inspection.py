@@ -37,7 +37,7 @@ _LINE_WIDTH = 100
 
 
 class FolderView(Protocol):
-    """A folder of tensors to inspect.
+    """Reads a folder of tensors to inspect.
 
     Attributes:
         folder: the folder that holds the files.
@@ -68,7 +68,7 @@ class FolderView(Protocol):
 
 
 class CheckpointView:
-    """A checkpoint in megalite's format."""
+    """Reads a checkpoint in megalite's format."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,7 +104,7 @@ class CheckpointView:
 
 
 class HFView:
-    """A Hugging Face folder. It has no digests: the only damage found is a file that cannot be read."""
+    """Reads a Hugging Face folder. It has no digests: the only damage found is a file that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -159,7 +159,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of a tensor's finite elements, and the number of elements that are not finite."""
+    """Holds the statistics of a tensor's finite elements, and the number of elements that are not finite."""
 
     norm: float
     minimum: float
@@ -175,7 +175,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class TensorLine:
-    """A tensor in the report.
+    """Describes a tensor in the report.
 
     Attributes:
         figures: statistics of its elements, if they were requested.
@@ -194,7 +194,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The report on a checkpoint.
+    """Holds the report on a checkpoint.
 
     Attributes:
         iterations: iterations of all checkpoints in the run's folder.

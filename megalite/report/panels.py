@@ -21,7 +21,7 @@ X_NAMES = {"iteration": "iteration", "samples": "consumed_samples", "tokens": "c
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart and its metrics. Each metric has its own line.
+    """Describes a chart and its metrics. Each metric has its own line.
 
     Attributes:
         metrics: each metric's name in the metrics file, and its name in the legend (empty for a single one).

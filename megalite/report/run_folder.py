@@ -32,7 +32,7 @@ _MANY = 20_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of the run.
+    """Describes a checkpoint of the run.
 
     Attributes:
         start_time: when the first rank began to write it, in seconds since 1970; None if unknown.
@@ -47,7 +47,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """A run and its files.
+    """Describes a run and its files.
 
     Attributes:
         source: file or folder that the metrics come from.

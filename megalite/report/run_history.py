@@ -36,7 +36,7 @@ _POSITIONS = {
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """A logged iteration or evaluation.
+    """Holds a logged iteration or evaluation.
 
     Attributes:
         values: the metrics in the line, by their names in the file.
@@ -55,7 +55,7 @@ class HistoryRow:
 
     @property
     def first(self) -> int:
-        """First of the iterations that this row sums up (see --log-interval)."""
+        """Return the first of the iterations that this row sums up (see --log-interval)."""
         return self.iteration - int(self.values.get("num_iterations", 1)) + 1
 
     @property
@@ -66,7 +66,7 @@ class HistoryRow:
 
 @dataclass
 class RunSegment:
-    """Rows that the run logged from one of its starts to the next.
+    """Holds rows that the run logged from one of its starts to the next.
 
     Attributes:
         num_kept: number of rows in `iterations` that count; a later segment repeated the rest.
@@ -87,13 +87,13 @@ class RunSegment:
 
     @property
     def rows(self) -> list[HistoryRow]:
-        """Iterations and evaluations, in the order they were written."""
+        """Return the iterations and evaluations, in the order they were written."""
         return sorted([*self.iterations, *self.evaluations], key=lambda row: (row.iteration, bool(row.name)))
 
 
 @dataclass
 class History:
-    """Everything that a run logged.
+    """Holds everything that a run logged.
 
     Attributes:
         num_broken: number of incomplete lines, as a killed run or a full disk leaves them.

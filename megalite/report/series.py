@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Series:
-    """Points with growing x; y may be NaN or infinite."""
+    """Holds points with growing x; y may be NaN or infinite."""
 
     x: Floats
     y: Floats

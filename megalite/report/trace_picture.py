@@ -39,7 +39,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class TraceBox:
-    """An event with a duration; times are in microseconds.
+    """Describes an event with a duration; times are in microseconds.
 
     Attributes:
         depth: number of boxes around it.
@@ -55,7 +55,7 @@ class TraceBox:
 
 @dataclass(frozen=True)
 class Trace:
-    """Boxes ordered by start, and the names of the lanes from the top.
+    """Holds boxes ordered by start, and the names of the lanes from the top.
 
     Attributes:
         verdict: the time breakdown in the trace itself; empty if there is none.

@@ -46,7 +46,7 @@ from megalite.distributed.collectives import (
 
 
 class Gemm(Protocol):
-    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
+    """Declares the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
@@ -62,14 +62,14 @@ class Gemm(Protocol):
 
 
 class PendingSum(Protocol):
-    """A sum over the ranks in flight."""
+    """Holds a sum over the ranks in flight."""
 
     def wait(self) -> Tensor:
         """Wait for the collectives and return the result."""
 
 
 class PendingParts(NamedTuple):
-    """A sum in flight whose parts are collectives of their own."""
+    """Holds a sum in flight whose parts are collectives of their own."""
 
     tensor: Tensor
     parts: Sequence[Pending]

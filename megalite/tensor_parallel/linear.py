@@ -348,7 +348,7 @@ def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context:
 
 
 class _AddWeightGradient(torch.autograd.Function):
-    """Return a linear layer's output `y`; backward adds the weight's gradient to `total`, in its shape."""
+    """Returns a linear layer's output `y`; backward adds the weight's gradient to `total`, in its shape."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:

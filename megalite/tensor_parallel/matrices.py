@@ -65,7 +65,7 @@ def matrices_of(spec: ParameterSpec, *, splits_fused: bool = True) -> list[Matri
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """The part of a matrix in a box of its parameter: a block of the matrix, or nothing.
+    """Describes the part of a matrix in a box of its parameter: a block of the matrix, or nothing.
 
     The elements of the part are in the order of the flattened box, which is the order of the flattened block.
     """

@@ -23,7 +23,7 @@ _TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True)
 class Overlap:
-    """How a tensor-parallel group overlaps its collectives with GEMMs.
+    """Describes how a tensor-parallel group overlaps its collectives with GEMMs.
 
     Attributes:
         method: None to run each collective alone, before or after its GEMM.

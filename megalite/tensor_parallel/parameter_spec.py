@@ -123,7 +123,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, its state, or a buffer.
+    """Holds elements ``[start, start + n)`` of this rank's flattened slice of a parameter, state or buffer.
 
     Attributes:
         tensor: these elements, ``[n]``; n may be 0.
@@ -171,6 +171,7 @@ class LayerContext:
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
+        moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         turns: lets another action of the pipeline run while rows of experts are in flight; None without.
     """
 
@@ -188,6 +189,7 @@ class LayerContext:
     overlap: Overlap = SEPARATE
     cp_comm_type: str = "all_gather"
     moe_imbalance: float = 1.0
+    moe_token_dispatcher_type: str = "alltoall"
     turns: Turns | None = None
 
     @property

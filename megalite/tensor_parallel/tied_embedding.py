@@ -18,7 +18,7 @@ EMBEDDING_GRADS = "embedding-grads-all-reduce"
 
 
 class TiedWeight(NamedTuple):
-    """A word embedding that two stages use.
+    """Holds a word embedding that two stages use.
 
     Attributes:
         weight: this rank's slice.

@@ -14,7 +14,7 @@ from megalite.tensor_parallel.placement import Cut
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding cut along its rows: each rank looks up its own range of tokens; results are summed.
+    """Looks up words in a table that is cut along its rows, each rank its own tokens, and sums the results.
 
     Args:
         num_padding: number of unused rows at the end.

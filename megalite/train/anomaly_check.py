@@ -18,7 +18,7 @@ MIN_LOSSES = 10
 
 @dataclass(frozen=True)
 class Anomaly:
-    """The reason for skipping an update.
+    """Describes the reason for skipping an update.
 
     Attributes:
         what: a clause for the log, such as "the loss is nan".

@@ -11,7 +11,7 @@ from megalite.config.parameter_schedules import OptimizerSchedules
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """The settings of one iteration, before it runs.
+    """Holds the settings of one iteration, before it runs.
 
     Attributes:
         iteration: its number, from 1.

@@ -61,7 +61,7 @@ class Providers:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The objects that all parts of a run share.
+    """Holds the objects that all parts of a run share.
 
     Attributes:
         config: validated, with the vocabulary size.

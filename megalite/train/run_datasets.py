@@ -185,7 +185,7 @@ def _fill_in_middle(run: RunContext, datasets: DatasetSplits) -> DatasetSplits:
 
 
 class UnreadDataset:
-    """A dataset on a stage that reads no data: it only knows the number of samples."""
+    """Stands for a dataset on a stage that reads no data: it only knows the number of samples."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples

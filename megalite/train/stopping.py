@@ -98,7 +98,7 @@ class StopSignals:
         self._pressed: float | None = None
 
     def hold(self) -> None:
-        """From now on, let signals wait for the end of an iteration."""
+        """Let signals wait for the end of an iteration from now on."""
         self._held = True
 
     def notice(self, name: str) -> None:
@@ -181,7 +181,7 @@ _MAX_ITERATIONS_BETWEEN_CHECKS = 100
 
 @dataclass(frozen=True)
 class Stop:
-    """The decision to end a run early.
+    """Describes the decision to end a run early.
 
     Attributes:
         reason: a clause for the log.

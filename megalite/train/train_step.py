@@ -29,7 +29,7 @@ from megalite.train.telemetry.timers import BATCH_GENERATOR
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one iteration, the same on every rank.
+    """Holds the result of one iteration, the same on every rank.
 
     Attributes:
         plan: the iteration's number, samples and learning rate.

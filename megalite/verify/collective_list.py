@@ -12,7 +12,7 @@ from megalite.torch_private import schema_of
 
 
 class Collective(NamedTuple):
-    """A call of torch.distributed on one rank.
+    """Describes a call of torch.distributed on one rank.
 
     Attributes:
         in_forward: whether it ran in the forward of a microbatch.

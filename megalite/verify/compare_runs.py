@@ -119,10 +119,14 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
 def _of_terms(
     terms: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]
 ) -> dict[str, list[float]]:
-    """Return the differences by term; NaN for a term that one of the runs does not have."""
+    """Return the differences by term; NaN for a term that one of the runs does not have.
+
+    An iteration that --iterations-to-skip excludes has no terms, and does not differ.
+    """
     names = dict.fromkeys(name for each in (*reference, *terms) for name in each)
     values = {
-        name: [[each.get(name, math.nan) for each in run] for run in (terms, reference)] for name in names
+        name: [[each.get(name, math.nan if each else 0.0) for each in run] for run in (terms, reference)]
+        for name in names
     }
     return {name: _relative(*both) for name, both in values.items()}
 

@@ -22,7 +22,7 @@ from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value of one rank, and the same elements on one rank.
+    """Holds a value of one rank, and the same elements on one rank.
 
     Attributes:
         starts: place of the first element in the full tensor.
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class Event(NamedTuple):
-    """One tensor in the order of execution, with its comparisons on all ranks and for all microbatches."""
+    """Holds the comparisons of one tensor on all ranks and for all microbatches, and its place in order."""
 
     phase: str
     order: int
@@ -124,7 +124,7 @@ def _last_collective(trace: RankTrace, num_before: int, phase: str) -> Collectiv
 
 
 class _Full(NamedTuple):
-    """All microbatches of the reference's tensor.
+    """Holds all microbatches of the reference's tensor.
 
     Attributes:
         parts: the microbatches, in the order of their samples.
@@ -322,18 +322,29 @@ def _in_order_of_ranks(full: Tensor, value: Tensor, batch_dim: int | None, trace
 def _place(
     shape: tuple[int, ...], full: tuple[int, ...], batch_dim: int | None, first: int, trace: RankTrace
 ) -> Box | None:
-    """Return the place of a rank's tensor in the full one, without padding; None if shapes do not fit."""
+    """Return the place of a rank's tensor in the full one, without padding; None if shapes do not fit.
+
+    If the second dim is of samples, the first one is of positions, and features follow. With all positions,
+    the features can be those of heads that ranks have exchanged, in their order. With the positions of some
+    other ranks, a tensor has no place.
+    """
     if len(shape) != len(full):
         return None
+    num_ranks, index = trace.positions.count, trace.positions.index
+    exchanges_heads = shape[0] == full[0] and trace.sizes["tp"] == 1
     starts, sizes = [], []
     for dim, (size, whole) in enumerate(zip(shape, full, strict=True)):
+        is_of_positions, is_of_features = batch_dim == 1 and dim == 0, batch_dim == 1 and dim > 0
+        is_cut_by_ranks = is_cut_by_positions(size, whole, trace)
+        if is_of_features:
+            is_cut_by_ranks = exchanges_heads and size * num_ranks == whole
         if dim == batch_dim:
             start = first
         elif size == whole:
             start = 0
-        elif is_cut_by_positions(size, whole, trace):
-            start = trace.positions.index * size
-        elif size * trace.sizes["tp"] == whole:
+        elif is_cut_by_ranks:
+            start = index * size
+        elif not is_of_positions and size * trace.sizes["tp"] == whole:
             start = trace.coordinates["tp"] * size
         elif whole < size < whole + trace.sizes["tp"]:  # padded so that tp divides it
             start = 0

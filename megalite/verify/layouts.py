@@ -13,6 +13,7 @@ import torch
 
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.config.context_way import CpCommType
+from megalite.config.parallel import TokenDispatcherType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
@@ -44,6 +45,7 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "p2p": ("cp_comm", "p2p"),
     "a2a+p2p": ("cp_comm", "a2a+p2p"),
     "dynamic": ("dynamic", True),
+    "allgather": ("dispatcher", "allgather"),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
 _SWITCH = re.compile(r"\+(a2a\+p2p|[^+]*)")
@@ -153,6 +155,22 @@ def common_batch_size(config: Config, layouts: Sequence[Layout]) -> int:
     )
 
 
+def _refuse_repeats(name: str, parts: Sequence[tuple[str, str, str]], switches: Sequence[str]) -> None:
+    """Raise `UserError` if two parts of a layout's name set the same option: the first would be ignored.
+
+    Args:
+        parts: name and size of each axis, or the suffix of a schedule.
+    """
+    first: dict[str, str] = {}
+    named = [(axis if axis not in ("", "v") else "schedule", "".join((axis, *rest))) for axis, *rest in parts]
+    for option, text in (*named, *((_SWITCHES[switch][0], f"+{switch}") for switch in switches)):
+        if option in first:
+            raise UserError(
+                f"layout {name!r} has both {first[option]} and {text}, which set the same option: remove one"
+            )
+        first[option] = text
+
+
 @dataclass(frozen=True)
 class Layout:
     """Holds the sizes of the mesh axes, and options that override the config.
@@ -177,6 +195,7 @@ class Layout:
             state of AdamW, unless the config keeps it in a file.
         cp_comm: how queries reach the keys of other context-parallel ranks, a2a, p2p or a2a+p2p.
         dynamic: assign documents to context-parallel ranks.
+        dispatcher: how tokens reach experts that are on axes of their own.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -194,13 +213,14 @@ class Layout:
     offload: bool = False
     cp_comm: CpCommType | None = None
     dynamic: bool = False
+    dispatcher: TokenDispatcherType | None = None
 
     @staticmethod
     def parse(name: str) -> Layout:
         """Parse a name such as ``tp2pp2+sp``: sizes of axes (1 if not named), then switches after plus signs.
 
         Raises:
-            UserError: the name has a different form.
+            UserError: the name has a different form, or a part without effect.
         """
         sizes, switches = name.partition("+")[0], _SWITCH.findall(name)
         parts = _SIZE.findall(sizes)
@@ -211,10 +231,15 @@ class Layout:
                 f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
+        _refuse_repeats(name, parts, switches)
         named: dict[str, Any] = {name: int(size) for name, size, _ in parts if name}
         given = {axis: named.pop(axis) for axis in _NAMES if axis in named}
         axis_sizes = {axis: size for axis, size in given.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
+        if schedule is not None and axis_sizes.get("pp", 1) == 1:
+            raise UserError(
+                f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}"
+            )
         switched = dict(_SWITCHES[switch] for switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
@@ -279,6 +304,7 @@ class Layout:
             overlap_param_gather=self.gather or config.parallel.overlap_param_gather,
             cp_comm_type=self.cp_comm or config.parallel.cp_comm_type,
             dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
+            moe_token_dispatcher_type=self.dispatcher or config.parallel.moe_token_dispatcher_type,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
         if self.mbs not in (None, config.training.micro_batch_size) and (

@@ -10,12 +10,14 @@ from torch import Tensor
 from megalite.config import Config
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
 from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
+from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
 
@@ -24,9 +26,9 @@ class RunRecord:
     """Holds the results of a run.
 
     Attributes:
-        terms: terms of the loss of each iteration, by name.
-        grad_norms: gradient norm of each iteration.
-        gradients: gradients of the first iteration, as full tensors by parameter.
+        terms: terms of the loss of each iteration, by name; none if --iterations-to-skip excludes it.
+        grad_norms: gradient norm of each iteration; 0 if it is excluded.
+        gradients: gradients of the first iteration that updates the weights, as full tensors by parameter.
         weights: weights and buffers after the last iteration, as full tensors by name, and the averages of
             weights as ``ema.NAME``.
         routing: experts of the tokens, if they were recorded.
@@ -60,8 +62,14 @@ def record_run(
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
 
     Raises:
-        UserError: the config's data or tokenizer cannot be read.
+        UserError: the config's data or tokenizer cannot be read, or it skips all iterations.
     """
+    training = config.training
+    if all(map(training.is_skipped, range(1, num_iterations + 1))):
+        raise UserError(
+            f"--iterations-to-skip {' '.join(training.iterations_to_skip)} skips the first {num_iterations} "
+            "iterations: pass more --iterations, or remove it"
+        )
     stages = run_ranks(
         record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )
@@ -91,14 +99,16 @@ def record_rank(
     run = resolve_run(config, topology, providers=providers)
     with Trainer(run, build_data(run)) as trainer:
         observers = {} if routing is None else _observe_choices(trainer, routing)
-        gradients: list[dict[str, Tensor]] = []
+        gradients: dict[str, Tensor] = {}
+        results: list[StepResult] = []
 
         def keep_first() -> None:
-            if not gradients:
-                gradients.append(_gather(trainer, trainer.optimizer.gradient))
+            if all(result.skipped for result in results):
+                gradients.update(_gather(trainer, trainer.optimizer.gradient))
 
         trainer.train_step.before_update.append(keep_first)  # before they are clipped
-        results = [trainer.step() for _ in range(num_iterations)]
+        for _ in range(num_iterations):
+            results.append(trainer.step())
         trainer.optimizer.finish_weights()
         weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
         if trainer.optimizer.averages is not None:
@@ -106,7 +116,8 @@ def record_rank(
                 trainer.optimizer.finish_weights()
                 averages = _gather(trainer, trainer.optimizer.weight)
             weights |= {f"ema.{name}": average for name, average in averages.items()}
-    losses, norms = [r.losses for r in results], [r.grad_norm for r in results]
+    losses = [r.losses for r in results]
+    norms = [0.0 if r.plan.is_excluded else r.grad_norm for r in results]
     rerouted: dict[RoutedToken, float] = {}
     for name, observer in observers.items():
         if isinstance(observer, ChoiceReplayer):
@@ -116,7 +127,7 @@ def record_rank(
             assert positions.shape[1] == positions.max() + 1, "a rank records whole samples"
             numbers = samples.tolist()
             routing.experts.update({(name, n): each for n, each in zip(numbers, experts, strict=True)})
-    return RunRecord(losses, norms, gradients[0], weights, routing, rerouted)
+    return RunRecord(losses, norms, gradients, weights, routing, rerouted)
 
 
 def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[str, ChoiceRecorder | ChoiceReplayer]:

@@ -45,7 +45,7 @@ NOT_PARTS = {"forward", "run_layers", "run_group"}
 
 @dataclass
 class Activation:
-    """A tensor that a module or a wrap point reads or returns in the forward of one microbatch.
+    """Describes a tensor that a module or a wrap point reads or returns in the forward of one microbatch.
 
     Attributes:
         names: what it is, such as "output of layers.0.mlp", in the order in which forward meets it.
@@ -73,7 +73,7 @@ class Activation:
 
 
 class StepTensor(NamedTuple):
-    """A tensor of an iteration outside of modules: of a parameter, or a number.
+    """Describes a tensor of an iteration outside of modules: of a parameter, or a number.
 
     Attributes:
         phase: when it is recorded, a key of `first_difference.PHASES`.
@@ -94,7 +94,7 @@ class StepTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The tensors and collectives of one rank in one iteration.
+    """Holds the tensors and collectives of one rank in one iteration.
 
     Attributes:
         coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.

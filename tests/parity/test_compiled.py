@@ -48,6 +48,7 @@ NOTHING = RecomputeConfig()
         (WIDE_EXPERTS, "fp64", "mbs2", NOTHING),
         (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1", RECOMPUTE["mlp"]),
         (MIXTRAL, "fp64", "dp2ep2+zero3", NOTHING),
+        (MIXTRAL, "fp64", "dp2ep2+allgather", NOTHING),
         (MIXTRAL, "fp64", "pp2dpvdp2ep2", NOTHING),
         (BESIDE, "fp64", "pp2", RECOMPUTE["mlp"]),
     ],

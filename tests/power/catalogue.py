@@ -47,6 +47,7 @@ from megalite.model import (
     shared_expert,
     short_convolution,
     stage,
+    transformer_stage,
 )
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
@@ -131,6 +132,10 @@ def _cut(x: Tensor, axis: Any) -> Pending:
 
 def _other_part(mine: Tensor, whole: Tensor, axis: Any) -> tuple[Any, ...]:
     return mine, whole.roll(mine.numel()), axis
+
+
+def _without_gradient(inputs: tuple[Sequence[Tensor], ...]) -> tuple[list[Tensor], ...]:
+    return tuple([x.detach() + 0.0 * x for x in each] for each in inputs)
 
 
 def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
@@ -734,6 +739,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              lambda grad: grad / args[-1].topology.dp.size) and None), "experts"),
         ("tokens go to the experts of the next rank", "dp2ep2", expert_exchange.Exchange, "start",
          after(lambda wait, exchange, _: lambda: _from_next_rank(wait(), exchange)), "experts"),
+        ("gathered tokens' outputs return to the next rank", "dp2ep2+allgather",
+         expert_exchange.TokenReduceScatter, "start", before(
+             lambda transfer, x: (transfer, x.roll(len(x) // transfer.axis.size, 0))), "experts"),
         ("sums over slices of an expert's width are means", "tp2dp2ep2+sp", expert_dispatch.Rows,
          "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),
         ("the norm counts the experts of one rank", "dp2ep2", ParameterAxes, "acts",
@@ -796,6 +804,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda gradient, pp: None)),
         ("the copies of a tied embedding are averaged", "pp2", optimizer, "sum_tied_embedding_grads",
          after(lambda _, gradient, **more: gradient.div_(2))),
+        ("embeddings for later layers have a gradient of 0", "pp2", transformer_stage, "joined_message",
+         before(lambda output: (output._replace(layer_inputs=_without_gradient(output.layer_inputs)),)),
+         "gemma4 e2b"),
+        ("later stages have the embeddings for layers in another order", "pp2", transformer_stage,
+         "split_message", after(lambda result, *_: result._replace(
+             layer_inputs=tuple(each[::-1] for each in result.layer_inputs))), "gemma4 e2b"),
         ("windows follow the layer's number in the stage", "pp2", TransformerStage, "build_layer",
          _local_layer, "window"),
         ("the last stage has the labels of another microbatch", "pp2", batch_loader.BatchLoader, "__call__",

@@ -122,6 +122,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "gradients of experts are divided by the ranks that send tokens": (
         r"gradient of .*mlp.*before its sum over the ranks", WHOLE),
     "tokens go to the experts of the next rank": (r"layers\.0\.mlp\.transform", "all-to-all over ep"),
+    "gathered tokens' outputs return to the next rank": (
+        r"layers\.0\.mlp\.transform", "reduce-scatter over ep"),
     "sums over slices of an expert's width are means": (r"layers\.0\.mlp\.transform", WHOLE),
     "the norm counts the experts of one rank": ("the gradient norm", WHOLE),
     "the balance loss is that of a microbatch": ("load_balancing_loss, the sum", WHOLE),
@@ -157,6 +159,10 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of embedding\.word\.weight", "a sum over pp is missing"),
     "the copies of a tied embedding are averaged": (
         r"gradient of embedding\.word\.weight", "(mean|send|receive) over pp"),
+    "embeddings for later layers have a gradient of 0": (
+        r"^gradient of the output \d of embedding ", "(send|receive) over pp"),
+    "later stages have the embeddings for layers in another order": (
+        r"^input of layers\.2\.embedding_gate\.projection", "receive over pp"),
     "a rank's heads decay at the rates of other heads": (RECURRED, WHOLE),
     "decay rates have the gradient of the first replica's samples": (r"layers\.\d\.mamba\.A_log", WHOLE),
     "a rank's heads have the time steps of other heads": (RECURRED, WHOLE),

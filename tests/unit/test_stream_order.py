@@ -274,14 +274,15 @@ def run_collectives() -> None:
             back(there(x * 2, topology.tp) * 2, topology.tp).sum().backward()
 
 
-def exchange_rows() -> None:
+def move_tokens(dispatcher: str) -> None:
     """Compute something else from the tokens while they are on their way to experts on two ranks."""
     with world(ParallelConfig(expert_model_parallel_size=2), 2) as topology:
         x = torch.randn(6, 2, 8, device=topology.device, requires_grad=True)
         weights = torch.ones(6, 2, 1, device=topology.device, requires_grad=True)
         experts = torch.zeros(6, 2, 1, dtype=torch.int64, device=topology.device)
         tokens = x * 2
-        wait = dispatcher_for(4, LayerContext(topology, torch.float32)).start(tokens, weights, experts)
+        context = LayerContext(topology, torch.float32, moe_token_dispatcher_type=dispatcher)
+        wait = dispatcher_for(4, context).start(tokens, weights, experts)
         other = tokens.square() * 3
         rows, of_rows, _, combine = wait()
         (other + combine(rows * of_rows.unsqueeze(1))).sum().backward()
@@ -338,7 +339,8 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "host buffers": reuse_host_buffer,
     "tied embedding": exchange_tied_gradient,
     "tensor parallelism": run_collectives,
-    "rows of experts": exchange_rows,
+    "rows of experts": partial(move_tokens, "alltoall"),
+    "gathered tokens of experts": partial(move_tokens, "allgather"),
     "times of GEMMs": time_gemms,
     "timers": time_parts,
     "host link": measure_host_link,
@@ -408,7 +410,7 @@ def without(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, text: str, r
 
 RACES = {
     "the gradients of rows are read before they arrive": (
-        *(_Start, "backward", "ctx.messages.wait().view_as(grad), None", "grad, None"),
+        *(_Start, "backward", "ctx.messages.wait(), None", "grad, None"),
         *("rows of experts", "are read by .* without waiting until they are written by all-to-all"),
     ),
     "rows are read before they arrive": (

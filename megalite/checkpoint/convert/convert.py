@@ -28,7 +28,7 @@ from megalite.log import LineInterval, log
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion.
+    """Describes a conversion.
 
     Attributes:
         source, target: names in KINDS and TARGETS. None detects the source from its folder, and makes the

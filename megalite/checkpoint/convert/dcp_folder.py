@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors of a folder's shards by name. A tensor is put together when it is read.
+    """Maps names to the tensors of a folder's shards. A tensor is put together when it is read.
 
     Raises:
         UserError: a file cannot be read, or the pieces of a tensor do not make it up.

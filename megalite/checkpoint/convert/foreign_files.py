@@ -49,7 +49,7 @@ class StandIn:
 
 
 class SafetensorsFile(Mapping[str, Tensor]):
-    """A memory-mapped safetensors file as a mapping; tensors are views of the file."""
+    """Reads a memory-mapped safetensors file as a mapping; tensors are views of the file."""
 
     def __init__(self, file: Path) -> None:
         try:

@@ -146,7 +146,7 @@ _WORD, _OUTPUT = "embedding.word.weight", "output.weight"
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """The content of a Megatron checkpoint.
+    """Holds the content of a Megatron checkpoint.
 
     Attributes:
         folder: the folder, for messages.

@@ -95,7 +95,7 @@ _PRECISION = ("--params-dtype", "--bf16", "--fp16")
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's flags of megalite train for the model and its tokenizer."""
+    """Holds the user's flags of megalite train for the model and its tokenizer."""
 
     flags: Sequence[str] = ()
 

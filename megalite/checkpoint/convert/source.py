@@ -124,7 +124,7 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of folder that can be converted."""
+    """Describes a kind of folder that can be converted."""
 
     title: str
     matches: Callable[[Path], bool]

@@ -22,7 +22,7 @@ FileNames = Callable[[int, int], str]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The declaration of a tensor that will be written."""
+    """Declares a tensor that will be written."""
 
     name: str
     dtype: torch.dtype

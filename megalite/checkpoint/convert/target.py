@@ -47,7 +47,7 @@ Parameters = Iterator[tuple[str, Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class ConversionPlan:
-    """What to write.
+    """Plans what to write.
 
     Attributes:
         specs: every parameter of the model.

@@ -33,7 +33,7 @@ _ROUTER = "router.weight"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """Number and sizes of the experts that replace an MLP.
+    """Holds the number and sizes of the experts that replace an MLP.
 
     Attributes:
         topk: number of experts of a token.

@@ -34,7 +34,7 @@ _AUTO = "auto"
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """The settings of a file by their dotted names, such as ``zero_optimization.stage``.
+    """Holds the settings of a file by their dotted names, such as ``zero_optimization.stage``.
 
     Attributes:
         values: the values, converted to their types.
@@ -410,7 +410,7 @@ def _save_interval(settings: DeepSpeedSettings, seconds: float) -> Mapping[str, 
 
 
 class Handler(NamedTuple):
-    """The type of a setting, the names of the fields it may set, and a function that returns their values."""
+    """Holds a setting's type, the names of fields that it may set, and a function that returns the values."""
 
     kind: Any
     fields: str

@@ -16,7 +16,7 @@ from megalite.config.flags import flag_with_value
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The whole command line, as the rule of one of its flags sees it.
+    """Holds the whole command line, as the rule of one of its flags sees it.
 
     Attributes:
         config: the config from flags of fields, YAML file and preset.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class UnsupportedFeature(NamedTuple):
-    """A feature that megalite does not have.
+    """Describes a feature that megalite does not have.
 
     Attributes:
         topic: a key of `TOPICS`.

@@ -25,7 +25,7 @@ TOPICS = {
 
 
 class AcceptedFlags(NamedTuple):
-    """Flags that change nothing.
+    """Lists flags that change nothing.
 
     Attributes:
         topic: a key of `TOPICS`.
@@ -45,7 +45,7 @@ class AcceptedFlags(NamedTuple):
 
 
 class FlagIfOff(NamedTuple):
-    """Flags of an unsupported feature, and the values that turn the feature off.
+    """Lists flags of an unsupported feature, and the values that turn the feature off.
 
     Attributes:
         topic: a key of `TOPICS`.
@@ -92,7 +92,7 @@ ACCEPTED = (
         "experts compute every token that they get, and the router computes in fp32",
         """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-router-dtype=1
-        moe-token-dispatcher-type=1 moe-per-layer-logging
+        moe-per-layer-logging
         """,
     ),
     AcceptedFlags(

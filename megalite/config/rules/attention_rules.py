@@ -1,4 +1,4 @@
-"""Rules for attention heads: sizes by kind of layer, shared keys, and ranks that divide the heads."""
+"""Rules for attention: sizes of heads by kind of layer, shared keys, ranks that divide heads or positions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megalite.errors import Problem
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 LEVELS = "hierarchical_context_parallel_sizes"
+_ASSIGNS = "dynamic_context_parallel"
 
 
 def full_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -152,6 +153,26 @@ def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
                 f"{flag_of(name)} with --cp-comm-type {way} is not supported: pass --cp-comm-type "
                 f"all_gather or a2a, or remove {flag_of(name)}",
             )
+
+
+def assigned_documents(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that there are documents to assign to ranks, and that messages depend on them."""
+    parallel, model, data = config.parallel, config.model, config.data
+    if not parallel.dynamic_context_parallel or parallel.cp == 1:
+        return
+    flag = flag_of(_ASSIGNS)
+    if parallel.cp_comm_type != "p2p":
+        yield Problem(
+            (_ASSIGNS, "cp_comm_type"),
+            f"{flag} with --cp-comm-type {parallel.cp_comm_type}, whose messages do not depend on documents: "
+            "pass --cp-comm-type p2p",
+        )
+    if not (model.is_causal and data.masks_attention):
+        yield Problem(
+            (_ASSIGNS, "reset_attention_mask", "document_packing", "sft_packing", "architecture"),
+            f"{flag} without documents that a causal model attends within: pass "
+            f"--reset-attention-mask or --document-packing best_fit, or remove {flag}",
+        )
 
 
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:

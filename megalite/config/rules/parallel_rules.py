@@ -367,11 +367,12 @@ def _even(config: Config) -> Iterator[Problem]:
     if total % stages == 0:
         return
     counted = "".join(f" and {flag_of(name)}" for name in extra)
+    remedy = f"replace{counted.removeprefix(' and')} by" if extra else "set the layers of each stage, as in"
     yield Problem(
         ("num_layers", *_SHAPE, *extra, "pipeline_layers"),
         f"--num-layers {num_layers}{counted}{f' (together {total})' if extra else ''} is not divisible by "
         f"{_stages(config).replace(' stages', '', 1) if num_chunks(config) == 1 else _stages(config)}: "
-        "change one of them, or set the layers of each stage, as in "
+        f"change one of them, or {remedy} "
         f"{flag_with_value('pipeline_layers', even_partition(num_layers, stages))}",
     )
 

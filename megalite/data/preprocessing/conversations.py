@@ -25,7 +25,7 @@ ASSISTANT = "assistant"
 
 
 class Conversation(NamedTuple):
-    """Messages to learn from.
+    """Holds messages to learn from.
 
     Attributes:
         tools: descriptions of tools, as the template takes them; None without tools.
@@ -38,7 +38,7 @@ class Conversation(NamedTuple):
 
 
 class EncodedConversation(NamedTuple):
-    """An encoded conversation.
+    """Holds an encoded conversation.
 
     Attributes:
         ids: its tokens.
@@ -52,7 +52,7 @@ class EncodedConversation(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The part of a rendered text that an answer takes, in characters."""
+    """Locates the part of a rendered text that an answer takes, in characters."""
 
     message: str
     begin: int

@@ -36,7 +36,7 @@ _MARKS = tuple(f"\x02{secrets.token_hex(8)}{end}\x03" for end in "<>")
 
 
 class Rendered(NamedTuple):
-    """A rendered conversation.
+    """Holds a rendered conversation.
 
     Attributes:
         text: the text to tokenize.

@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended.
+    """Describes how the ranks ended.
 
     Attributes:
         statuses: exit status of each rank, as in `subprocess`; None if it had to be killed.

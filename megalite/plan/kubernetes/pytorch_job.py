@@ -24,7 +24,7 @@ _LINE = 130
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """What a job requests from Kubernetes.
+    """Describes what a job requests from Kubernetes.
 
     Attributes:
         image: image built from docker/Dockerfile, or another image with megalite.

@@ -98,7 +98,7 @@ def _measured_point(run: ScaledRun, trial: Trial) -> ScalingPoint:
 
 
 class _Trials:
-    """The runs of a table. Each has a folder with its config, its metrics and its logs.
+    """Holds the runs of a table. Each has a folder with its config, its metrics and its logs.
 
     A run that has been measured with the same config is not run again.
     """

@@ -19,7 +19,7 @@ MODES: tuple[Mode, ...] = ("weak", "strong")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A run of a scaling table, planned or measured.
+    """Describes a run of a scaling table, planned or measured.
 
     Attributes:
         series: the network of a plan; or planned or measured.
@@ -60,7 +60,7 @@ def efficiencies(points: Sequence[ScalingPoint]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class ScaledRun:
-    """The run of a scaling table on one number of nodes.
+    """Describes the run of a scaling table on one number of nodes.
 
     Attributes:
         config: the config with the batch of this number of nodes.

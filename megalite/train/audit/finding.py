@@ -16,7 +16,7 @@ from megalite.hardware.device_name import device_name
 
 
 class Finding(NamedTuple):
-    """A difference that an audit found.
+    """Describes a difference that an audit found.
 
     Attributes:
         names: tensors that differ; those of a microbatch in the order in which they are computed.

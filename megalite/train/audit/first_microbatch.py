@@ -27,7 +27,7 @@ from megalite.train.trainer import Trainer
 
 
 class _Result(NamedTuple):
-    """The checksum of a module's output or of a parameter's gradient, in the order of the computation.
+    """Holds the checksum of a module's output or of a parameter's gradient, in the order of the computation.
 
     Attributes:
         is_gradient: gradients are computed after all outputs.
@@ -133,7 +133,7 @@ class MicrobatchComparison:
 
 
 class _Difference(NamedTuple):
-    """The first result that differs among the replicas of one position in the model.
+    """Describes the first result that differs among the replicas of one position in the model.
 
     Attributes:
         order: its place in the order of the computation.

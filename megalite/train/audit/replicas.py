@@ -23,7 +23,7 @@ RUN_STATE = "seed, iteration and number of samples"
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of this rank.
+    """Describes a tensor of this rank.
 
     Attributes:
         key: identifies its elements among all tensors of the run: ranks with the same key must hold the same

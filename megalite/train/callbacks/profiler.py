@@ -32,7 +32,7 @@ _DEFAULT_NAME = "profile"
 
 
 class Profile(Protocol):
-    """A profile in progress."""
+    """Holds a profile in progress."""
 
     def step(self) -> None:
         """Mark the end of an iteration."""
@@ -58,7 +58,7 @@ class _NoProfile:
 
 
 class _Window(NamedTuple):
-    """The iterations to profile, counted from 1.
+    """Holds the iterations to profile, counted from 1.
 
     Attributes:
         flag: the flag that requests the profile.

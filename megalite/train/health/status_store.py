@@ -21,7 +21,7 @@ _NUM_READY = f"{_PREFIX}/ready"
 
 
 class NoAnswer(RuntimeError):
-    """A call did not return in time, or failed."""
+    """Raised if a call did not return in time, or failed."""
 
 
 def call_within(seconds: float, function: Callable[[], T]) -> T:

@@ -20,7 +20,7 @@ from megalite.train.health.compute_time import ComputeClock, DeviceClock, HostCl
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Compute time of one rank in an interval.
+    """Holds the compute time of one rank in an interval.
 
     Attributes:
         coordinates: the rank's coordinate along each axis.

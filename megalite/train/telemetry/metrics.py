@@ -70,7 +70,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory of one rank, in MiB.
+    """Holds the memory of one rank, in MiB.
 
     Attributes:
         allocated: CUDA: peak memory of tensors since the process started.
@@ -106,7 +106,7 @@ def _resident_set() -> ProcessMemory:
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """The metrics of one log line: values of its last iteration, and means and counts over the interval.
+    """Holds the metrics of a log line: values of its last iteration, and means and counts of the interval.
 
     Attributes:
         iteration: number of the last iteration, from 1.
@@ -170,7 +170,7 @@ class IterationMetrics:
 
 @dataclass(frozen=True)
 class ValidationMetrics:
-    """The result of an evaluation.
+    """Holds the result of an evaluation.
 
     Attributes:
         split: "valid" or "test".
@@ -197,7 +197,7 @@ class ValidationMetrics:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """The scores of benchmark tasks, by task and metric: ``arc_easy/acc``."""
+    """Holds the scores of benchmark tasks, by task and metric: ``arc_easy/acc``."""
 
     iteration: int
     consumed_samples: int

@@ -89,7 +89,7 @@ class CollectionClock:
 
 
 class _RecordedIteration(NamedTuple):
-    """What was recorded of an iteration on this rank.
+    """Holds what was recorded of an iteration on this rank.
 
     Attributes:
         collected: seconds of garbage collections.

@@ -22,7 +22,7 @@ _WAIT = " wait"
 
 
 class _Advice(NamedTuple):
-    """Likely cause of a long term, and the options to try."""
+    """Names the likely cause of a long term, and the options to try."""
 
     cause: str
     remedy: str
@@ -83,7 +83,7 @@ ActionTimes = Mapping[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class RankTime:
-    """Time of one rank in one iteration.
+    """Holds the time of one rank in one iteration.
 
     Attributes:
         coordinates: the rank's coordinate along each axis.
@@ -129,7 +129,7 @@ def compute_terms(computing: float, kernels: Mapping[KernelKind, float] | None) 
 
 @dataclass(frozen=True)
 class TimeSample:
-    """Terms of one iteration, and of the time between iterations since the last sample.
+    """Holds the terms of one iteration, and of the time between iterations since the last sample.
 
     The terms inside the iteration are the times of the rank that waits least: the other ranks wait for it.
     Its computation is split: the computation of the median stage, the excess of its own stage
@@ -245,7 +245,7 @@ def _is_time(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class TimeTerm:
-    """A term of the mean iteration.
+    """Describes a term of the mean iteration.
 
     Attributes:
         seconds: measured seconds per iteration.
@@ -265,7 +265,7 @@ class TimeTerm:
 
 @dataclass(frozen=True)
 class TimeComparison:
-    """The mean iteration of a run, compared with what was expected.
+    """Holds the mean iteration of a run, compared with what was expected.
 
     Attributes:
         terms: terms of the iteration, then of the time between iterations.

@@ -83,7 +83,7 @@ Timed = Action | Wait | str
 
 
 class _Use(NamedTuple):
-    """One use of a timer; `is_subtracted` if its time is subtracted instead of added."""
+    """Describes one use of a timer; `is_subtracted` if its time is subtracted instead of added."""
 
     begin: Any
     end: Any

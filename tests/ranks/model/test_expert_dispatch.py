@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -14,14 +15,9 @@ from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.collectives import (
-    gather_from_sequence_parallel,
-    reduce_scatter_to_sequence_parallel,
-    start_all_gather,
-)
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.model.expert_dispatch import Dispatched, Dispatcher, Rows, dispatcher_for
+from megalite.model.expert_dispatch import Dispatched, Dispatcher, dispatcher_for
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
@@ -55,37 +51,42 @@ def _hidden() -> Tensor:
     return torch.rand(LENGTH, 1, 12, generator=generator, dtype=torch.float64)
 
 
-class AllGatherDispatcher(Dispatcher):
-    """Gathers all tokens on each rank of ep, and keeps the rows of the rank's experts: one from outside."""
+@dataclass
+class WaitingDispatcher(Dispatcher):
+    """Waits for the rows of another dispatcher as soon as they are on their way: one from outside."""
+
+    of_rows: Dispatcher
+    was_used: bool = False
 
     def start(
         self, x: Tensor, weights: Tensor, experts: Tensor, capacity_factor: float | None = None
     ) -> Callable[[], Dispatched]:
-        assert self.context.expert_axes is not None and capacity_factor is None
-        ep = self.context.expert_axes.axes["ep"]
-        num_own = self.num_experts // ep.size
-        x, weights = (gather_from_sequence_parallel(each, ep) for each in (x, weights))
-        experts = start_all_gather(experts, ep).wait() - ep.rank * num_own
-        own = experts.masked_fill((experts < 0) | (experts >= num_own), num_own)
-        rows = Rows.of(own.flatten(0, 1), num_own, 1.0)
-
-        def combine(y: Tensor) -> Tensor:
-            return reduce_scatter_to_sequence_parallel(rows.sums_of_tokens(y).view_as(x), ep)
-
-        dispatched = Dispatched(
-            rows.of_tokens(x.flatten(0, 1)), weights.flatten()[rows.order], rows.ends, combine
-        )
+        self.was_used = True
+        dispatched = self.of_rows.start(x, weights, experts, capacity_factor)()
         return lambda: dispatched
 
 
+def _context(topology: Topology, dispatcher: str) -> LayerContext:
+    return LayerContext(
+        topology,
+        torch.float64,
+        sequence_parallel=topology.tp.size > 1,
+        moe_token_dispatcher_type=dispatcher,
+    )
+
+
 def _experts(
-    topology: Topology, config: ModelConfig, router: str, dispatcher: type[Dispatcher] | None = None
+    topology: Topology,
+    config: ModelConfig,
+    router: str,
+    dispatcher: str = "alltoall",
+    is_from_outside: bool = False,
 ) -> list[Tensor]:
     """Return this rank's part of the output and of the input's gradient, and the weights' whole gradients."""
-    context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
+    context = _context(topology, dispatcher)
     block = MixtureOfExperts(config, context, Router(config, context))
-    if dispatcher is not None:
-        block.dispatcher = dispatcher(block.router.num_experts, context)
+    if is_from_outside:
+        block.dispatcher = WaitingDispatcher(block.dispatcher)
     initialize(block, 3, topology)
     with torch.no_grad():
         block.router.weight.copy_(ROUTERS[router](block.router.weight))
@@ -95,6 +96,7 @@ def _experts(
             bias.copy_(spec_of(bias).box(topology).of(full))
     x = _hidden().chunk(topology.world_size)[topology.rank].clone().requires_grad_()
     y = block(x, torch.arange(x.shape[1])).x
+    assert not isinstance(block.dispatcher, WaitingDispatcher) or block.dispatcher.was_used
     y.square().sum().backward()
     gradients = []
     for weight in (block.up.weight, block.down.weight, block.up.bias, block.down.bias):
@@ -106,24 +108,28 @@ def _experts(
     return [y.detach(), x.grad, *gradients]
 
 
+DP4_EP2 = ParallelConfig(expert_model_parallel_size=2, data_parallel_size=4)
+TP2_EP2 = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)
+TP4_EP2_ETP1 = ParallelConfig(
+    tensor_model_parallel_size=4,
+    expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+    sequence_parallel=True,
+)
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "dispatcher"),
     [
-        ParallelConfig(expert_model_parallel_size=2, data_parallel_size=4),
-        ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
-        ParallelConfig(
-            tensor_model_parallel_size=4,
-            expert_model_parallel_size=2,
-            expert_tensor_parallel_size=1,
-            sequence_parallel=True,
-        ),
+        *((parallel, "alltoall") for parallel in (DP4_EP2, TP2_EP2, TP4_EP2_ETP1)),
+        (TP2_EP2, "allgather"),
     ],
-    ids=["dp4ep2", "tp2dp2ep2etp2", "tp4ep2etp1"],
+    ids=["dp4ep2", "tp2dp2ep2etp2", "tp4ep2etp1", "tp2dp2ep2etp2, all-gather"],
 )
-def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) -> None:
+def test_experts_are_those_of_one_rank(parallel: ParallelConfig, dispatcher: str, router: str) -> None:
     (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
-    ranks = run_ranks(_experts, parallel.mesh, 4, CONFIG, router)
+    ranks = run_ranks(_experts, parallel.mesh, 4, CONFIG, router, dispatcher)
     for index, whole in enumerate(expected):
         parts = [each[index] for each in ranks]
         found = [torch.cat(parts)] if index < 2 else parts
@@ -131,11 +137,10 @@ def test_experts_are_those_of_one_rank(parallel: ParallelConfig, router: str) ->
             torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_a_layer_takes_a_dispatcher_from_outside(router: str) -> None:
-    parallel = ParallelConfig(expert_model_parallel_size=2)
+def test_a_layer_takes_a_dispatcher_from_outside() -> None:
+    router, parallel = "as it is", ParallelConfig(expert_model_parallel_size=2)
     (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
-    ranks = run_ranks(_experts, parallel.mesh, 2, CONFIG, router, AllGatherDispatcher)
+    ranks = run_ranks(_experts, parallel.mesh, 2, CONFIG, router, "alltoall", True)
     for index, whole in enumerate(expected):
         parts = [each[index] for each in ranks]
         for each in [torch.cat(parts)] if index < 2 else parts:
@@ -144,14 +149,8 @@ def test_a_layer_takes_a_dispatcher_from_outside(router: str) -> None:
 
 def test_forced_routing_is_that_of_one_rank() -> None:
     config = replace(CONFIG, moe_router_force_load_balancing=True)
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=4,
-        expert_model_parallel_size=2,
-        expert_tensor_parallel_size=1,
-        sequence_parallel=True,
-    )
     (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, config, "all tokens to two experts")
-    ranks = run_ranks(_experts, parallel.mesh, 4, config, "all tokens to two experts")
+    ranks = run_ranks(_experts, TP4_EP2_ETP1.mesh, 4, config, "all tokens to two experts")
     torch.testing.assert_close(torch.cat([each[0] for each in ranks]), expected[0], rtol=1e-12, atol=1e-12)
     assert (expected[2].flatten(1).abs().sum(1) > 0).all()  # every expert has tokens
 
@@ -166,13 +165,15 @@ CHOICES: dict[str, list[list[list[int]]]] = {
 """The experts of each rank's tokens, of 4 experts on 2 ranks."""
 
 
-def _dispatched(topology: Topology, choices: list[list[list[int]]]) -> tuple[list[Tensor], list[Tensor], int]:
+def _dispatched(
+    topology: Topology, dispatcher: str, choices: list[list[list[int]]]
+) -> tuple[list[Tensor], list[Tensor], Counter[str]]:
     """Let expert e multiply rows by e + 1.
 
     Returns:
-        The outputs and gradients, what they should be, and the bytes of the rank's messages with rows.
+        The outputs and gradients, what they should be, and the bytes of floating-point messages by kind.
     """
-    context = LayerContext(topology, torch.float64, sequence_parallel=topology.tp.size > 1)
+    context = _context(topology, dispatcher)
     experts = torch.tensor(choices[topology.rank]).unsqueeze(1)  # [s, 1, k]
     torch.manual_seed(topology.rank)
     x = torch.randn(len(experts), 1, 5, dtype=torch.float64, requires_grad=True)
@@ -188,38 +189,48 @@ def _dispatched(topology: Topology, choices: list[list[list[int]]]) -> tuple[lis
     factors = torch.where(experts == DROPPED, 0, experts + 1)  # [s, 1, k]
     total = (weights * factors).sum(-1, keepdim=True)
     expected = [total * x, total.expand_as(x), factors * x.sum(-1, keepdim=True)]
-    sent = sum(
-        call.num_bytes * count
-        for call, count in traffic.calls.items()
-        if call.kind == "all-to-all" and call.dtype == "float64"
-    )
+    sent: Counter[str] = Counter()
+    for call, count in traffic.calls.items():
+        sent[call.kind] += call.num_bytes * count * (call.dtype == "float64")
     return [y.detach(), *gradients], [each.detach() for each in expected], sent
+
+
+def _sent_by_all_to_all(rank: int, choices: list[list[list[int]]]) -> dict[str, int]:
+    """Return the bytes of a row and its weight that go there, of 5 numbers that return, and of gradients."""
+    flat = [[number for token in of_rank for number in token] for of_rank in choices]
+    num_sent = sum(number != DROPPED for number in flat[rank])
+    num_received = sum(number // 2 == rank for number in chain(*flat))
+    return {"all-to-all": (2 * 6 + 2 * 5) * 8 * max(num_sent, num_received)}
+
+
+def _sent_by_all_gather(rank: int, choices: list[list[list[int]]]) -> dict[str, int]:
+    """Return the bytes of both ranks' tokens and weights, of outputs, and of the gradients of all of them.
+
+    A gradient takes the opposite way of its tensor, by the opposite collective.
+    """
+    num_bytes = (5 + len(choices[0][0]) + 5) * 2 * len(choices[0]) * 8
+    return {"all-gather": num_bytes, "reduce-scatter": num_bytes}
 
 
 @pytest.mark.parametrize("case", CHOICES)
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "dispatcher", "sent_by"),
     [
-        ParallelConfig(expert_model_parallel_size=2),
-        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+        (ParallelConfig(expert_model_parallel_size=2), "alltoall", _sent_by_all_to_all),
+        (ParallelConfig(expert_model_parallel_size=2), "allgather", _sent_by_all_gather),
+        (ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True), "alltoall", None),
     ],
-    ids=["ep2", "tp2"],
+    ids=["ep2", "ep2, all-gather", "tp2"],
 )
-def test_few_tokens_and_none(parallel: ParallelConfig, case: str) -> None:
+def test_few_tokens_and_none(
+    parallel: ParallelConfig, dispatcher: str, sent_by: Callable[..., dict[str, int]] | None, case: str
+) -> None:
     choices = CHOICES[case]
-    ranks = run_ranks(_dispatched, parallel.mesh, 2, choices)
-    for found, expected, _ in ranks:
+    ranks = run_ranks(_dispatched, parallel.mesh, 2, dispatcher, choices)
+    for rank, (found, expected, num_bytes) in enumerate(ranks):
         for each, right in zip(found, expected, strict=True):
             torch.testing.assert_close(each, right, rtol=1e-14, atol=1e-14)
-    if parallel.ep == 1:
-        return
-    # 5 numbers of a row and its weight go there, 5 numbers come back, and so do their gradients.
-    of_row = (2 * 6 + 2 * 5) * 8
-    flat = [[number for token in of_rank for number in token] for of_rank in choices]
-    for rank, (*_, num_bytes) in enumerate(ranks):
-        num_sent = sum(number != DROPPED for number in flat[rank])
-        num_received = sum(number // 2 == rank for number in chain(*flat))
-        assert num_bytes == of_row * max(num_sent, num_received)
+        assert sent_by is None or num_bytes == sent_by(rank, choices)
 
 
 def test_a_rank_without_any_token_for_its_experts() -> None:

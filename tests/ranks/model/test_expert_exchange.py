@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model import expert_exchange
-from megalite.model.expert_exchange import Exchange, _RowMessages
+from megalite.model.expert_exchange import Transfer, _MessagesInFlight
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -30,14 +31,14 @@ CONFIG = replace(
 EP2 = ParallelConfig(expert_model_parallel_size=2)
 
 
-class NotedMessages(_RowMessages):
+class NotedMessages(_MessagesInFlight):
     """Notes when rows depart and when they are waited for."""
 
     events: ClassVar[list[str]] = []
 
-    def start(self, x: Tensor, exchange: Exchange) -> Tensor:
-        self.events.append(f"start {x.shape[1]}")
-        return super().start(x, exchange)
+    def start(self, x: Tensor, transfer: Transfer) -> Tensor:
+        self.events.append(f"start {x.shape[-1]}")
+        return super().start(x, transfer)
 
     def wait(self) -> Tensor:
         rows = super().wait()
@@ -45,9 +46,9 @@ class NotedMessages(_RowMessages):
         return rows
 
 
-def _events(topology: Topology, config: ModelConfig) -> tuple[list[str], list[str]]:
+def _events(topology: Topology, config: ModelConfig, dispatcher: str) -> tuple[list[str], list[str]]:
     """Return what happens in forward and in backward: messages, and the work of both kinds of experts."""
-    context = LayerContext(topology, torch.float64)
+    context = LayerContext(topology, torch.float64, moe_token_dispatcher_type=dispatcher)
     block = MixtureOfExperts(config, context, Router(config, context))
     initialize(block, 3, topology)
     assert block.shared is not None
@@ -68,7 +69,7 @@ def _events(topology: Topology, config: ModelConfig) -> tuple[list[str], list[st
     NotedMessages.events = events
     torch.manual_seed(topology.rank)
     x = torch.randn(6, 1, config.hidden_size, dtype=torch.float64, requires_grad=True)
-    with mock.patch.object(expert_exchange, "_RowMessages", NotedMessages):
+    with mock.patch.object(expert_exchange, "_MessagesInFlight", NotedMessages):
         y = block(x).x
     forward = events.copy()
     events.clear()
@@ -76,8 +77,10 @@ def _events(topology: Topology, config: ModelConfig) -> tuple[list[str], list[st
     return forward, events
 
 
-def test_the_shared_expert_computes_under_the_messages() -> None:
-    for forward, backward in run_ranks(_events, EP2.mesh, 2, CONFIG):
-        there = ["start 1", "start 16", "shared", "wait", "wait"]
-        assert forward == [*there, "experts", "start 16", "wait"]
-        assert backward == ["start 16", "wait", "experts", "start 1", "start 16", "shared", "wait", "wait"]
+@pytest.mark.parametrize(("dispatcher", "width"), [("alltoall", 1), ("allgather", 2)])
+def test_the_shared_expert_computes_under_the_messages(dispatcher: str, width: int) -> None:
+    """Weights go with the hidden states: one of each row, or two of each token."""
+    for forward, backward in run_ranks(_events, EP2.mesh, 2, CONFIG, dispatcher):
+        sent = [f"start {width}", "start 16"]
+        assert forward == [*sent, "shared", "wait", "wait", "experts", "start 16", "wait"]
+        assert backward == ["start 16", "wait", "experts", *sent, "shared", "wait", "wait"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,11 +15,14 @@ from torch import Tensor
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from megalite.errors import UserError
 from megalite.model.experts import Router
 from megalite.model.routing_record import RoutingRecord
+from megalite.train.iteration_plan import IterationPlan
+from megalite.train.train_step import TrainStep
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
-from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from megalite.verify.record_run import RunRecord, merge_stages, record_rank, record_run
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 RANKING = Router._ranking
@@ -41,12 +45,14 @@ def _other_order(self: Router, *inputs: Any) -> Tensor:
 RANKINGS: dict[str, Callable[..., Tensor]] = {"near ties": _near_ties, "other order": _other_order}
 
 
-def _config(recompute: RecomputeConfig | None = None) -> Config:
+def _config(recompute: RecomputeConfig | None = None, skipped: tuple[str, ...] = ()) -> Config:
     return Config(
         model=CONFIG,
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
-        training=TrainingConfig(global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0),
+        training=TrainingConfig(
+            global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0, iterations_to_skip=skipped
+        ),
         recompute=recompute or RecomputeConfig(),
     )
 
@@ -89,6 +95,39 @@ def test_another_router_is_no_near_tie() -> None:
     (excess,) = found.excesses(TOLERANCES["fp64"])
     assert excess.startswith(f"a score at which {found.num_rerouted} tokens change experts differs by")
     assert found.num_rerouted > 2 * 4 * 16  # most tokens of 2 iterations of 4 samples in 2 layers
+
+
+def _rank_with_nan(topology: Topology, config: Config) -> RunRecord:
+    """Record a run whose first loss is NaN."""
+    compute = TrainStep.compute_gradients
+
+    def compute_nan(self: TrainStep, plan: IterationPlan) -> tuple[Tensor, Tensor]:
+        losses, norm = compute(self, plan)
+        return losses * (math.nan if plan.iteration == 1 else 1.0), norm
+
+    with mock.patch.object(TrainStep, "compute_gradients", compute_nan):
+        return record_rank(topology, config, 2)
+
+
+def test_the_first_gradients_are_of_an_iteration_that_updates_the_weights() -> None:
+    whole = _config()
+    first, second = (record_run(config, 2, 1).gradients for config in (whole, _config(skipped=("1",))))
+    (with_nan,) = run_ranks(_rank_with_nan, whole.mesh, 1, whole)
+    assert math.isnan(with_nan.losses[0]) and with_nan.gradients.keys() == second.keys()
+    assert all(torch.equal(with_nan.gradients[name], each) for name, each in second.items())
+    assert not all(torch.equal(first[name], each) for name, each in second.items())
+
+
+def test_a_run_that_excludes_an_iteration_can_be_compared() -> None:
+    excluding = _config(skipped=("2",))
+    (layout,) = layouts_named("dp2", excluding)
+    reference, run = record_run(excluding, 2, 1), record_run(layout.apply(excluding, 4), 2, 2)
+    assert run.terms[1] == {} and compare(run, reference).excesses(TOLERANCES["fp64"]) == []
+
+
+def test_a_run_without_any_update_is_refused() -> None:
+    with pytest.raises(UserError, match="--iterations-to-skip 1:2 3 skips the first 3 iterations: pass more"):
+        record_run(_config(skipped=("1:2", "3")), 3, 1)
 
 
 def test_a_verification_replays(caplog: pytest.LogCaptureFixture) -> None:

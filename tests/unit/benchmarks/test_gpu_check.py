@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import __main__ as program
-from benchmarks.gpu_check import runner, speed
+from benchmarks.gpu_check import installation, runner, speed
 from benchmarks.gpu_check.ceilings import _is_named
 from benchmarks.gpu_check.commands import Finished
 from benchmarks.gpu_check.faults import _compared, losses_of
@@ -210,6 +210,21 @@ def test_checks_exist() -> None:
     for check in (check for stage in STAGES for check in (*stage.builds, *stage.checks)):
         module, function = check.function.split(".")
         assert callable(getattr(importlib.import_module(f"benchmarks.gpu_check.{module}"), function))
+
+
+def test_every_file_of_gpu_tests_is_in_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[str] = set()
+
+    def run_tests(*arguments: str) -> Finished:
+        ran.update(arguments)
+        return Finished(0, "1 passed in 0.1s\n")
+
+    monkeypatch.setattr(installation, "run_python", run_tests)
+    for check in (check for stage in STAGES for check in stage.checks):
+        function = check.function.removeprefix("installation.")
+        if function.endswith("_tests"):
+            assert all(result.verdict == "ok" for result in getattr(installation, function)(None))
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")} <= ran
 
 
 def test_the_build_imports_nothing_that_must_be_built() -> None:

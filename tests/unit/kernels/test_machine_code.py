@@ -53,8 +53,16 @@ def test_other_options_compute_each_score_as_often(capability: int, head_dim: in
 @pytest.mark.parametrize(
     "capability", [pytest.param(each, marks=() if each == 90 else pytest.mark.slow) for each in TARGETS]
 )
-def test_dropout_and_softmax_are_within_their_limits(capability: int) -> None:
+def test_memory_bound_kernels_are_within_their_limits(capability: int) -> None:
     assert triton_problems(kernel_limits.others(capability)) == []
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("is_delta", [False, True], ids=["state space", "delta rule"])
+def test_recurrences_are_within_their_limits(capability: int, is_delta: bool) -> None:
+    assert triton_problems(kernel_limits.recurrence(capability, is_delta=is_delta)) == []
 
 
 @needs_nvcc
@@ -96,6 +104,9 @@ def test_the_table_has_every_file_and_option() -> None:
                 assert Row(f"attention {head_dim}, forward{suffix}", capability) in rows
         for file in cuda_kernels.FILES:
             assert Row(f"{file}, all types", capability) in rows
+        assert Row("state space, outputs", capability) in rows
+        assert Row("delta rule, outputs", capability) in rows
+        assert Row("sum_rows", capability) in rows
 
 
 def test_the_page_has_the_instructions_that_fit_into_the_time_of_a_byte() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.kernels import ptxas
-from megalite.kernels.ptxas import ptxas_problem
+from megalite.kernels.ptxas import ensure_ptxas
 
 GPU = torch.device("cuda")
 OWN = "12.8"
@@ -31,7 +31,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, by_path: dict[str | None, str]) ->
 @pytest.mark.parametrize("version", ["12.9", "13.4"])
 def test_a_correct_one_stays(version: str, torch_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, {None: version})
-    assert ptxas_problem(GPU) == ""
+    assert ensure_ptxas(GPU) == ""
     assert "TRITON_PTXAS_PATH" not in os.environ
 
 
@@ -40,7 +40,7 @@ def test_torchs_replaces_one_that_miscompiles(torch_folder: Path, monkeypatch: p
     monkeypatch.setenv("TRITON_PTXAS_PATH", "")  # so that the test's end restores it
     monkeypatch.delenv("TRITON_PTXAS_PATH")
     versions(monkeypatch, {None: OWN, found: "13.0"})
-    assert ptxas_problem(GPU) == ""
+    assert ensure_ptxas(GPU) == ""
     assert os.environ["TRITON_PTXAS_PATH"] == found
 
 
@@ -48,14 +48,14 @@ def test_kernels_do_not_run_without_a_correct_one(
     torch_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions(monkeypatch, {None: OWN, str(torch_folder / "bin/ptxas"): "12.8", "/mine": "12.6"})
-    assert ptxas_problem(GPU).startswith("ptxas 12.8 compiles the kernels wrongly for this GPU: set ")
+    assert ensure_ptxas(GPU).startswith("ptxas 12.8 compiles the kernels wrongly for this GPU: set ")
     assert "TRITON_PTXAS_PATH" not in os.environ
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
-    assert ptxas_problem(GPU).startswith("ptxas 12.6 ")
+    assert ensure_ptxas(GPU).startswith("ptxas 12.6 ")
     assert os.environ["TRITON_PTXAS_PATH"] == "/mine"
 
 
 def test_other_gpus_are_not_concerned(torch_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     versions(monkeypatch, {})
-    assert ptxas_problem(GPU) == ""
+    assert ensure_ptxas(GPU) == ""

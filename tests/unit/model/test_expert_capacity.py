@@ -86,7 +86,7 @@ def test_evaluation_drops_nothing(one_rank) -> None:
 
 
 def test_rows_that_are_all_dropped() -> None:
-    rows = Rows.of(torch.full((4, 2), 3), 3, capacity_factor=1.0)
+    rows = Rows.of(torch.full((4, 2), 3), 3, share=1.0)
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     assert rows.of_tokens(x).shape == (0, 5) and rows.ends.tolist() == [0, 0, 0]
     sums = rows.sums_of_tokens(rows.of_tokens(x))
@@ -96,7 +96,7 @@ def test_rows_that_are_all_dropped() -> None:
 
 
 def test_some_rows_are_dropped() -> None:
-    rows = Rows.of(torch.tensor([[0, 2], [2, 2], [1, 0]]), 2, capacity_factor=1.0)
+    rows = Rows.of(torch.tensor([[0, 2], [2, 2], [1, 0]]), 2, share=1.0)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     assert torch.equal(rows.of_tokens(x), x[[0, 2, 2]])

@@ -104,12 +104,16 @@ def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(length)  # e times a share of 1 / e
 
 
-def test_experts_are_in_the_best_groups(one_rank) -> None:
+@pytest.mark.parametrize("num_summed", [1, 2, 3])  # a group has two
+def test_experts_are_in_the_best_groups(num_summed: int, one_rank) -> None:
     fields = {"num_experts": 6, "moe_router_topk": 2, "moe_router_num_groups": 3, "moe_router_group_topk": 1}
+    fields["moe_router_group_scores"] = num_summed
     block = experts_of(replace(CONFIG, **fields, moe_router_score_function="sigmoid"), one_rank)
     x = hidden()
     scores = (x @ block.router.weight.t()).sigmoid()
-    best = scores.unflatten(-1, (3, 2)).sum(-1).argmax(-1, keepdim=True)
+    by_group = scores.unflatten(-1, (3, 2))
+    of_groups = by_group.amax(-1) if num_summed == 1 else by_group.sum(-1)
+    best = of_groups.argmax(-1, keepdim=True)
     weights, experts, _ = block.router(x)
     assert torch.equal(experts.sort(-1).values, torch.cat((2 * best, 2 * best + 1), -1))
     torch.testing.assert_close(weights.sum(-1), torch.ones(x.shape[:2], dtype=torch.float64), **EXACT)

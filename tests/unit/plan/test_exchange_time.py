@@ -62,17 +62,17 @@ LAYOUTS = ["dp4ep4", "tp2pp2dp2ep4etp1+sp", "tp2dp2ep2etp2+sp+zero1", "dp2cp2ep2
 
 
 @pytest.mark.parametrize("imbalance", [1.0, 1.5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tp2dp2ep2etp2+sp+zero1+allgather"])
 def test_messages_of_experts_are_those_of_a_dry_run(layout: str, imbalance: float) -> None:
     run, counts = both(layout, imbalance)
     planned: Counter[CollectiveCall] = Counter()
     for kind in run.ranks[-1].kinds:
         for phase in run.units.layers[kind].phases():
             for each in phase.collectives:
-                if each.call.kind == "all-to-all":
+                if each.call.is_over_experts:
                     planned[each.call] += run.num_microbatches
     assert planned
-    assert planned == {call: count for call, count in counts.calls.items() if call.kind == "all-to-all"}
+    assert planned == {call: count for call, count in counts.calls.items() if call.is_over_experts}
 
 
 @pytest.mark.parametrize("layout", ["dp4ep4", "dp4"])
@@ -125,7 +125,7 @@ def test_a_rank_holds_what_a_dry_run_counts(layout: str) -> None:
         assert memory.weights == pytest.approx(buffers.weights, rel=0.03)
 
 
-@pytest.mark.parametrize("layout", ["dp4ep4", "tp2pp2dp2ep4etp1+sp"])
+@pytest.mark.parametrize("layout", ["dp4ep4", "dp4ep4+allgather", "tp2pp2dp2ep4etp1+sp"])
 def test_the_busiest_rank_saves_what_a_dry_run_counts(layout: str) -> None:
     """Compare what more tokens add at the peak: their activations, or their gradients in a layer."""
     planned, counted = [], []
@@ -159,6 +159,18 @@ def test_a_layer_sends_its_rows_there_and_back() -> None:
     forward = ep_seconds(run, run.units.layers[1].forward)
     assert forward == pytest.approx(sum(map(group.all_to_all_seconds, sizes)))
     assert ep_seconds(run, run.units.layers[0].forward) == 0.0
+
+
+def test_a_layer_gathers_tokens_and_reduce_scatters_outputs() -> None:
+    """Each rank gets the hidden states of four ranks' tokens, with two weights and numbers of experts."""
+    config, world_size = config_of("dp4ep4+allgather")
+    cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
+    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    tokens = 4 * 2 * MODEL.seq_length
+    sizes = (2 * 256 * tokens, 2 * 2 * tokens, 8 * 2 * tokens, 2 * 256 * tokens)
+    work = phase_work(run, run.units.layers[1].forward, "forward")
+    assert work.ep == pytest.approx(sum(map(Group(cluster, 4, 1).gather_seconds, sizes)))
+    assert work.tp == 0.0
 
 
 def test_experts_of_one_rank_are_not_summed() -> None:

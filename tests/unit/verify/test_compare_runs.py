@@ -63,6 +63,13 @@ def test_a_term_that_one_run_lacks_is_named() -> None:
         ]
 
 
+def test_an_iteration_without_terms_in_both_runs_is_the_same() -> None:
+    """As one that --iterations-to-skip excludes."""
+    excluded = replace(REFERENCE, terms=[{}, REFERENCE.terms[1]], grad_norms=[0.0, 1.0])
+    assert compare(excluded, excluded).excesses(TOLERANCES["fp64"]) == []
+    assert len(compare(excluded, REFERENCE).excesses(TOLERANCES["fp64"])) == 3
+
+
 def test_nan_is_never_the_same() -> None:
     for run in (
         replace(REFERENCE, terms=[{**REFERENCE.terms[0], "lm_loss": math.nan}, REFERENCE.terms[1]]),

@@ -120,6 +120,30 @@ def test_a_shape_without_a_place_is_counted() -> None:
     assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 1)
 
 
+def test_positions_of_ranks_that_exchange_heads_are_not_cut_by_tp() -> None:
+    """With a2a+p2p, a rank computes attention at the positions of several ranks, here at the last half."""
+    run = _rank(_of_samples("layers.0", cut=lambda x: x[2:]), (), 2, 0, positions=Slice(3, 4))
+    reference = _rank(_of_samples("layers.0"))
+    assert first_difference([run], reference, 1, LIMITS["fp64"]) == (None, 1)
+
+
+def test_few_heads_are_not_cut_by_positions() -> None:
+    """By its sizes alone, 1 of 2 heads could be 1 of 2 positions, with padding for 4 ranks."""
+    heads = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3)))
+    last = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3))[:1, :, 1:])
+    run = _rank(last, (), 2, 1, positions=Slice(0, 4))
+    assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == (None, 0)
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, (None, 0)), (4, (None, 1))])
+def test_exchanged_heads_are_in_the_order_of_the_ranks(num_ranks: int, count: tuple[None, int]) -> None:
+    """Of 2 heads, each of 2 ranks has one; which one each of 4 ranks has, is not known."""
+    heads = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3)))
+    last = _of_samples("layers.0", cut=lambda x: x.unflatten(-1, (2, 3))[:, :, 1:])
+    run = _rank(last, positions=Slice(1, num_ranks))
+    assert first_difference([run], _rank(heads), 1, LIMITS["fp64"]) == count
+
+
 def test_the_first_of_several_is_named() -> None:
     """Even if it belongs to a later microbatch."""
     run = _rank(_of_samples("layers.0.norm", "layers.0", "layers.1.norm", "layers.1"))

@@ -51,6 +51,21 @@ def test_another_name_is_a_mistake(name: str) -> None:
         Layout.parse(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tp2tp4", "has both tp2 and tp4"),
+        ("pp2v2zb", "has both v2 and zb"),
+        ("dp2+zero1+zero3", r"has both \+zero1 and \+zero3"),
+        ("cp4+p2p+a2a", r"has both \+p2p and \+a2a"),
+        ("tp2zb", "has the schedule zb and no pipeline: write pp2zb"),
+    ],
+)
+def test_a_part_of_a_name_without_effect_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        Layout.parse(name)
+
+
 def _config() -> Config:
     return Config(
         model=replace(PRESETS["gpt-tiny"], vocab_size=100),

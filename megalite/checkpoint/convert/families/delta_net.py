@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from megalite.checkpoint.convert.families.family import SAME, Module, Parts, Transform
-from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
+from megalite.checkpoint.convert.families.family import SAME, Module, Transform, by_kind, with_kernel_dim
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.checkpoint.convert.families.rows_by_kind import by_kind, with_kernel_dim
 from megalite.checkpoint.convert.families.windows import FULL
 from megalite.config import LayerKind, ModelConfig
 from megalite.errors import UserError
@@ -81,17 +77,9 @@ def delta_net_modules(block: str, in_projections: Sequence[str], grouping: Trans
     )
 
 
-def _to_two(full: Tensor, config: ModelConfig) -> Parts:
-    return split_kinds(full, config.delta_net.key_heads, _rows_of_two(config))
-
-
-def _from_two(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.delta_net.key_heads, _rows_of_two(config))
-
-
-def _rows_of_two(config: ModelConfig) -> tuple[int, int]:
+def _groups_of_two(config: ModelConfig) -> tuple[int, Sequence[int]]:
     rows = config.delta_net.group_rows
-    return sum(rows[:4]), sum(rows[4:])
+    return config.delta_net.key_heads, (sum(rows[:4]), sum(rows[4:]))
 
 
 def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
@@ -101,7 +89,7 @@ def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
     )
 
 
-TWO_PROJECTIONS = Transform(_to_two, _from_two)
+TWO_PROJECTIONS = by_kind(_groups_of_two, apart=1)
 FOUR_PROJECTIONS = _by_kind(6, apart=3)
 """Rows of two projections by key head, and of four: of queries, keys and values, gates, rates, and decays."""
 _CONVOLUTION = with_kernel_dim(_by_kind(3))

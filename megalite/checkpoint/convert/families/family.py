@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
 from megalite.config import LayerKind, ModelConfig
@@ -28,19 +27,49 @@ class Transform:
     from_hf: Callable[[Parts, ModelConfig], Tensor]
 
 
-def _split_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
-    """Split ``[g (r + 2) d, ...]``, grouped by key/value head, into ``[n d, ...]`` and two ``[g d, ...]``."""
-    return split_kinds(qkv, config.num_kv_heads, qkv_rows(config))
+def by_kind(groups_and_rows: Callable[[ModelConfig], tuple[int, Sequence[int]]], apart: int = 0) -> Transform:
+    """Return the transform of rows that are ordered by group of heads in ours, and by kind of row in theirs.
+
+    Args:
+        groups_and_rows: returns the number of groups, and the numbers of rows of each kind in a group.
+        apart: how many of the last kinds are tensors of their own in theirs; the others are one tensor.
+    """
+
+    def to_hf(full: Tensor, config: ModelConfig) -> Parts:  # [groups sum(rows), ...]
+        groups, rows = groups_and_rows(config)
+        parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(list(rows), dim=1)]
+        joined = len(rows) - apart
+        return [torch.cat(parts[:joined]), *parts[joined:]]
+
+    def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
+        groups, rows = groups_and_rows(config)
+        joined = parts[0].split([groups * size for size in rows[: len(rows) - apart]])
+        kinds = zip((*joined, *parts[1:]), rows, strict=True)
+        return torch.cat([part.unflatten(0, (groups, size)) for part, size in kinds], dim=1).flatten(0, 1)
+
+    return Transform(to_hf, from_hf)
 
 
-def _join_qkv(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.num_kv_heads, qkv_rows(config))
+def with_kernel_dim(transform: Transform) -> Transform:
+    """Return the transform of a convolution's weight, whose second dim is 1 in theirs."""
+    return Transform(
+        lambda full, config: [part.unsqueeze(1) for part in transform.to_hf(full, config)],
+        lambda parts, config: transform.from_hf([part.squeeze(1) for part in parts], config),
+    )
 
 
-def qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
-    """Return the rows of queries, keys and values of a key/value head."""
+def _transposed(transform: Transform) -> Transform:
+    """Return the transform of GPT-2's Conv1D: its weight is ``[in, out]``, and a bias stays as it is."""
+    return Transform(
+        lambda full, config: [part.t() for part in transform.to_hf(full, config)],
+        lambda parts, config: transform.from_hf([part.t() for part in parts], config),
+    )
+
+
+def qkv_groups(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    """Return the number of key/value heads, and the rows of queries, keys and values of each."""
     queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
-    return queries * d, d, d
+    return config.num_kv_heads, (queries * d, d, d)
 
 
 def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
@@ -57,19 +86,14 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
 
 SAME = Transform(lambda full, _: [full], lambda parts, _: parts[0])
 VOCABULARY = Transform(lambda full, config: [full[: config.vocab_size]], _pad_vocabulary)  # [v, h]
-QKV = Transform(_split_qkv, _join_qkv)
+QKV = by_kind(qkv_groups, apart=2)
 HALVES = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
-# GPT-2's Conv1D keeps its weight as [in, out]; `t` leaves a bias as it is.
-CONV = Transform(lambda full, _: [full.t()], lambda parts, _: parts[0].t())
-CONV_QKV = Transform(
-    lambda full, config: [torch.cat(tuple(_split_qkv(full, config))).t()],
-    lambda parts, config: _join_qkv(parts[0].t().chunk(3), config),
-)
+CONV, CONV_QKV = _transposed(SAME), _transposed(by_kind(qkv_groups))
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module's tensors in both programs; ``{}`` stands for the layer's number, ``{expert}`` for an expert.
+    """Names a module's tensors in both programs; ``{}`` is the layer's number, ``{expert}`` the expert's.
 
     Attributes:
         kind: determines whether the module has a bias: a table never has one, a norm does if it is a
@@ -79,7 +103,7 @@ class Module:
         only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
-    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "vector"]
+    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "mamba", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
@@ -102,6 +126,7 @@ class Module:
             "qkv": config.has_qkv_bias,
             "attention_output": config.has_attention_output_bias,
             "mlp": config.has_mlp_bias,
+            "mamba": config.has_mamba_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
             experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
@@ -113,7 +138,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Entry:
-    """One of our tensors, and the tensors of theirs that hold the same numbers.
+    """Pairs one of our tensors with the tensors of theirs that hold the same numbers.
 
     Attributes:
         kind: kind of the tensor's layer.
@@ -165,7 +190,7 @@ _NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
 
 @dataclass(frozen=True)
 class Family:
-    """One of transformers' architectures.
+    """Describes one of transformers' architectures.
 
     Attributes:
         architecture: name of transformers' class, unless `write` names another.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from megalite.checkpoint.convert.families.family import Module, Parts, Transform, qkv_rows
+from megalite.checkpoint.convert.families.family import Module, by_kind, qkv_groups
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
-from megalite.checkpoint.convert.families.grouped_rows import join_kinds, split_kinds
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.windows import FULL
 from megalite.checkpoint.convert.model_settings import none_if_default
@@ -40,13 +38,9 @@ def read_heads(hf: HFSettings, sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _split_queries_keys(full: Tensor, config: ModelConfig) -> Parts:
-    """Split ``[g (r + 1) d, ...]`` into ``[n d, ...]`` and ``[g d, ...]``."""
-    return split_kinds(full, config.num_kv_heads, qkv_rows(config)[:2])
-
-
-def _join_queries_keys(parts: Parts, config: ModelConfig) -> Tensor:
-    return join_kinds(parts, config.num_kv_heads, qkv_rows(config)[:2])
+def _query_key_groups(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    groups, rows = qkv_groups(config)
+    return groups, rows[:2]
 
 
 _ATTENTION, _OURS = "model.layers.{}.self_attn.", "layers.{}.attention."
@@ -61,7 +55,7 @@ ATTENTION = (
         "qkv",
         _OURS + "qkv",
         _Q + _K,
-        Transform(_split_queries_keys, _join_queries_keys),
+        by_kind(_query_key_groups, apart=1),
         only_in=lambda kind: kind.keys_as_values,
     ),
     Module("qkv", _OURS + "qkv", _Q, only_in=lambda kind: kind.key_source is not None),

@@ -1,4 +1,4 @@
-"""Documents are assigned where samples have documents, and layers can follow them."""
+"""Documents are assigned where samples have documents, and messages depend on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.config.rules.assignment_rules import assigned_documents
+from megalite.config.rules.attention_rules import assigned_documents
 
 ASSIGNED = Config(
     model=PRESETS["llama-tiny"],
