@@ -12,6 +12,15 @@ from tests.unit.docs.test_commands import COMMANDS_OF, ELLIPSIS
 
 STARTS = re.compile(r"(?:python|torchrun --nproc-per-node [1-4]) pretrain_\w+\.py .*--mock-data")
 ELSEWHERE = ("--dry-run", "--profile", "--train-iters 1000")
+"""Parts of commands that other tests run, or that train for long."""
+
+
+def _runs_here(line: str) -> bool:
+    elsewhere = ELLIPSIS.search(line) or any(part in line for part in ELSEWHERE)
+    return bool(STARTS.match(line)) and not elsewhere
+
+
+HERE = ("--dry-run", "--profile", "--train-iters 1000")
 """Parts of commands that test_pages.py and test_observe.py run, and of a long run."""
 
 
