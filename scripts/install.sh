@@ -60,8 +60,8 @@ fi
 if [ -n "$torch" ]; then
   say "Using $torch"
 else
-  say "Installing torch $torch_version"
-  .venv/bin/python -m pip install --quiet "torch==$torch_version"
+  say "Installing torch $torch_version: builds with CUDA are a download of 3 GB"
+  .venv/bin/python -m pip install "torch==$torch_version" # not quiet: it shows how far the download is
 fi
 if [ ! -x .venv/bin/torchrun ]; then # torch is not in .venv, and the torchrun beside it runs another python
   printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m torch.distributed.run "$@"\n' "$PWD" >.venv/bin/torchrun
@@ -69,7 +69,9 @@ if [ ! -x .venv/bin/torchrun ]; then # torch is not in .venv, and the torchrun b
 fi
 cuda=$(.venv/bin/python -W ignore -c 'import torch; print(torch.version.cuda or "")')
 if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda" 2>&1); then
-  if [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
+  if ! command -v nvidia-smi >/dev/null; then # they take longer to build than all the rest
+    say "Without the CUDA operators: there is no NVIDIA driver, and $missing"
+  elif [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
     say "Installing the CUDA compiler from Python packages: $missing"
     pip_install nvidia-cuda-{nvcc,crt,runtime}=="$cuda.*" nvidia-nvvm=="$cuda.*" ||
       echo "warning: no CUDA compiler: torch.compile and Triton replace the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
@@ -77,7 +79,7 @@ if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda
     echo "warning: $missing: torch.compile and Triton replace the CUDA operators; install CUDA $cuda's toolkit or set CUDA_HOME" >&2
   fi
 fi
-say "Building and installing megalite with extras: $extras"
+say "Building and installing megalite with extras: $extras (a few minutes)"
 pip_install 'setuptools>=77.0.3' wheel 'pybind11>=2.13' ninja numpy
 pip_install --no-build-isolation --editable ".${extras:+[$extras]}" || {
   echo "error: not installed, for the reason above; without a network, all that megalite${extras:+[$extras]} requires must be installed already" >&2

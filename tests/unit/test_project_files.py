@@ -38,6 +38,15 @@ def test_no_bound_makes_pip_replace_a_newer_torch_or_triton() -> None:
     assert re.findall(r'"(torch|triton)(>[^;"]*)', PROJECT) == [("torch", f">={oldest}"), ("triton", ">=3.6")]
 
 
+def test_the_page_lists_every_extra() -> None:
+    (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", PROJECT, re.MULTILINE | re.DOTALL)
+    section = (
+        (ROOT / "docs" / "install.md").read_text(encoding="utf-8").split("\n## Extras\n")[1].split("\n## ")[0]
+    )
+    listed = re.findall(r"`(\w+)`(?=[^|\n]* \| )", section)
+    assert sorted(listed) == sorted(set(re.findall(r"^(\w+) = ", extras, re.MULTILINE)) - {"test", "dev"})
+
+
 @pytest.mark.parametrize(
     ("file", "pattern"),
     [
