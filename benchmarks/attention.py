@@ -84,7 +84,7 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
     window = s // 8 if kind == "window" else None
     (visible,) = unfused.visible_keys((b, s), ids, [window]).values()
     hidden = visible.hidden(range(s), range(s), topology.device)
-    bias = distance_bias(config, context, s).masked_fill(hidden[:, None], -torch.inf)
+    bias = distance_bias(config, context, s, range(s)).masked_fill(hidden[:, None], -torch.inf)
     return {
         "sdpa": of_core(sdpa, (b, s), ids, window, nothing),
         "unfused": of_core(unfused, (b, s), ids, window, nothing),

@@ -13,6 +13,9 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
 from megalite.errors import UserError, few
 
+_OF_TRAINING = ".router.expert_loads"
+"""End of the names of buffers that only training reads."""
+
 
 def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: int) -> None:
     """Check that a checkpoint holds no weights that the model of its config.yaml does not have.
@@ -23,7 +26,8 @@ def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: i
     Raises:
         DamagedCheckpoint: it holds such weights.
     """
-    weights = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
+    saved = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
+    weights = (name for name in saved if not name.endswith(_OF_TRAINING))
     if others := sorted(name for name in weights if name not in parameters):
         problem = (
             f"the model of {CONFIG}, num_layers {num_layers}, has no {few(others)}; only the program of a "

@@ -179,7 +179,8 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
 def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: CheckpointConfig) -> list[str]:
     """Return the names of buffers that the checkpoint lacks, and that keep their initial values.
 
-    A new run begins with them, and so did a run that resumed from a checkpoint of an earlier format.
+    A new run begins with them, and so does a run with other settings, such as another balance loss, or one
+    that resumes from a checkpoint of an earlier format.
 
     Raises:
         UserError: the run resumes from a checkpoint that would have them: its model had no such buffers.
@@ -190,7 +191,8 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
         if isinstance(each, ParameterShard) and each.is_buffer and each.tensor.numel()
         if name not in manifest.tensors
     )
-    can_begin = checkpoint.finetune or manifest.description["format"] < FIRST_WITH_BUFFERS
+    is_other_run = checkpoint.finetune or checkpoint.allow_settings_change
+    can_begin = is_other_run or manifest.description["format"] < FIRST_WITH_BUFFERS
     if missing and not can_begin:
         raise UserError(
             f"checkpoint {manifest.folder} lacks {few(missing)}, which this model has: register constants "

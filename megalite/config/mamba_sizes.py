@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-KERNEL = 4
-"""Tokens that the convolution before the recurrence sees; all published models have 4."""
-
 
 class MambaSizes(NamedTuple):
     """Holds the sizes of Mamba-2; the heads of a group share what writes to their states and reads them.
@@ -15,6 +12,7 @@ class MambaSizes(NamedTuple):
         state_dim: n, size of the state of each element of a head.
         head_dim: p, size of a head.
         num_groups, num_heads: numbers of groups and heads.
+        kernel: tokens that the convolution before the recurrence sees.
         min_time_step: smallest time step.
     """
 
@@ -22,6 +20,7 @@ class MambaSizes(NamedTuple):
     head_dim: int
     num_groups: int
     num_heads: int
+    kernel: int
     min_time_step: float
 
     @property
@@ -58,4 +57,4 @@ class MambaSizes(NamedTuple):
 
         The recurrence adds an outer product to the state, and reads the state.
         """
-        return 2 * self.width * self.state_dim + KERNEL * self.num_groups * self.num_mixed
+        return 2 * self.width * self.state_dim + self.kernel * self.num_groups * self.num_mixed

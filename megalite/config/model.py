@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.layer_kind import LayerKind, kind_of_layer
@@ -32,16 +32,18 @@ KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 RecurrentMixer = Literal["none", "gated_delta_net"]
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "relu", "squared_relu"]
+PlainActivation = Literal["gelu", "gelu_exact", "relu", "squared_relu"]
+GatedActivation = Literal["swiglu", "geglu", "geglu_exact", "quick_geglu", "reglu"]
+Activation = Literal[PlainActivation, GatedActivation]
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 RouterScores = Literal["softmax", "sigmoid"]
-LoadBalancing = Literal["seq_aux_loss", "none"]
+LoadBalancing = Literal["seq_aux_loss", "global_aux_loss", "aux_loss", "none"]
 DropPolicy = Literal["probs", "position"]
 AttentionBackend = Literal[
     "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
 ]
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "quick_geglu"})
+GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
@@ -52,7 +54,7 @@ _SCALED: dict[str, Any] = {
 }
 _GATED: dict[str, Any] = {
     "same_shapes": True,
-    "only_with": ("activation", ("swiglu", "geglu", "quick_geglu")),
+    "only_with": ("activation", GATED_ACTIVATIONS),
 }
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
@@ -270,12 +272,12 @@ class ModelConfig:
         default="gelu",
         metadata=option(
             sets={"--swiglu": "swiglu", "--quick-geglu": "quick_geglu", "--squared-relu": "squared_relu"},
-            same_shapes=("gelu", "gelu_exact", "relu", "squared_relu"),
+            same_shapes=get_args(PlainActivation),
             in_megatron=False,
         ),
     )
-    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma)
-    and quick_geglu (GPT-OSS) are gated."""
+    """Activation of the MLP. gelu is the tanh approximation, gelu_exact the erf form; swiglu, geglu (Gemma),
+    geglu_exact, quick_geglu (GPT-OSS) and reglu are gated."""
     activation_func_clamp_value: float | None = field(
         default=None, metadata=option(allowed=POSITIVE, **_GATED)
     )
@@ -325,6 +327,8 @@ class ModelConfig:
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
     add_output_bias: bool = field(default=False, metadata=option(in_megatron=False))
     """Add a bias to the logits, as GPT-J does. A BERT always does."""
+    clip_qkv: float | None = field(default=None, metadata=option(**_NUMBER))
+    """Bound queries, keys and values before rotary positions, after their norms (OLMoE)."""
     qk_layernorm: bool = False
     """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
     attention, normalize the latents."""
@@ -402,6 +406,10 @@ class ModelConfig:
     """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
     mamba_state_dim: int = field(default=128, metadata=option(**_MAMBA))
     """Size of the state of each element of a head of Mamba-2."""
+    mamba_conv_kernel: int = field(default=4, metadata=option(**_MAMBA))
+    """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
+    mamba_bias: bool = field(default=False, metadata=option(**{**_MAMBA, "allowed": None}))
+    """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
     mamba_min_time_step: float = field(default=0.0, metadata=option(**{**_MAMBA, "allowed": NOT_NEGATIVE}))
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
     mtp_num_layers: int = field(default=0, metadata=option(allowed=NOT_NEGATIVE, in_megatron=False))
@@ -436,9 +444,19 @@ class ModelConfig:
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
-    sums of their two highest scores (DeepSeek-V3)."""
+    sums of their --moe-router-group-scores highest scores (DeepSeek-V3)."""
     moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Number of groups of a token's experts."""
+    moe_router_group_scores: int = field(
+        default=2,
+        metadata=option(
+            allowed=SIZE,
+            same_shapes=True,
+            only_with=("moe_router_num_groups", ()),
+            in_megatron=False,
+        ),
+    )
+    """Number of a group's highest scores whose sum is the group's: 2 in DeepSeek-V3, 1 in DeepSeek-V2."""
     moe_router_topk_scaling_factor: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_ROUTER))
     """Factor of the weights of a token's experts."""
     moe_router_enable_expert_bias: bool = field(default=False, metadata=option(**_EXPERTS))
@@ -462,10 +480,10 @@ class ModelConfig:
     """Multiply the shared expert's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
     moe_router_load_balancing_type: LoadBalancing = field(
         default="seq_aux_loss",
-        metadata=option(choices={"aux_loss": "seq_aux_loss"}, on_resume=OnResume.SETTING, **_EXPERTS),
+        metadata=option(on_resume=OnResume.SETTING, **_EXPERTS),
     )
-    """Loss against uneven use of the experts: over each sample (seq_aux_loss), the same in any layout and at
-    any micro-batch size, or none."""
+    """Loss against uneven use of the experts: over each sample (seq_aux_loss), by the loads of the last
+    global batch (global_aux_loss), over each microbatch (aux_loss), or none."""
     moe_aux_loss_coeff: float = field(
         default=0.01, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )
@@ -590,8 +608,14 @@ class ModelConfig:
     def mamba(self) -> MambaSizes:
         """Return the sizes of layers with Mamba-2."""
         heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
-        groups, state = self.mamba_num_groups, self.mamba_state_dim
-        return MambaSizes(state, self.mamba_head_dim, groups, heads, self.mamba_min_time_step)
+        return MambaSizes(
+            self.mamba_state_dim,
+            self.mamba_head_dim,
+            self.mamba_num_groups,
+            heads,
+            self.mamba_conv_kernel,
+            self.mamba_min_time_step,
+        )
 
     @property
     def has_experts(self) -> bool:
@@ -643,6 +667,11 @@ class ModelConfig:
     def has_attention_output_bias(self) -> bool:
         """Return whether the output of attention has a bias."""
         return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def has_mamba_bias(self) -> bool:
+        """Return whether the projections of Mamba-2 have a bias."""
+        return self.add_bias_linear or self.mamba_bias
 
     @property
     def has_mlp_bias(self) -> bool:
@@ -698,6 +727,14 @@ class ModelConfig:
         if self.mup_base_width is None or self.mup_base_head_dim is None:
             return self.head_dim
         return self.head_dim**2 / self.mup_base_head_dim
+
+    @property
+    def stage_output_size(self) -> int:
+        """Return the features of each token that a pipeline stage sends to the next one.
+
+        These are the hidden states and, with --hidden-size-per-layer-input, the embeddings for all layers.
+        """
+        return self.hidden_size + self.num_layers * (self.hidden_size_per_layer_input or 0)
 
     @property
     def width_ratio(self) -> float:

@@ -54,6 +54,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "num_experts": model.num_experts if model.has_experts else None,
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "mamba_num_heads": model.mamba.num_heads,
+        "mamba_bias": model.has_mamba_bias,
         **_resolved_patterns(model),
         **dict.fromkeys(name for name in inactive_options(model) if name in fields),
         **({} if model.has_mamba else dict.fromkeys(MAMBA_OPTIONS)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
+from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType
 from megalite.config.flags import flags
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
@@ -16,7 +17,6 @@ GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["auto", "gloo", "nccl"]
 LayoutSource = Literal["auto", "manual"]
 ReshardAfterForward = Literal["default", "always", "never"]
-CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
 TpCommOverlapMethod = Literal["chunks", "symmetric_memory"]
 
 OVERLAP_CHUNKS = ((32768, 4), (8192, 2))
@@ -44,8 +44,8 @@ class ParallelConfig:
     context_parallel_size: int = field(default=1, metadata=flags("--cp"))
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
     cp_comm_type: CpCommType = "all_gather"
-    """How queries reach the keys of other ranks: gather keys and values (all_gather), exchange heads for
-    tokens (a2a), pass keys around a ring (p2p), or both (a2a+p2p)."""
+    """Let queries reach the keys of other ranks: gather keys and values (all_gather), exchange heads for
+    tokens (a2a), pass keys around a ring (p2p), or do both (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
     default, as many as a node of 8 GPUs holds, in 2 or more groups."""
@@ -181,26 +181,24 @@ class ParallelConfig:
         return self.pipeline_schedule
 
     @property
+    def context_way(self) -> ContextWay:
+        """Return how queries reach the keys of other context-parallel ranks."""
+        return CONTEXT_WAYS[self.cp_comm_type]
+
+    @property
     def cp_levels(self) -> tuple[int, int]:
         """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring."""
-        if self.cp_comm_type == "a2a+p2p":
+        if self.context_way.has_levels:
             given = self.hierarchical_context_parallel_sizes
-            heads = given[0] if given else self._neighbours
+            heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
-        return {"a2a": (self.cp, 1), "p2p": (1, self.cp)}.get(self.cp_comm_type, (1, 1))
+        way = self.context_way
+        return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
 
     @property
-    def _neighbours(self) -> int:
-        """Return the default number of ranks that exchange heads, if a ring passes through groups of them."""
-        fitting = (
-            n for n in range(2, self.cp // 2 + 1) if self.cp % n == 0 and n * self.tp <= _RANKS_PER_NODE
-        )
-        return max(fitting, default=1)
-
-    @property
-    def has_slice_of_queries(self) -> bool:
+    def gathers_keys(self) -> bool:
         """Return whether a rank's attention has some of the queries and all keys of a sample."""
-        return self.cp > 1 and self.cp_comm_type == "all_gather"
+        return self.cp > 1 and self.context_way.gathers_keys
 
     @property
     def planned_imbalance(self) -> float:
@@ -224,7 +222,7 @@ class ParallelConfig:
     @cached_property
     def mesh(self) -> MeshOptions:
         """Return the sizes of the axes and how the ranks communicate, as a `Topology` takes them."""
-        of_levels = self.cp_comm_type == "a2a+p2p" and self.cp > 1
+        of_levels = self.context_way.has_levels and self.cp > 1
         table = (*self.table, *[EXPERTS] * self.has_expert_axes, *[CONTEXT] * of_levels)
         axes = (axis for each in table for axis in each.axes if axis.field)
         sizes = {axis.name: getattr(self, axis.field) for axis in axes}
@@ -243,7 +241,7 @@ class ParallelConfig:
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
-            is_zigzag=self.has_ring,
+            is_zigzag=self.cp > 1 and self.context_way.is_zigzag,
             assigns_documents=self.has_ring and self.dynamic_context_parallel,
         )
 
@@ -306,3 +304,12 @@ class ParallelConfig:
         """Return whether the number of layers of the first or the last rank is set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return any(end is not None for end in ends)
+
+
+def num_neighbours(cp: int, most: int) -> int:
+    """Return how many context-parallel ranks exchange heads if groups of them form a ring.
+
+    Args:
+        most: most ranks that exchange heads: those of a node that cut the same heads.
+    """
+    return max((n for n in range(2, cp // 2 + 1) if cp % n == 0 and n <= most), default=1)

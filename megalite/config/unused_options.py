@@ -106,7 +106,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     if config.parallel.cp == 1:
         for name in ("cp_comm_type", "dynamic_context_parallel"):
             yield name, "there is one context-parallel rank (--cp 1)"
-    if (way := config.parallel.cp_comm_type) != "a2a+p2p" or config.parallel.cp == 1:
+    if not config.parallel.context_way.has_levels or config.parallel.cp == 1:
+        way = config.parallel.cp_comm_type
         reason = f"--cp-comm-type is {way}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:
@@ -131,6 +132,8 @@ def _model_reasons(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "moe_router_pre_softmax", f"--moe-router-score-function is {model.moe_router_score_function}"
     if model.moe_expert_capacity_factor is None:
         yield "moe_token_drop_policy", "experts drop no tokens: --moe-expert-capacity-factor is not set"
+    if model.add_bias_linear:
+        yield "mamba_bias", "every linear layer has a bias, without --disable-bias-linear"
     if model.multi_latent_attention:
         yield "kv_channels", "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim set the sizes of heads"
     if model.mtp_num_layers == 0:

@@ -22,13 +22,13 @@ def run_in_order(
         run: maps the microbatch and the previous stage's output to the output, on the ranks of each stage.
 
     Returns:
-        This rank's output. All stages but the last also send it to the next, as hidden states ``[s, b, h]``.
+        This rank's output. All stages but the last also send it to the next, ``[s, b, h]`` or wider.
     """
     pp, hidden = stage.context.topology.pp, None
     if not stage.is_first:
         b, s = microbatch.tokens.shape
         hidden = torch.empty(
-            (s, b, stage.config.hidden_size), dtype=stage.context.dtype, device=stage.context.device
+            (s, b, stage.config.stage_output_size), dtype=stage.context.dtype, device=stage.context.device
         )
         dist.recv(hidden, pp.ranks[pp.rank - 1], group=pp.group)
     output = run(microbatch, hidden)

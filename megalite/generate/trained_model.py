@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.convert.model_settings import parameters_of
+from megalite.checkpoint.convert.model_settings import parameters_of, without_training_buffers
 from megalite.checkpoint.full_tensors import check_averages, check_weights
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.selection import choose_checkpoint
@@ -235,7 +235,7 @@ def load_model(
     Raises:
         UserError: the weights belong to another model, or cannot be read. Every rank raises it.
     """
-    model = trained.config.model
+    model = without_training_buffers(trained.config.model)
     context = LayerContext(
         topology, DTYPES[model.params_dtype], has_weights=False, has_documents=not model.is_causal
     )

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from megalite.config import Config, ModelConfig, OptimizerConfig
 from megalite.config.flags import flag_of
+from megalite.config.model import round_up
 from megalite.config.model_flops import flops_per_token
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
@@ -194,7 +196,7 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
     heads_per_step = shared * config.parallel.tp
     step = model.hidden_size // model.num_attention_heads * heads_per_step
     if dimension == "depth":
-        layers, hidden = size, _round_up(size * model.hidden_size / model.num_layers, step)
+        layers, hidden = size, round_up(-(-size * model.hidden_size // model.num_layers), step)
     else:
         layers, hidden = model.num_layers, size
     if hidden % step:
@@ -204,7 +206,7 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
             + (f"{below} or {below + step}" if below else str(step))
         )
     heads = hidden // step * heads_per_step
-    factor, growth = model.embedding_multiplier, hidden / model.hidden_size
+    factor, growth = model.embedding_multiplier, Fraction(hidden, model.hidden_size)
     return replace(
         model,
         num_layers=layers,
@@ -247,14 +249,10 @@ def _scaled_optimizer(optimizer: OptimizerConfig, lr_factor: float, length: floa
     )
 
 
-def _scaled_ffn(width: int | None, growth: float) -> int | None:
-    return width if width is None or growth == 1 else _round_up(width * growth, _FFN_MULTIPLE)
+def _scaled_ffn(width: int | None, growth: Fraction) -> int | None:
+    return width if width is None or growth == 1 else round_up(math.ceil(width * growth), _FFN_MULTIPLE)
 
 
 def _scaled_groups(groups: int | None, heads: int, old_heads: int) -> int | None:
     """Return the number of key/value heads for this number of query heads; one remains one."""
     return groups if groups is None or groups == 1 else heads * groups // old_heads
-
-
-def _round_up(value: float, multiple: int) -> int:
-    return math.ceil(value / multiple - 1e-9) * multiple

@@ -8,6 +8,7 @@ every s is s/cp outside of the attention core.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,7 @@ class Attention(nn.Module):
         if self.kind.key_source is None:
             self.key_norm = build_head_norm(config, context, self.num_groups)
             self.value_norm = HeadRMSNorm(config.norm_epsilon) if config.value_layernorm else nn.Identity()
+        self.clip = _bounded_by(config.clip_qkv)
         self.complete = self._complete_of(self.kind)
         self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
 
@@ -124,13 +126,13 @@ class Attention(nn.Module):
 
     def _complete_all(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         *gate, k, v = others
-        return self.query_norm(q), *gate, self.key_norm(k), self.value_norm(v)
+        return *self._complete_queries(q, *gate), self.clip(self.key_norm(k)), self.clip(self.value_norm(v))
 
     def _complete_keys_as_values(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return self._complete_all(q, *others, others[-1])
 
     def _complete_queries(self, q: Tensor, *gate: Tensor) -> tuple[Tensor, ...]:
-        return self.query_norm(q), *gate
+        return self.clip(self.query_norm(q)), *gate
 
     @wrap_point
     def attend(
@@ -202,6 +204,15 @@ class Attention(nn.Module):
         first = member * self.local_heads
         of_queries = (heads.narrow(2, first, self.local_heads) for heads in parts[:num_query_parts])
         return *of_queries, *parts[num_query_parts:]
+
+
+def _bounded_by(bound: float | None) -> Callable[[Tensor], Tensor]:
+    """Return the function that limits the magnitude of each element."""
+    return _unbounded if bound is None else partial(torch.clamp, min=-bound, max=bound)
+
+
+def _unbounded(x: Tensor) -> Tensor:
+    return x
 
 
 def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:

@@ -24,6 +24,7 @@ from megalite.model.attention_block import FlashBlocks, PlainBlocks, TritonBlock
 from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
 from megalite.model.blockwise_attention import Blocking
 from megalite.model.flex_attention import FlexCore
+from megalite.model.gathered_attention import GatheredCore
 from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.torch_private import selected_attention
@@ -54,8 +55,7 @@ class Case:
         config = self.config
         has_window = any(kind.window is not None for kind in config.layer_kinds)
         has_distances = config.position_embedding_type == "alibi"
-        is_packed = self.context.has_documents or not config.is_causal
-        return has_window or has_distances or is_packed or self.has_slice_of_queries
+        return has_window or has_distances or self.context.has_documents or not config.is_causal
 
     @property
     def head_dim(self) -> int:
@@ -63,9 +63,9 @@ class Case:
         return self.config.widest_heads.head_dim
 
     @property
-    def has_slice_of_queries(self) -> bool:
-        """Return whether a rank has some of the queries and all keys."""
-        return self.context.attention_queries.count > 1
+    def has_blocks(self) -> bool:
+        """Return whether attention is computed in blocks, since a rank has slices of the queries."""
+        return self.context.has_ring or self.context.gathers_keys
 
 
 class Backend(NamedTuple):
@@ -88,6 +88,8 @@ def _sdpa(*kernels: SDPBackend) -> Backend:
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
         if context.has_ring:
             return RingCore(config, context, FlashBlocks())
+        if context.gathers_keys:
+            return GatheredCore(config, context, FlashBlocks())
         return SdpaCore(config, context, *by_speed(kernels, context.device))
 
     return Backend(build, partial(_sdpa_refusal, kernels), kernels)
@@ -105,7 +107,7 @@ def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPB
 
 
 def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    if case.context.has_ring and (reason := _blocks_refusal(kernels, case)):
+    if case.has_blocks and (reason := _blocks_refusal(kernels, case)):
         return reason
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
@@ -113,7 +115,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
         return _MAXIMA
     if case.config.attn_logit_softcapping is not None:
         return "it cannot cap scores (--attn-logit-softcapping)"
-    if case.config.softmax_type != "vanilla" and not case.context.has_ring:  # a ring adds sinks itself
+    if case.config.softmax_type != "vanilla" and not case.has_blocks:  # a merge adds sinks itself
         return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
         if case.config.value_dim != case.config.head_dim:
@@ -124,7 +126,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if any(_PROBES[kernel](_parameters(case), False) for kernel in kernels):
         return ""
     gpu = torch.cuda.get_device_name(case.context.device)
-    bias = ", ALiBi, a window, packed documents or a slice of the queries" if case.has_bias else ""
+    bias = ", ALiBi, a window or packed documents" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
         f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
@@ -132,14 +134,15 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
 
 
 def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
-    """Return why PyTorch's kernels do not compute the blocks of ring attention; empty if they do."""
+    """Return why PyTorch's kernels do not compute attention in blocks; empty if they do."""
+    need = f"in blocks, as --cp-comm-type {case.context.cp_comm_type} needs"
     if kernels != (_FLASH,):
-        return _RING
+        return f"it does not compute attention {need}"
     if case.has_bias:
-        return "in blocks, as ring attention needs, it has no ALiBi, windows or documents"
+        return f"{need}, it has no ALiBi, windows or documents"
     sizes = {case.config.for_kind(kind).head_dim for kind in case.config.head_kinds}
     if case.device != "cpu" and (any(size % 8 for size in sizes) or sizes != {case.config.value_dim}):
-        return "in blocks, as ring attention needs, its heads have a multiple of 8 elements, all the same"
+        return f"{need}, its heads have a multiple of 8 elements, all the same"
     return ""
 
 
@@ -156,7 +159,6 @@ _PROBES = {
     _EFFICIENT: torch.backends.cuda.can_use_efficient_attention,
 }
 _KERNEL_NAMES = {_FLASH: "FlashAttention 2", _CUDNN: "cuDNN", _EFFICIENT: "memory-efficient attention"}
-_RING = "it does not compute attention in blocks, as ring attention needs"
 _MAXIMA = "it does not return the largest scores, which --qk-clip needs"
 _EQUAL_SIZES = "values of the size of keys, which --v-head-dim sets"
 _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
@@ -168,15 +170,14 @@ def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     heads = config.num_attention_heads // context.attention_heads.count
     groups = max(1, config.num_kv_heads // context.attention_heads.count)
     s, d = config.seq_length, config.head_dim
-    m = s // context.attention_queries.count  # queries
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
-    q, k = one.expand(1, heads, m, d), one.expand(1, groups, s, d)
+    q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
     v = (
         k
         if config.value_dim == d
         else one.new_empty(config.value_dim, requires_grad=True).expand(1, groups, s, -1)
     )
-    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, m, s)
+    mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
     return q, k, v, mask if case.has_bias else None
 
 
@@ -205,9 +206,7 @@ def cudnn_version(number: int) -> str:
 
 
 def _flex_refusal(case: Case) -> str:
-    if case.context.has_ring:
-        return _RING
-    if case.has_slice_of_queries:
+    if case.has_blocks:
         return "FlexAttention needs the queries of all positions, which --cp-comm-type a2a gives it"
     if case.config.attention_dropout > 0.0:
         return _DROPOUT
@@ -283,7 +282,7 @@ def preference(case: Case) -> tuple[str, ...]:
     these kernels need a bias in memory; our Triton kernel does not. FlexAttention is not included until it
     is measured. Device meta is treated as a GPU.
     """
-    if case.context.has_ring:
+    if case.context.has_ring or (case.context.gathers_keys and case.device != "cpu"):
         return "flash", "triton", "unfused"
     if case.device == "cpu":
         is_long = case.config.seq_length >= _LONG_WITH_BIAS
@@ -324,6 +323,7 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
+    assert context.topology.positions.is_zigzag or not context.gathers_keys, "gathered keys are in order"
     case = Case(config, context)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)

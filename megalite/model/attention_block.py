@@ -4,19 +4,19 @@ The softmax of a block is over its own keys. Each query's logarithm of the sum o
 the block has in the whole, so the results of several blocks are merged exactly (Milakov and Gimelshein 2018).
 
 Shapes: b microbatch, n query heads, g key/value heads, r = n/g, m queries and e keys of a block, d head size,
-d' size of values.
+d' size of values. A rank has t queries, and u keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels import CausalSoftmax
+from megalite.kernels import CausalSoftmax, add_sinks_, sinks_gradient
 from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.kernels.dropout import dropout
 from megalite.model.blockwise_attention import Blocking
@@ -230,6 +230,53 @@ class TritonBlocks:
         attention = AttentionToKeys(queries, keys, values, softmax, block.queries.start, block.keys.start)
         grad_q, grad_k, grad_v = attention.backward(grad, out, whole.log_sums.contiguous())
         return grad_q[..., : q.shape[3]], grad_k[..., : k.shape[3]], grad_v[..., : v.shape[3]]
+
+
+class BlockPlan(Protocol):
+    """Interface of what computes a rank's blocks, and merges their results."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output ``[b, n, t, d']`` without sinks and the logarithms of the sums, at least fp32.
+
+        Args:
+            q, k, v: ``[b, n, t, d]``, ``[b, g, u, d]`` and ``[b, g, u, d']``.
+        """
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values.
+
+        Args:
+            whole: attention of these queries with all keys.
+        """
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, sinks: Tensor | None) -> Tensor:
+    """Compute attention in the blocks of a plan, with sinks ``[n]`` if there are some, ``[b, n, t, d']``."""
+    out: Tensor = _AttentionInBlocks.apply(q, k, v, plan, sinks)
+    return out
+
+
+class _AttentionInBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, sinks: Tensor | None) -> Tensor:
+        out, log_sums = plan.forward(q, k, v)
+        if sinks is not None:
+            add_sinks_(out, log_sums, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums, *(() if sinks is None else (sinks,)))
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (q, k, v, out, log_sums, *of_sinks) = grads, ctx.saved_tensors
+        grad_sinks = None
+        if of_sinks and ctx.needs_input_grad[4]:
+            grad_sinks = sinks_gradient(grad, out, log_sums, of_sinks[0])
+        whole = MergedAttention(grad, out, log_sums, (grad.to(log_sums.dtype) * out).sum(-1))
+        return *ctx.plan.backward(q, k, v, whole), None, grad_sinks
 
 
 def _of_one_size(*heads: Tensor) -> list[Tensor]:

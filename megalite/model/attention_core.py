@@ -109,7 +109,7 @@ class AttentionCore(ABC):
         self.rotations = build_rotations(config, context)
         self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
-        self.own_positions, self.own_queries = context.topology.positions, context.attention_queries
+        self.own_positions = context.topology.positions
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
@@ -138,12 +138,6 @@ class AttentionCore(ABC):
             return self.own_positions.take(self.query_scale.table(seq_length), dim=0)
         return self.query_scale.compute(position_ids)
 
-    def queries(self, s: int) -> range:
-        """Return the positions of the queries that attend on this rank."""
-        num_queries = s // self.own_queries.count
-        first = self.own_queries.index * num_queries
-        return range(first, first + num_queries)
-
     def visible_keys(
         self, shape: Sequence[int], document_ids: Tensor | None, windows: Iterable[int | None]
     ) -> dict[int | None, VisibleKeys]:
@@ -158,7 +152,6 @@ class AttentionCore(ABC):
         if document_ids is None:
             return {window: self.in_whole_sample(s, window).expand(b) for window in windows}
         documents = VisibleKeys.in_documents(document_ids, is_causal=self.config.is_causal)
-        documents = documents._replace(first=self.queries(s).start)
         return {
             window: self.translate(documents.within(window, s, document_ids.device), s) for window in windows
         }
@@ -167,7 +160,7 @@ class AttentionCore(ABC):
         """Return the keys of the queries of one sample without documents, computed at the first call."""
         assert self.config.is_causal, "bidirectional attention must know the padding"
         if (s, window) not in self._whole:
-            whole = VisibleKeys(first=self.queries(s).start).within(window, s, self.context.device)
+            whole = VisibleKeys().within(window, s, self.context.device)
             self._whole[s, window] = self.translate(whole, s)
         return self._whole[s, window]
 
@@ -237,13 +230,9 @@ class SdpaCore(AttentionCore):
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
         """Return the keys as a bias, unless they are those of all queries in causal attention."""
         is_causal = visible.starts is None and visible.ends is None
-        queries = self.queries(s)
-        if is_causal and not self.has_bias and len(queries) == s:
+        if is_causal and not self.has_bias:
             return visible
-        bias = self._bias(visible, s, queries)
-        if visible.ends is None and queries.stop < s:
-            bias = bias[..., : queries.stop].contiguous()  # no query sees a later key
-        return VisibleKeys(bias=bias)
+        return VisibleKeys(bias=self._bias(visible, s, range(s)))
 
     def _bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
         """Return the bias of these queries, ``[b or 1, n or 1, m, s]``."""
@@ -269,16 +258,13 @@ class SdpaCore(AttentionCore):
         """Compute attention; see `LayerCore`."""
         assert drop.p == 0.0, "this backend does not support dropout of attention weights"
         assert sinks is None, "this backend does not support sinks"
-        bias = visible.bias
-        if bias is not None and bias.shape[-1] < k.shape[2]:
-            k, v = k[:, :, : bias.shape[-1]], v[:, :, : bias.shape[-1]]
         with self.kernels():
             return F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=bias,
-                is_causal=bias is None,
+                attn_mask=visible.bias,
+                is_causal=visible.bias is None,
                 scale=self.scales[q.shape[-1]],
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -330,6 +316,22 @@ class SoftmaxCore(AttentionCore):
         """Return the softmax of the scores of queries ``[b, n, m, d]`` with keys ``[b, g', s, d]``."""
         return CausalSoftmax(k.shape[2], self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
 
+    def in_slices(
+        self, q: Tensor, softmax: CausalSoftmax, attend: Callable[[Tensor, CausalSoftmax], Tensor]
+    ) -> Tensor:
+        """Compute attention of each slice of the rank's queries ``[b, n, m, d]``, if it has slices.
+
+        Args:
+            attend: maps consecutive queries, the first of which is at `VisibleKeys.first`, to their output.
+        """
+        if not self.context.gathers_keys:
+            return attend(q, softmax)
+        runs = self.own_positions.runs(q.shape[2])
+        slices = zip(q.split([len(run) for run in runs], dim=2), runs, strict=True)
+        visible = softmax.visible
+        outs = (attend(x, softmax._replace(visible=visible._replace(first=run.start))) for x, run in slices)
+        return torch.cat([x.permute(2, 0, 1, 3) for x in outs]).permute(1, 2, 0, 3)  # tokens outermost
+
 
 class UnfusedCore(SoftmaxCore):
     """Computes attention block by block; supports all positions, head sizes, dtypes, devices and dropout."""
@@ -366,11 +368,14 @@ class UnfusedCore(SoftmaxCore):
         largest: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, and raise the `largest` scores of the heads, ``[n]``; see `LayerCore`."""
-        softmax = self.softmax(k, visible, drop)
-        if torch.compiler.is_compiling():
-            return traced_attention(q, k, v, softmax, self.blocking, sinks)
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, softmax, self.blocking, largest, sinks)
-        return out
+
+        def of_slice(queries: Tensor, softmax: CausalSoftmax) -> Tensor:
+            if torch.compiler.is_compiling():
+                return traced_attention(queries, k, v, softmax, self.blocking, sinks)
+            out: Tensor = _BlockwiseAttention.apply(queries, k, v, softmax, self.blocking, largest, sinks)
+            return out
+
+        return self.in_slices(q, self.softmax(k, visible, drop), of_slice)
 
 
 class MeasuredCore:
@@ -424,7 +429,9 @@ class TritonCore(SoftmaxCore):
     ) -> Tensor:
         """Compute attention; see `LayerCore`."""
         softmax, size = self.softmax(k, visible, drop), v.shape[3]
-        if size == k.shape[3]:
-            return flash_attention(q, k, v, softmax, sinks)
-        q, k, v = (F.pad(x, (0, max(size, k.shape[3]) - x.shape[3])) for x in (q, k, v))
-        return flash_attention(q, k, v, softmax, sinks)[..., :size]
+        if size != k.shape[3]:
+            q, k, v = (F.pad(x, (0, max(size, k.shape[3]) - x.shape[3])) for x in (q, k, v))
+        out = self.in_slices(
+            q, softmax, lambda queries, of_slice: flash_attention(queries, k, v, of_slice, sinks)
+        )
+        return out if size == out.shape[3] else out[..., :size]

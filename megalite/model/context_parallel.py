@@ -39,11 +39,14 @@ class KeyAccess(NamedTuple):
 
 
 def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
-    """Return the rank's queries with all keys and values ``[s, b, g, d]``; backward reduce-scatters."""
+    """Return the rank's queries with all keys and values ``[s, b, g, d]``, in the order of positions.
+
+    Backward reduce-scatters the gradients of keys and values.
+    """
     if cp.size == 1:
         return q, k, v
-    sizes = k.shape[3], v.shape[3]
-    k, v = gather_from_sequence_parallel(torch.cat((k, v), dim=3), cp).split(sizes, dim=3)
+    gathered = gather_from_sequence_parallel(torch.cat((k, v), dim=3), cp)
+    k, v = _order_of_ranks(cp).in_position_order(gathered).split((k.shape[3], v.shape[3]), dim=3)
     return q, k, v
 
 
@@ -79,18 +82,18 @@ def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
 
 def exchange_slices_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
     """Return what `exchange_tokens_for_heads` returns, with zigzag slices in the order of positions."""
-    order = _order_of_neighbours(cp)
+    order = _order_of_ranks(cp)
     q, k, v = (order.in_position_order(x) for x in exchange_tokens_for_heads(q, k, v, cp))
     return q, k, v
 
 
 def exchange_heads_for_slices(y: Tensor, cp: Axis) -> Tensor:
     """Return the rank's two slices of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
-    return exchange_heads_for_tokens(_order_of_neighbours(cp).in_rank_order(y), cp)
+    return exchange_heads_for_tokens(_order_of_ranks(cp).in_rank_order(y), cp)
 
 
-def _order_of_neighbours(cp: Axis) -> HeldPositions:
-    """Return the positions of neighbours' slices among those that they hold together.
+def _order_of_ranks(cp: Axis) -> HeldPositions:
+    """Return the positions of a rank's slices among those that the ranks hold together.
 
     In a sample, the first slices of neighbours follow each other, and their last ones follow in reverse.
     """

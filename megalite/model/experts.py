@@ -73,12 +73,15 @@ class Router(nn.Module):
 
     Attributes:
         expert_bias: ``[e]``, added to the scores that select experts; None without it.
+        expert_loads: ``[e]``, the parts of the last global batch's choices that the experts had, by which the
+            balance loss weighs them; None with another balance loss.
         num_tokens: ``[e]``, how often each expert was selected in the iteration, on this rank.
         statistics: counts the tokens of the iteration for the log; None if it is not due.
         choice_observer: records or replaces the experts of tokens; None in a usual run.
     """
 
     expert_bias: Tensor | None
+    expert_loads: Tensor | None
 
     def __init__(self, config: ModelConfig, context: LayerContext, layer: int = 0) -> None:
         super().__init__()
@@ -97,10 +100,19 @@ class Router(nn.Module):
         has_bias = config.moe_router_enable_expert_bias
         bias = new_buffer(torch.zeros(self.num_experts, dtype=wide), context) if has_bias else None
         self.register_buffer("expert_bias", bias)
+        even = torch.full((self.num_experts,), 1 / self.num_experts, dtype=wide)
+        is_global = config.moe_router_load_balancing_type == "global_aux_loss"
+        has_loads = is_global and BALANCE_LOSS in self.term_names
+        self.register_buffer("expert_loads", new_buffer(even, context) if has_loads else None)
         self.num_tokens = torch.zeros(self.num_experts, dtype=torch.int64, device=context.device)
         self.random_key = site_key(context.seed, "moe_router_force_load_balancing")
         self.statistics: RoutingStatistics | None = None
         self.choice_observer: ChoiceObserver | None = None
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Return whether `ExpertBalance` changes a buffer of this router after an update."""
+        return self.expert_bias is not None or self.expert_loads is not None
 
     def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
@@ -182,7 +194,7 @@ class Router(nn.Module):
     def _ranking(self, logits: Tensor, scores: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return numbers ``[s, b, e]`` in the order of the experts: -inf for those of other groups.
 
-        A group's score is the sum of its two highest (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+        A group's score is the sum of its highest ones: two in DeepSeek-V3 (DeepSeek-AI 2024, section 2.1.2).
         """
         num_groups, num_selected = self.config.moe_router_num_groups, self.config.moe_router_group_topk
         if self.config.moe_router_force_load_balancing and self.training:
@@ -192,7 +204,8 @@ class Router(nn.Module):
         if num_groups is None or num_selected is None:
             return logits
         by_group = scores.unflatten(-1, (num_groups, -1))  # [s, b, groups, e / groups]
-        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+        num_summed = min(self.config.moe_router_group_scores, by_group.shape[-1])
+        of_groups = by_group.topk(num_summed, dim=-1).values.sum(-1)
         is_other = torch.ones_like(of_groups, dtype=torch.bool)
         is_other.scatter_(-1, highest(of_groups, num_selected), False)
         return by_group.masked_fill(is_other.unsqueeze(-1), -torch.inf).flatten(-2)
@@ -212,30 +225,37 @@ class Router(nn.Module):
         return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
 
     def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
-        """Return the balance loss of the samples, summed over the microbatch's tokens.
+        """Return the balance loss, summed over the microbatch's tokens.
 
-        The loss of a sample is ``e sum_i f_i p_i``: f_i is the part of its rows that expert i has, p_i the
-        mean of the router's share for it. It is 1 if all experts are used alike, and at most e. A sample's
-        loss needs no other samples, so it does not depend on the layout (DeepSeek-AI 2024, section 2.1.2).
+        It is ``e sum_i f_i p_i``: f_i is the part of the choices that expert i has, and p_i the mean of the
+        router's share for it (Fedus et al. 2022). It is 1 if all experts are used alike, and at most e.
+
+        - seq_aux_loss: f and p of each sample (DeepSeek-AI 2024, section 2.1.2).
+        - global_aux_loss: p of each token, f of the last global batch, which is a constant.
+        - aux_loss: f and p of each microbatch, so that the loss depends on its size.
 
         Args:
             shares: ``[s, b, e]``, which add up to 1 over the experts.
             experts: ``[s, b, k]``.
         """
+        if self.expert_loads is not None:
+            return self._over_tokens((shares * self.expert_loads).sum() * self.num_experts)
         selected = experts.transpose(0, 1).flatten(1)  # [b, s k]
-        counts = self._counts(selected).to(shares.dtype)  # [b, e]
+        counts, sums = self._counts(selected).to(shares.dtype), shares.sum(0)  # [b, e]
+        if self.config.moe_router_load_balancing_type == "aux_loss":
+            counts, sums = counts.sum(0, keepdim=True), sums.sum(0, keepdim=True)  # [1, e]
         axes = self.context.sequence_axes
         if axes:
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
-        num_rows = counts.sum(1, keepdim=True)  # [b, 1]
-        return self._over_tokens((shares.sum(0) * counts / num_rows).sum() * self.num_experts)
+        num_rows = counts.sum(1, keepdim=True)
+        return self._over_tokens((sums * counts / num_rows).sum() * self.num_experts)
 
     def _count(self, experts: Tensor, scores: Tensor) -> None:
-        """Count the tokens of a microbatch, for the update of the bias and for the log."""
-        if self.expert_bias is None and self.statistics is None:
+        """Count the tokens of a microbatch, for `ExpertBalance` and for the log."""
+        if not self.is_adjusted and self.statistics is None:
             return
         counts = self._counts(experts.flatten())
-        if self.expert_bias is not None and not self.config.moe_router_force_load_balancing:
+        if self.is_adjusted and not self.config.moe_router_force_load_balancing:
             self.num_tokens += counts
         if self.statistics is not None:
             self.statistics.add(counts, scores)

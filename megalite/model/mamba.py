@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.mamba_sizes import KERNEL, MambaSizes
+from megalite.config.mamba_sizes import MambaSizes
 from megalite.kernels import recurrence_problem
 from megalite.model.attention_core import Core
 from megalite.model.positions import PositionInfo
@@ -49,7 +49,7 @@ class Mamba(RecurrentMixer):
         self.saved = core.recurrent_state(layer)
         heads = sizes.state_dim, sizes.head_dim
         self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
-        h, bias, std = config.hidden_size, config.add_bias_linear, config.init_method_std
+        h, bias, std = config.hidden_size, config.has_mamba_bias, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
             sizes.num_groups * sum(sizes.group_rows),
@@ -58,9 +58,9 @@ class Mamba(RecurrentMixer):
             std=std,
             fused_rows=sizes.group_rows,
         )
-        std_of_torch = 1.0 / math.sqrt(3 * KERNEL)
+        std_of_torch = 1.0 / math.sqrt(3 * sizes.kernel)
         channels = sizes.num_groups * sizes.num_mixed
-        self.convolution = ShortConvolution(channels, KERNEL, std_of_torch, context, bias=True)
+        self.convolution = ShortConvolution(channels, sizes.kernel, std_of_torch, context, bias=True)
         rates, steps = initial_rates(sizes), initial_time_steps(sizes)
         self.A_log = _of_heads(rates.log(), context)  # [n/tp]
         self.dt_bias = _of_heads(steps + (-(-steps).expm1()).log(), context)  # [n/tp], softplus gives steps

@@ -49,7 +49,9 @@ def quick_gelu(x: Tensor) -> Tensor:
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": partial(F.gelu, approximate="tanh"),
+    "geglu_exact": F.gelu,
     "quick_geglu": quick_gelu,
+    "reglu": F.relu,
 }
 """Functions of the gate in gated activations (Shazeer 2020)."""
 

@@ -1,7 +1,7 @@
 """Embeddings for each layer: a layer adds an embedding of its own of each token (Gemma 4 E2B and E4B).
 
 `EmbeddingForLayers` looks up the columns of all layers at once, and each layer adds its own ones through an
-`EmbeddingGate`.
+`EmbeddingGate`. Pipeline stages pass all columns on beside the hidden states.
 
 Shapes: s sequence, b microbatch, h hidden size, l layers, e size of a layer's own embedding, tp = tp.size.
 With sequence parallelism every s is s/tp.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
@@ -39,6 +40,21 @@ class Embedded(NamedTuple):
     def of(output: Tensor | Embedded) -> Embedded:
         """Return the output of any embedding."""
         return output if isinstance(output, Embedded) else Embedded(output)
+
+
+def joined_message(output: Embedded) -> Tensor:
+    """Return hidden states and embeddings for all layers as one tensor, ``[s, b, h + l e]``.
+
+    Every stage sends the embeddings for all layers, so that all messages have one shape.
+    """
+    return torch.cat((output.hidden, *(x for inputs in output.layer_inputs for x in inputs)), dim=-1)
+
+
+def split_message(message: Tensor, num_layers: int, size: int) -> Embedded:
+    """Return the parts of a message, ``[s, b, h + l e]``."""
+    width = num_layers * size
+    hidden, embeddings = message.split((message.shape[-1] - width, width), dim=-1)
+    return Embedded(hidden, (embeddings.unflatten(-1, (num_layers, size)).unbind(2),))
 
 
 class EmbeddingForLayers(Embedding):

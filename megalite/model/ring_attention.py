@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
 from megalite.distributed.held_positions import HeldPositions, positions_in
 from megalite.document_assignment import Assignment, DocumentRun
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.visible_keys import document_starts
 from megalite.microbatch import Microbatch
-from megalite.model.attention_block import Block, Blocks, MergedAttention, merge_
+from megalite.model.attention_block import Block, Blocks, MergedAttention, attend_in_blocks, merge_
 from megalite.model.attention_core import SoftmaxCore
 from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -144,13 +144,14 @@ def _sees(queries: range, keys: range, window: int | None, is_causal: bool) -> b
 
 
 class Ring(NamedTuple):
-    """Holds the arguments of ring attention besides tensors.
+    """Computes the blocks of ring attention.
 
     Attributes:
-        held: positions of each rank.
+        axis: the ranks that form the ring.
+        held: positions of each of them.
     """
 
-    cp: Axis
+    axis: Axis
     held: Assignment
     softmax: CausalSoftmax
     blocks: Blocks
@@ -159,12 +160,12 @@ class Ring(NamedTuple):
     def steps(self) -> tuple[RingStep, ...]:
         """Return the steps of this rank."""
         visible = self.softmax.visible
-        return ring_steps(self.held, self.cp.rank, visible.window, visible.ends is None)
+        return ring_steps(self.held, self.axis.rank, visible.window, visible.ends is None)
 
     @property
     def runs(self) -> list[range]:
         """Return the positions of this rank's slices."""
-        return [run.positions for run in self.held.ranks[self.cp.rank]]
+        return [run.positions for run in self.held.ranks[self.axis.rank]]
 
     @property
     def rows(self) -> list[slice]:
@@ -198,9 +199,53 @@ class Ring(NamedTuple):
                 packed = _packed(_tokens_of(k, rows), _tokens_of(v, rows))
                 num_tokens = sum(len(following.positions[number]) for number in following.received)
                 pending = start_shift(
-                    packed, num_tokens * of_token, following.distance, self.cp, of="keys and values"
+                    packed, num_tokens * of_token, following.distance, self.axis, of="keys and values"
                 )
             yield step, arrived
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the blocks of all steps; see `BlockPlan`."""
+        results: dict[int, tuple[Tensor, Tensor]] = {}  # of each slice of queries
+        for step, (keys, values) in self.arriving(k, v):
+            for slices, rows, columns, block in self.calls(step):
+                found = self.blocks.forward(
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns], block, self.softmax
+                )
+                lengths = [len(self.runs[i]) for i in slices]
+                parts = zip(*(x.split(lengths, dim=2) for x in found), strict=True)
+                for i, result in zip(slices, parts, strict=True):
+                    if i in results:
+                        merge_(*results[i], *result)
+                    else:
+                        results[i] = result
+        outs, log_sums = zip(*(results[i] for i in sorted(results)), strict=True)
+        return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of this rank's queries, keys and values; see `BlockPlan`."""
+        wide = whole.log_sums.dtype
+        grad_q, *own = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+        returning: tuple[list[slice], Pending] | None = None
+        for step, (keys, values) in self.arriving(k, v):
+            of_step = [torch.zeros_like(x, dtype=wide) for x in (keys, values)] if step.distance else own
+            for _, rows, columns, block in self.calls(step):
+                found = self.blocks.backward(
+                    q[:, :, rows],
+                    keys[:, :, columns],
+                    values[:, :, columns],
+                    whole.rows(rows),
+                    block,
+                    self.softmax,
+                )
+                grad_q[:, :, rows] += found[0]
+                for total, more in zip(of_step, found[1:], strict=True):
+                    total[:, :, columns] += more
+            _add_returned(returning, own)
+            returning = _start_return(of_step, step, k, self) if step.distance else None
+        _add_returned(returning, own)
+        return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
 
 def _slices_of_runs(runs: Sequence[range]) -> list[slice]:
@@ -240,74 +285,6 @@ def _unpacked(flat: Tensor, k: Tensor, sizes: tuple[int, int]) -> tuple[Tensor, 
     return keys, values
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, sinks: Tensor | None) -> Tensor:
-        out, log_sums = _forward(q, k, v, ring)
-        if sinks is not None:
-            add_sinks_(out, log_sums, sinks)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_sums, *(() if sinks is None else (sinks,)))
-        ctx.ring = ring
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (q, k, v, out, log_sums, *of_sinks) = grads, ctx.saved_tensors
-        grad_sinks = None
-        if of_sinks and ctx.needs_input_grad[4]:
-            grad_sinks = sinks_gradient(grad, out, log_sums, of_sinks[0])
-        return *_backward(grad, q, k, v, out, log_sums, ctx.ring), None, grad_sinks
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-    """Return the output ``[b, n, s/cp, d']`` without sinks and the logarithms of the sums, at least fp32."""
-    results: dict[int, tuple[Tensor, Tensor]] = {}  # of each slice of queries
-    for step, (keys, values) in ring.arriving(k, v):
-        for slices, rows, columns, block in ring.calls(step):
-            found = ring.blocks.forward(
-                q[:, :, rows], keys[:, :, columns], values[:, :, columns], block, ring.softmax
-            )
-            lengths = [len(ring.runs[i]) for i in slices]
-            parts = zip(*(x.split(lengths, dim=2) for x in found), strict=True)
-            for i, result in zip(slices, parts, strict=True):
-                if i in results:
-                    merge_(*results[i], *result)
-                else:
-                    results[i] = result
-    outs, log_sums = zip(*(results[i] for i in sorted(results)), strict=True)
-    return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ring: Ring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's queries, keys and values."""
-    whole = MergedAttention(grad, out, log_sums, (grad.to(log_sums.dtype) * out).sum(-1))
-    grad_q, *own = (torch.zeros_like(x, dtype=log_sums.dtype) for x in (q, k, v))
-    returning: tuple[list[slice], Pending] | None = None
-    for step, (keys, values) in ring.arriving(k, v):
-        of_step = (
-            [torch.zeros_like(x, dtype=log_sums.dtype) for x in (keys, values)] if step.distance else own
-        )
-        for _, rows, columns, block in ring.calls(step):
-            found = ring.blocks.backward(
-                q[:, :, rows],
-                keys[:, :, columns],
-                values[:, :, columns],
-                whole.rows(rows),
-                block,
-                ring.softmax,
-            )
-            grad_q[:, :, rows] += found[0]
-            for total, more in zip(of_step, found[1:], strict=True):
-                total[:, :, columns] += more
-        _add_returned(returning, own)
-        returning = _start_return(of_step, step, k, ring) if step.distance else None
-    _add_returned(returning, own)
-    return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
-
-
 def _start_return(
     gradients: Sequence[Tensor], step: RingStep, k: Tensor, ring: Ring
 ) -> tuple[list[slice], Pending]:
@@ -320,7 +297,9 @@ def _start_return(
     sent = [ring.rows[number] for number in step.sent]
     num_tokens = sum(rows.stop - rows.start for rows in sent)
     num_elements = k.shape[:2].numel() * num_tokens * sum(x.shape[3] for x in gradients)
-    return sent, start_shift(packed, num_elements, -step.distance, ring.cp, of="gradients of keys and values")
+    return sent, start_shift(
+        packed, num_elements, -step.distance, ring.axis, of="gradients of keys and values"
+    )
 
 
 def _add_returned(returning: tuple[list[slice], Pending] | None, own: Sequence[Tensor]) -> None:
@@ -392,8 +371,7 @@ class RingCore(SoftmaxCore):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Assignment, sinks: Tensor | None
     ) -> Tensor:
-        out: Tensor = _RingAttention.apply(q, k, v, Ring(self.ring, held, softmax, self.blocks), sinks)
-        return out
+        return attend_in_blocks(q, k, v, Ring(self.ring, held, softmax, self.blocks), sinks)
 
 
 def _of_sample(softmax: CausalSoftmax, index: int) -> CausalSoftmax:

@@ -235,15 +235,25 @@ class Stage(nn.Module, ABC):
         return WithTerms(None, add_terms(terms, of_losses))
 
     def hidden_and_terms(self, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, Terms]:
-        """Return the output of this stage's last layer, and the terms of the loss that layers compute."""
-        x, more_inputs = Embedded.of(self.embedding(microbatch) if hidden is None else hidden)
-        result: tuple[Tensor, Terms] = self.run_layers(
-            [*self.layers.values()], x, *self.layer_inputs(microbatch), *more_inputs
-        )
-        return result
+        """Return what the next stage or the head reads, and the terms of the loss that layers compute."""
+        x, more_inputs = self.inputs_of_layers(microbatch, hidden)
+        x, terms = self.run_layers([*self.layers.values()], x, *self.layer_inputs(microbatch), *more_inputs)
+        return x if self.is_last else self.to_send(x, more_inputs), terms
+
+    def inputs_of_layers(self, microbatch: Microbatch, hidden: Tensor | None) -> Embedded:
+        """Return the first layer's inputs, from the embedding or from the previous stage."""
+        return Embedded.of(self.embedding(microbatch)) if hidden is None else self.received(hidden)
+
+    def received(self, message: Tensor) -> Embedded:
+        """Return the first layer's inputs from the previous stage's output, ``[s, b, h]`` or wider."""
+        return Embedded(message)
+
+    def to_send(self, x: Tensor, more_inputs: tuple[Sequence[Tensor], ...]) -> Tensor:
+        """Return what the next stage receives: the last layer's output, and inputs of later layers."""
+        return x
 
     def hidden_states(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
-        """Return the output of this stage's last layer, ``[s, b, h]``."""
+        """Return the output of this stage's last layer, ``[s, b, h]``, or what the next stage receives."""
         return self.hidden_and_terms(microbatch, hidden)[0]
 
     def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

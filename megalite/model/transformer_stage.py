@@ -6,7 +6,7 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,12 @@ from megalite.model.head import OutputLayer
 from megalite.model.layer import OwnEmbeddingLayer, TransformerLayer, layer_class
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names
 from megalite.model.norm import build_norm
-from megalite.model.per_layer_embedding import EmbeddingForLayers
+from megalite.model.per_layer_embedding import (
+    Embedded,
+    EmbeddingForLayers,
+    joined_message,
+    split_message,
+)
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -72,6 +77,15 @@ class TransformerStage(Stage):
             return inputs
         *common, embeddings = inputs
         return *common, embeddings[layer.number]
+
+    def received(self, message: Tensor) -> Embedded:
+        """Return the first layer's inputs; a message also has the embeddings for all layers, if there are."""
+        num_layers, size = self.config.num_layers, self.config.hidden_size_per_layer_input
+        return Embedded(message) if size is None else split_message(message, num_layers, size)
+
+    def to_send(self, x: Tensor, more_inputs: tuple[Sequence[Tensor], ...]) -> Tensor:
+        """Return the last layer's output, with the embeddings for all layers beside it, if there are."""
+        return joined_message(Embedded(x, more_inputs)) if more_inputs else x
 
     def key_source(self, layer: nn.Module) -> int | None:
         """Return the number of the layer whose keys and values a layer attends to; None for its own."""

@@ -320,7 +320,7 @@ def _nothing_fits(
         reasons = "; ".join(text for text, _ in found.rejected.most_common(NUM_NEAREST))
         yield f"training rejects every layout of {ranks}: {reasons or 'none is possible'}"
     for plan in nearest:
-        memory = max(plan.memories, key=lambda each: each.total)
+        memory = plan.largest_memory
         sizes = sorted(memory._asdict().items(), key=lambda item: -item[1])[:2]
         parts = ", ".join(f"{_gb(size)} are {kind}" for kind, size in sizes)
         lacking = _gb(plan.memory_bytes - available)

@@ -18,6 +18,7 @@ from megalite.plan.rank_memory import (
     activation_parts,
     choose_gathering,
     host_activations,
+    largest_memory,
     rank_memories,
 )
 from megalite.plan.units import whole_model
@@ -60,9 +61,14 @@ class RunPlan:
         return rank_memories(self.run)
 
     @cached_property
-    def memory_bytes(self) -> float:
+    def largest_memory(self) -> RankMemory:
         """Return the memory of the largest rank."""
-        return max(memory.total for memory in self.memories)
+        return largest_memory(self.run)
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Return the bytes of the largest rank."""
+        return self.largest_memory.total
 
     @cached_property
     def host_bytes(self) -> float:

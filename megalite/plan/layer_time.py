@@ -102,6 +102,10 @@ class MicrobatchWork:
     def backward(self) -> WorkSeconds:
         return self.backward_input + self.backward_weight
 
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward_input.seconds + self.backward_weight.seconds
+
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate. A small tile
@@ -203,28 +207,17 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
         return _unfused_attention(run, call)
     program = run.program
     kernel: FusedKernel = "cudnn" if program.cudnn_attention else "flash"
-    if program.triton_attention and (call.kernel == "triton" or run.config.parallel.has_slice_of_queries):
+    if program.triton_attention and call.kernel == "triton":
         kernel = "triton"
     forward, backward = fused_attention_seconds(
         run.cluster.gpu,
         kernel,
-        _scores_of_busiest(run, call),
+        call.scores,
         call.keys,
         (call.size + call.value_size) / 2,
         dropout=call.dropout,
     )
     return program.attention_slowdown * (backward if call.is_backward else forward)
-
-
-def _scores_of_busiest(run: PlannedRun, call: AttentionCall) -> float:
-    """Return the number of scores that the busiest rank computes, for which the others wait.
-
-    In causal attention it is the rank with the last slice of the queries, if ranks have slices.
-    """
-    if not (run.program.is_own and call.is_causal and run.config.parallel.has_slice_of_queries):
-        return call.scores
-    seen = call.keys - call.queries / 2  # by the average query
-    return call.heads * call.queries * (seen if call.window is None else min(call.window + 1, seen))
 
 
 FusedKernel = Literal["flash", "cudnn", "triton"]

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import cached_property
+from heapq import heapify, heappop, heapreplace
+from itertools import chain, product
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.context_way import CONTEXT_WAYS
+from megalite.config.parallel import num_neighbours
+from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
-from megalite.errors import UserError
+from megalite.config.validate import RULES
+from megalite.errors import Problem, UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.estimate import RunPlan
 from megalite.plan.exchange_time import CP_SECONDS
-from megalite.plan.iteration_time import least_seconds
-from megalite.plan.layout_configs import LayoutCheck, LayoutConfigs
-from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_layout
+from megalite.plan.iteration_time import least_layer_seconds, least_seconds
+from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, PlannedRun
+from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
 from megalite.plan.rank_memory import node_host_bytes
 
 MAX_MICRO_BATCH = 16
@@ -43,6 +48,10 @@ EXPERT_MODULES = ("layernorm", "mlp")
 MAX_EXPERT_NODES = 8
 """Most nodes among which a search divides the experts of a layer."""
 
+_SHARDING_RULE = parallel_rules.shard_groups
+"""The rule that depends on how ZeRO shards."""
+_OTHER_RULES = tuple(rule for rule in RULES if rule is not _SHARDING_RULE)
+
 
 @dataclass
 class SearchResult:
@@ -59,6 +68,13 @@ class SearchResult:
     rejected: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
     closest: dict[tuple[int, int], RunPlan] = field(default_factory=dict)
+
+    def add_too_large(self, plan: RunPlan) -> None:
+        """Count a plan that does not fit."""
+        self.too_large[largest_kind(plan)] += 1
+        sizes = plan.run.tp, plan.run.pp
+        if sizes not in self.closest or plan.memory_bytes < self.closest[sizes].memory_bytes:
+            self.closest[sizes] = plan
 
     def nearest(self, count: int) -> list[RunPlan]:
         """Return the `count` plans of different tp and pp that need the least memory, smallest first."""
@@ -103,47 +119,77 @@ def _fits_host(plan: RunPlan) -> bool:
 def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool) -> SearchResult:
     """Plan every layout, each with all activations in host memory if `offloads`."""
     found, reasons = SearchResult(), dict[tuple[str, ...], str]()
-    check = LayoutCheck(cluster.world_size)
-    for number, config in enumerate(_configs(request, cluster), 1):
+    plans = (_plans(request, same, offloads) for same in _layouts(request, cluster))
+    for number, plan in enumerate(chain.from_iterable(plans), 1):
         watch(f"{number:,} layouts of {cluster.world_size:,} GPUs planned, {len(found.fitting):,} fit")
-        problem = check.first_problem(config)
-        if problem is not None:
-            found.rejected[reasons.setdefault(problem.fields, problem.text)] += 1
-            continue
-        if offloads:
-            config = with_layout(config, cpu_offload_activations=max(layers_per_stage(config)))
-        try:
-            plan = RunPlan(request.planned_run(config, cluster))
-            fits = plan.fits
-        except UserError as error:  # the program's own model does not support the layout
-            found.rejected[str(error)] += 1
-            continue
-        if fits:
+        if isinstance(plan, Problem):
+            found.rejected[reasons.setdefault(plan.fields, plan.text)] += 1
+        elif plan.fits:
             found.fitting.append(plan)
-            continue
-        found.too_large[largest_kind(plan)] += 1
-        smallest = found.closest.setdefault((plan.run.tp, plan.run.pp), plan)
-        if plan.memory_bytes < smallest.memory_bytes:
-            found.closest[plan.run.tp, plan.run.pp] = plan
+        else:
+            found.add_too_large(plan)
     return found
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """A way in which ZeRO shards layouts with the same sizes of all axes; `run` is one of them."""
+
+    run: PlannedRun
+
+    @cached_property
+    def problem(self) -> Problem | None:
+        """Return why training would reject it, if it accepts the sizes."""
+        return next(_SHARDING_RULE(self.run.config, self.run.cluster.world_size), None)
+
+
+class _Layouts(NamedTuple):
+    """A group of layouts that differ only in how ZeRO shards. Most of a plan is the same for all of them."""
+
+    config: Config
+    shardings: Sequence[_Sharding]
+
+
+def _plans(request: Request, layouts: _Layouts, offloads: bool) -> Iterator[RunPlan | Problem]:
+    """Yield the plan of each layout of a group, or why it cannot run."""
+    config, cluster = layouts.config, layouts.shardings[0].run.cluster
+    problem = first_problem(config, cluster, _OTHER_RULES)
+    if problem is None and offloads:
+        config = with_layout(config, cpu_offload_activations=max(layers_per_stage(config)))
+    run = request.planned_run(config, cluster)
+    for sharding in layouts.shardings:
+        try:
+            yield problem or sharding.problem or RunPlan(run.with_sharding(sharding.run))
+        except UserError as error:  # the program's own model does not support the layout
+            yield Problem((str(error),), str(error))
 
 
 def largest_kind(plan: RunPlan) -> str:
     """Return the kind of memory that takes most on the largest rank."""
-    memory = max(plan.memories, key=lambda each: each.total)
-    kind, _ = max(memory._asdict().items(), key=lambda each: each[1])
+    kind, _ = max(plan.largest_memory._asdict().items(), key=lambda each: each[1])
     return kind
 
 
-def fastest(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
-    """Return the `count` fastest plans. A lower bound without the bubble limits how many are simulated."""
+def fastest(plans: Sequence[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
+    """Return the `count` fastest plans. Lower bounds limit how many are simulated.
+
+    A bound that takes little time is replaced by a higher one when it is the lowest of all.
+    """
     best: list[RunPlan] = []
-    bounds = ((least_seconds(p.run), i, p) for i, p in enumerate(plans))
-    for number, (bound, _, plan) in enumerate(sorted(bounds), 1):
-        watch(f"{number:,} of at most {len(plans):,} schedules simulated")
+    bounds = [(least_layer_seconds(plan.run), False, i) for i, plan in enumerate(plans)]
+    heapify(bounds)
+    number = 0
+    while bounds:
+        bound, is_final, i = bounds[0]
         if len(best) == count and bound >= best[-1].time.seconds:
             break
-        best = sorted([*best, plan], key=lambda each: each.time.seconds)[:count]
+        if not is_final:
+            heapreplace(bounds, (least_seconds(plans[i].run), True, i))
+            continue
+        heappop(bounds)
+        number += 1
+        watch(f"{number:,} of at most {len(plans):,} schedules simulated")
+        best = sorted([*best, plans[i]], key=lambda each: each.time.seconds)[:count]
     return best
 
 
@@ -167,18 +213,29 @@ def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
     )
 
 
-def _configs(request: Request, cluster: Cluster) -> Iterator[Config]:
+def _layouts(request: Request, cluster: Cluster) -> Iterator[_Layouts]:
     """Yield every layout whose sizes divide the cluster, with all options that have an effect in it."""
     base = request.config
     if base.training.global_batch_size is None:
         raise UserError(
             "--search needs --global-batch-size: layouts are compared by the time of an optimizer step"
         )
-    configs = LayoutConfigs(base)
+    recomputes = [replace(base.recompute, **values) for values in _recomputes(request)]
     for sizes in _axis_sizes(request, cluster):
         run = request.planned_run(with_layout(base, **sizes), cluster)
-        for values in _choices(request, run):
-            yield configs.config({**sizes, **values})
+        trainings = [replace(base.training, **values) for values in _micro_batches(request, run)]
+        shardings = list(_shardings(request, run))
+        for pipeline in _pipelines(request, run):
+            groups = []
+            for exchange in _exchanges(request, run):
+                config = with_even_stages(with_layout(base, **sizes, **pipeline, **exchange))
+                sharded = [with_layout(config, **values) for values in shardings]
+                groups.append(
+                    _Layouts(config, [_Sharding(request.planned_run(each, cluster)) for each in sharded])
+                )
+            for recompute, training, group in product(recomputes, trainings, groups):
+                config = replace(group.config, recompute=recompute, training=training)
+                yield group._replace(config=config)
 
 
 def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
@@ -226,65 +283,65 @@ def _expert_sizes(request: Request, cluster: Cluster, num_ranks: int) -> Iterato
         ep *= 2
 
 
-def _choices(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
-    """Yield the values of the other fields for the sizes of `run`; fixed fields keep their values."""
-    base, fixed = request.config, request.fixed_fields
-    needs_slices = run.config.parallel.has_expert_axes
-    ways: dict[str, list[Any]] = {
-        # With several samples in a microbatch, smaller microbatches need the same memory without cp.
-        "micro_batch_size": _micro_batches(base, run.dp) if run.cp == 1 else [1],
-        "zero_stage": [0] if run.num_sharing == 1 else [0, 1, 2, 3],
-        "sequence_parallel": [needs_slices, True][needs_slices:] if run.tp > 1 else [False],
-        "cp_comm_type": list(CP_SECONDS) if run.cp > 1 else [base.parallel.cp_comm_type],
-    }
-    free = {name: values for name, values in ways.items() if name not in fixed}
-    pipelines: list[dict[str, Any]] = [{}]
-    if not fixed & PIPELINE_FIELDS:
-        pipelines = _pipelines(base, run.pp, has_messages=needs_slices)
-    recomputes: list[dict[str, Any]] = [{}]
-    if not fixed & {"recompute_granularity", "recompute_modules"}:
-        recomputes = _recomputes(request.planned_run())
-    degree = _degree_within_node(request, run)
-    for pipeline, recompute, values in product(pipelines, recomputes, product(*free.values())):
-        choice = {**pipeline, **recompute, **dict(zip(free, values, strict=True))}
-        if choice.get("cp_comm_type", base.parallel.cp_comm_type) == "a2a+p2p":
-            choice |= _levels(request, run)
-        yield choice
-        if degree is not None and choice.get("zero_stage", base.parallel.zero_stage) > 0:
-            yield {**choice, "data_parallel_shard_degree": degree}
+def _micro_batches(request: Request, run: PlannedRun) -> list[dict[str, Any]]:
+    """Return the micro-batch sizes to try; nothing if a flag sets it, here and below.
+
+    With several samples in a microbatch, smaller microbatches need the same memory without cp.
+    """
+    samples = request.config.training.global_batch_size or 1
+    sizes = [2**power for power in range(MAX_MICRO_BATCH.bit_length())] if run.cp == 1 else [1]
+    fitting = [size for size in sizes if samples % (size * run.dp) == 0] or [1]
+    return _unless_fixed(request, "micro_batch_size", fitting)
 
 
-def _degree_within_node(request: Request, run: PlannedRun) -> int | None:
-    """Return the number of replicas on a node to shard over; None unless a node has some but not all."""
-    if request.fixed_fields & {"data_parallel_shard_degree", "num_distributed_optimizer_instances"}:
-        return None
-    degree = gcd(run.num_sharing, request.cluster.gpus_per_node // run.tp)
-    return degree if 1 < degree < run.num_sharing else None
+def _shardings(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
+    """Yield the ZeRO stages to try, over all replicas and over those of a node if it has some but not all."""
+    degree_fields = {"data_parallel_shard_degree", "num_distributed_optimizer_instances"}
+    degree = gcd(run.num_sharing, run.cluster.gpus_per_node // run.tp)
+    has_degree = 1 < degree < run.num_sharing and not degree_fields & request.fixed_fields
+    for values in _unless_fixed(request, "zero_stage", [0] if run.num_sharing == 1 else [0, 1, 2, 3]):
+        yield values
+        if has_degree and values.get("zero_stage", request.config.parallel.zero_stage) > 0:
+            yield {**values, "data_parallel_shard_degree": degree}
+
+
+def _exchanges(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
+    """Yield the ways to try in which ranks exchange positions: sequence parallelism, and those of cp."""
+    parallel = request.config.parallel
+    slices = [True] if run.config.parallel.has_expert_axes else [False, True]
+    types = list(CP_SECONDS) if run.cp > 1 else [parallel.cp_comm_type]
+    for values, cp_values in product(
+        _unless_fixed(request, "sequence_parallel", slices if run.tp > 1 else [False]),
+        _unless_fixed(request, "cp_comm_type", types),
+    ):
+        levels = {}
+        if CONTEXT_WAYS[cp_values.get("cp_comm_type", parallel.cp_comm_type)].has_levels:
+            levels = _levels(request, run)
+        yield {**values, **cp_values, **levels}
+
+
+def _unless_fixed(request: Request, name: str, values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the values of a field to try; a field that a flag sets keeps its value."""
+    return [{}] if name in request.fixed_fields else [{name: value} for value in values]
 
 
 def _levels(request: Request, run: PlannedRun) -> dict[str, Any]:
     """Return the sizes with which the ranks that exchange heads are those of a node, if a ring is left."""
-    name, per_node = "hierarchical_context_parallel_sizes", request.cluster.gpus_per_node // run.tp
-    fitting = [n for n in _divisors(run.cp) if 1 < n < run.cp and n <= per_node]
-    return (
-        {name: (fitting[-1], run.cp // fitting[-1])} if fitting and name not in request.fixed_fields else {}
-    )
+    name = "hierarchical_context_parallel_sizes"
+    heads = num_neighbours(run.cp, request.cluster.gpus_per_node // run.tp)
+    is_free = heads > 1 and name not in request.fixed_fields
+    return {name: (heads, run.cp // heads)} if is_free else {}
 
 
-def _micro_batches(base: Config, dp: int) -> list[int]:
-    samples = base.training.global_batch_size or 1
-    sizes = [2**power for power in range(MAX_MICRO_BATCH.bit_length())]
-    return [size for size in sizes if samples % (size * dp) == 0] or [1]
-
-
-def _pipelines(base: Config, pp: int, *, has_messages: bool) -> list[dict[str, Any]]:
+def _pipelines(request: Request, run: PlannedRun) -> list[dict[str, Any]]:
     """Return the schedules to try; those that overlap actions only if these can hide messages of experts."""
+    pp, num_layers = run.pp, request.config.model.num_layers
+    if request.fixed_fields & PIPELINE_FIELDS:
+        return [{}]
     if pp == 1:
         return [{"pipeline_schedule": "1f1b"}]
-    own = base.model.num_layers // pp
-    chunks = [
-        count for count in range(2, min(own, MAX_CHUNKS) + 1) if base.model.num_layers % (pp * count) == 0
-    ]
+    own = num_layers // pp
+    chunks = [count for count in range(2, min(own, MAX_CHUNKS) + 1) if num_layers % (pp * count) == 0]
     fixed: list[dict[str, Any]] = []
     chosen: list[dict[str, Any]] = []
     for name, schedule in SCHEDULES.items():
@@ -295,18 +352,21 @@ def _pipelines(base: Config, pp: int, *, has_messages: bool) -> list[dict[str, A
         elif (
             schedule.num_chunks <= max(own, 1)
             and not schedule.keeps_all_microbatches  # GPipe takes as long as 1F1B, and more memory
-            and (has_messages or not schedule.overlaps)
+            and (run.config.parallel.has_expert_axes or not schedule.overlaps)
         ):
             fixed.append({"pipeline_schedule": name})
     return fixed + chosen
 
 
-def _recomputes(run: PlannedRun) -> list[dict[str, Any]]:
+def _recomputes(request: Request) -> list[dict[str, Any]]:
+    """Return the ways of recomputation to try."""
+    if request.fixed_fields & {"recompute_granularity", "recompute_modules"}:
+        return [{}]
     ways: list[dict[str, Any]] = [{"recompute_granularity": None}, {"recompute_granularity": "full"}]
-    if run.provider is not None:  # only a transformer's layers have the modules
+    if request.provider is not None:  # only a transformer's layers have the modules
         return ways
-    sets = [EXPERT_MODULES, EXPERT_MODULES[:1]] if run.config.model.has_experts else [CHEAP_MODULES]
-    scores = ("core_attn",) if run.program.keeps_scores else ()
+    sets = [EXPERT_MODULES, EXPERT_MODULES[:1]] if request.config.model.has_experts else [CHEAP_MODULES]
+    scores = ("core_attn",) if request.planned_run().program.keeps_scores else ()
     return ways + [
         {"recompute_granularity": "selective", "recompute_modules": (*modules, *scores)} for modules in sets
     ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from megalite.config import Config, ModelConfig, TrainingConfig
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
-from megalite.config.validate import RULES, problems_of
+from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, Factoring
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
@@ -72,6 +72,18 @@ class PlannedRun:
     program: Program
     full_weights_fit: bool = False
     provider: Callable[..., Any] | None = None
+
+    def with_sharding(self, sharded: PlannedRun, *, full_weights_fit: bool = False) -> PlannedRun:
+        """Return the run with ZeRO's options of another one, and all that has been found about both.
+
+        Args:
+            sharded: has the same sizes of all axes.
+        """
+        config = replace(self.config, parallel=sharded.config.parallel)
+        run = PlannedRun(config, self.cluster, self.program, full_weights_fit, self.provider)
+        vars(run).update({name: getattr(self, name) for name in _UNSHARDED})
+        vars(run).update({name: getattr(sharded, name) for name in _SHARDED})
+        return run
 
     @property
     def tp(self) -> int:
@@ -280,9 +292,24 @@ class PlannedRun:
         return {"fp64": 8, "fp32": 4}.get(self.config.model.params_dtype, 2)
 
     @property
-    def hidden_bytes(self) -> int:
-        """Return the bytes of a microbatch's hidden states, before sequence parallelism."""
-        return self.tokens * self.config.model.hidden_size * self.element_bytes
+    def message_bytes(self) -> int:
+        """Return the bytes that a stage sends for a microbatch, before sequence parallelism."""
+        return self.tokens * self.config.model.stage_output_size * self.element_bytes
+
+
+_UNSHARDED = (
+    "dp",
+    "num_microbatches",
+    "global_batch",
+    "stages",
+    "layers",
+    "units",
+    "stage_kinds",
+    "ranks",
+)
+"""Cached properties of a run that do not depend on how ZeRO shards it."""
+_SHARDED = ("replicas", "zero_stage")
+"""Cached properties that depend only on the sizes of the axes and on how ZeRO shards."""
 
 
 @lru_cache(maxsize=256)
@@ -300,10 +327,10 @@ def run_problems(config: Config, cluster: Cluster) -> list[str]:
     return problems_of(with_any_length(config), cluster.world_size)
 
 
-def first_problem(config: Config, cluster: Cluster) -> Problem | None:
+def first_problem(config: Config, cluster: Cluster, rules: Sequence[Rule] = RULES) -> Problem | None:
     """Return the first rule between fields that the layout breaks; the fields themselves are valid."""
     config = with_any_length(config)
-    for rule in RULES:
+    for rule in rules:
         for problem in rule(config, cluster.world_size):
             return problem
     return None

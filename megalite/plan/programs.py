@@ -82,12 +82,12 @@ class Program:
 
 
 def own_program(
-    model: ModelConfig, gpu: Gpu, *, has_ring: bool = False, has_documents: bool = False
+    model: ModelConfig, gpu: Gpu, *, has_blocks: bool = False, has_documents: bool = False
 ) -> Program:
     """Return megalite as a program, with the attention that this GPU runs.
 
     Args:
-        has_ring: attention is computed in blocks of keys, one rank's after another's.
+        has_blocks: attention is computed in blocks of the queries and keys of context-parallel ranks.
         has_documents: attention stays within the documents of a sample.
     """
     has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
@@ -95,9 +95,9 @@ def own_program(
     can_run_triton = gpu.has_triton and fits_triton
     is_written_out = model.attention_backend in ("unfused", "local") or is_large
     is_written_out |= has_dropout and not can_run_triton
-    if has_ring and not can_run_triton:
+    if has_blocks and not can_run_triton:
         is_written_out |= has_documents or not _has_flash_blocks(model)
-    has_cudnn = model.attention_backend not in ("flash", "efficient") and not has_ring
+    has_cudnn = model.attention_backend not in ("flash", "efficient") and not has_blocks
     return Program(
         fused_attention=not is_written_out,
         is_own=True,
@@ -125,7 +125,7 @@ def _fits_recurrence_kernels(model: ModelConfig) -> bool:
 
 
 def _has_flash_blocks(model: ModelConfig) -> bool:
-    """Return whether FlashAttention computes the blocks of a ring, for whole samples as documents."""
+    """Return whether FlashAttention computes the blocks, for whole samples as documents."""
     has_bias = model.position_embedding_type == "alibi" or model.attn_logit_softcapping is not None
     has_bias |= any(kind.window is not None for kind in model.layer_kinds)
     sizes = {model.for_kind(kind).head_dim for kind in model.head_kinds}
@@ -184,8 +184,8 @@ selects experts in turn (`fake_balanced_gate`)."""
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     if name == OWN:
-        has_ring, has_documents = config.parallel.has_ring, config.masks_documents
-        return own_program(config.model, gpu, has_ring=has_ring, has_documents=has_documents)
+        has_blocks = config.parallel.has_ring or config.parallel.gathers_keys
+        return own_program(config.model, gpu, has_blocks=has_blocks, has_documents=config.masks_documents)
     return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 

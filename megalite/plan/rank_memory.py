@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.config.stage_layers import hides_expert_messages
@@ -57,14 +56,22 @@ class RankMemory(NamedTuple):
 
 def rank_memories(run: PlannedRun) -> list[RankMemory]:
     """Return the memory of each pipeline rank. Ranks with the same units only differ in activations."""
-    recompute, schedule = run.config.recompute, run.config.parallel.schedule
-    # Layouts that differ only in the ZeRO stage have the same activations.
-    key = ("activations", run.stages, run.layers, recompute, schedule, run.num_microbatches)
-    activations = run.units.shared(key, lambda: _activations(run))
-    lasting = {units: _lasting_memory(run, units) for units in dict.fromkeys(run.ranks)}
+    work = _microbatch_memory(run)
+    lasting = {units: _lasting_memory(run, units, work) for units in dict.fromkeys(run.ranks)}
     return [
-        _rank_memory(run, lasting[units], size) for units, size in zip(run.ranks, activations, strict=True)
+        _rank_memory(run, lasting[units], size)
+        for units, size in zip(run.ranks, work.activations, strict=True)
     ]
+
+
+def largest_memory(run: PlannedRun) -> RankMemory:
+    """Return the memory of the rank that needs most."""
+    work = _microbatch_memory(run)
+    memories = (
+        _rank_memory(run, _lasting_memory(run, units, work), size)
+        for units, size in work.largest_activations.items()
+    )
+    return max(memories, key=lambda memory: memory.total)
 
 
 def activation_parts(run: PlannedRun, rank: int, activations: float) -> dict[str, float]:
@@ -94,11 +101,10 @@ def choose_gathering(run: PlannedRun) -> PlannedRun:
     """
     if run.zero_stage != 3:
         return run
-    once = replace(run, full_weights_fit=True)
+    once = run.with_sharding(run, full_weights_fit=True)
     if once.gathers_once == run.gathers_once:
         return run
-    largest = max(memory.total for memory in rank_memories(once))
-    return once if largest <= TIGHT_SHARE * run.cluster.gpu.memory_bytes else run
+    return once if largest_memory(once).total <= TIGHT_SHARE * run.cluster.gpu.memory_bytes else run
 
 
 def host_activations(run: PlannedRun) -> list[float]:
@@ -125,6 +131,34 @@ def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
     return sum(by_stage[stage] for stage in stages) / len(stages)
 
 
+class _MicrobatchMemory(NamedTuple):
+    """Holds what the microbatches of a run need, however ZeRO shards its state.
+
+    Attributes:
+        activations: bytes of each pipeline rank.
+        largest_activations: of the ranks with the same units, the bytes of the one that needs most.
+        logits: bytes of the head at the loss' peak.
+        workspace: temporary memory of a layer or of a recomputed group.
+    """
+
+    activations: list[float]
+    largest_activations: dict[RankUnits, float]
+    logits: float
+    workspace: float
+
+
+def _microbatch_memory(run: PlannedRun) -> _MicrobatchMemory:
+    def find() -> _MicrobatchMemory:
+        activations, largest = _activations(run), dict[RankUnits, float]()
+        for units, size in zip(run.ranks, activations, strict=True):
+            largest[units] = max(size, largest.get(units, 0.0))
+        return _MicrobatchMemory(activations, largest, sum(logit_parts(run).values()), _layer_workspace(run))
+
+    recompute, schedule = run.config.recompute, run.config.parallel.schedule
+    key = ("microbatch memory", run.stages, run.layers, recompute, schedule, run.num_microbatches)
+    return run.units.shared(key, find)
+
+
 def _activations(run: PlannedRun) -> list[float]:
     """Return the activations on the device of all microbatches in flight, of each pipeline rank.
 
@@ -143,8 +177,9 @@ def _activations(run: PlannedRun) -> list[float]:
     later = later_token_bytes(run)
     later *= peak_of_last_stage(run) - 1 if later else 0  # those of one microbatch count as logits
     held, moving, deferred = zip(*(found[kinds] for kinds in run.stage_kinds), strict=True)
+    kept = [size + embedding_bytes(run, stage) for stage, size in enumerate(held)]
     return [
-        in_flight * (_average(run, rank, held) + embedding_bytes(run))  # a model with these has one stage
+        in_flight * _average(run, rank, kept)
         + max(moving[stage] for stage in run.stages.stages_of(rank))
         + num_deferred * _average(run, rank, deferred)
         + (later if run.ranks[rank].is_last else 0.0)
@@ -154,14 +189,14 @@ def _activations(run: PlannedRun) -> list[float]:
     ]
 
 
-def _lasting_memory(run: PlannedRun, units: RankUnits) -> RankMemory:
+def _lasting_memory(run: PlannedRun, units: RankUnits, work: _MicrobatchMemory) -> RankMemory:
     """Return what does not depend on the microbatches in flight: neither activations nor the residual."""
     weights, gradients, optimizer = _state(run, units)
     if (offloaded := offloaded_state(run, units)) is not None:
         optimizer -= offloaded.state
-    logits = sum(logit_parts(run).values()) if units.is_last else 0.0
+    logits = work.logits if units.is_last else 0.0
     # They never exist at the same time, except for gathered weights of multi-token prediction.
-    workspace = max(_gathered_at_loss(run, units), _workspace(run, units) - logits)
+    workspace = max(_gathered_at_loss(run, units), work.workspace + _gathered_bytes(run, units) - logits)
     return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + _buffers(run, units), 0.0)
 
 
@@ -222,8 +257,8 @@ def _kept_edge(run: PlannedRun, units: RankUnits) -> float:
     return units.edges.total() if run.pp > 1 else 0.0
 
 
-def _workspace(run: PlannedRun, units: RankUnits) -> float:
-    """Return the largest temporary memory: a recomputed group, and with ZeRO 3 the weights of two layers."""
+def _layer_workspace(run: PlannedRun) -> float:
+    """Return the largest temporary memory of a layer and of a recomputed group."""
     layers = run.units.layers
     # Two actions that run in turns hold theirs at the same time.
     work = max(layer.workspace_bytes for layer in layers.values()) * (
@@ -233,14 +268,15 @@ def _workspace(run: PlannedRun, units: RankUnits) -> float:
         (len(group) for group, is_again in run.config.recompute.groups(max(run.layers)) if is_again),
         default=0,
     )
-    work += longest * max(layer.saved_bytes for layer in layers.values())
-    if run.zero_stage == 3:
-        work += _gathered_parameters(run, units) * run.element_bytes
-    return work
+    return work + longest * max(layer.saved_bytes for layer in layers.values())
+
+
+def _gathered_bytes(run: PlannedRun, units: RankUnits) -> float:
+    """Return the bytes of weights that ZeRO 3 gathers for two layers, and of gradients."""
+    return _gathered_parameters(run, units) * run.element_bytes if run.zero_stage == 3 else 0.0
 
 
 def _gathered_parameters(run: PlannedRun, units: RankUnits) -> float:
-    """Return the elements of weights that ZeRO 3 gathers for two layers, and the elements of gradients."""
     layer = run.units.largest_layer
     if run.gathers_once:
         return max(layer, _kept_edge(run, units))  # only gradients: the weights stay gathered

@@ -72,10 +72,17 @@ def later_token_bytes(run: PlannedRun) -> float:
     return sum(each.num_bytes for each in run.units.head.saved if each.part not in (INPUT, *OF_LOGITS))
 
 
-def embedding_bytes(run: PlannedRun) -> float:
-    """Return the bytes that embeddings for each layer save per microbatch; the words' embedding saves few."""
-    if run.config.model.hidden_size_per_layer_input is None:
+def embedding_bytes(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of embeddings for each layer that a stage keeps per microbatch.
+
+    The first stage keeps what their backward reads, and each other one what it has received.
+    """
+    model = run.config.model
+    if model.hidden_size_per_layer_input is None:
         return 0.0
+    if stage > 0:
+        of_token = model.num_layers * model.hidden_size_per_layer_input * run.element_bytes
+        return run.tokens * of_token / run.num_sequence_shards
     return sum(each.num_bytes for each in run.units.embedding.saved if each.part != INPUT)
 
 

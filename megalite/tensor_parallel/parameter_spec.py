@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.config.context_way import CONTEXT_WAYS, ContextWay
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import part_of, positions_in
@@ -218,33 +219,32 @@ class LayerContext:
     @property
     def head_ranks(self) -> Axis | None:
         """Return the ranks that exchange tokens for heads before attention; None if none do."""
-        return self._ranks_of_cp({"a2a": "cp", "a2a+p2p": "cp_heads"})
+        return self._ranks_of_level("cp_heads") if self._context_way.exchanges_heads else None
 
     @property
     def ring(self) -> Axis | None:
         """Return the ranks whose keys and values attention receives in turn; None without a ring."""
-        return self._ranks_of_cp({"p2p": "cp", "a2a+p2p": "cp_ring"})
+        return self._ranks_of_level("cp_ring") if self._context_way.passes_keys else None
 
     @property
     def has_ring(self) -> bool:
         """Return whether attention receives keys and values from one rank after another."""
         return self.ring is not None
 
-    def _ranks_of_cp(self, names: Mapping[str, str]) -> Axis | None:
-        """Return the axis that `cp_comm_type` selects by its name; None if there is one rank or no name."""
-        name = names.get(self.cp_comm_type)
-        if name is None or self.cp.size == 1:
-            return None
-        return self.cp if name == "cp" else self.topology.factorings[CONTEXT.name].axes[name]
+    @property
+    def gathers_keys(self) -> bool:
+        """Return whether attention has some of the queries and all keys of a sample."""
+        return self.cp.size > 1 and self._context_way.gathers_keys
 
     @property
-    def attention_queries(self) -> Slice:
-        """Return the slice of a sample's queries that this rank's attention core computes with all keys.
+    def _context_way(self) -> ContextWay:
+        return CONTEXT_WAYS[self.cp_comm_type]
 
-        Ring attention describes the queries of the whole sample, and computes blocks of them.
-        """
-        own = self.topology.positions
-        return Slice(own.index, own.count) if self.cp_comm_type == "all_gather" else Slice(0, 1)
+    def _ranks_of_level(self, name: str) -> Axis | None:
+        """Return an axis of the two levels of context parallelism, or all ranks; None if there is one."""
+        if self.cp.size == 1:
+            return None
+        return self.topology.factorings[CONTEXT.name].axes[name] if self._context_way.has_levels else self.cp
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from megalite.model.attention_core import MeasuredCore
 from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage
 from megalite.optim.adjustment import Adjustment
-from megalite.optim.expert_bias import ExpertBias
+from megalite.optim.expert_balance import ExpertBalance
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.qk_clip import MeasuredHeads, QKClip
 from megalite.optim.sharded_weights import ChunkModules
@@ -63,10 +63,10 @@ def _adjustments(
     found: list[Adjustment] = []
     if model.qk_clip:
         found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))
-    if model.has_experts and model.moe_router_enable_expert_bias:
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        routers = [module for module in modules if isinstance(module, Router)]
-        found.append(ExpertBias(topology, routers, model.moe_router_bias_update_rate))
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    routers = [module for module in modules if isinstance(module, Router) and module.is_adjusted]
+    if routers:
+        found.append(ExpertBalance(topology, routers, model.moe_router_bias_update_rate))
     return found
 
 

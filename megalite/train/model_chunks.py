@@ -30,13 +30,13 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
-    """Return the shape of a microbatch's hidden states between two stages, on each rank.
+    """Return the shape of what a stage sends to the next one for a microbatch, on each rank.
 
     Args:
         seq_length: tokens of a sequence; a sample may be cut into several.
     """
     num_sequences = config.training.micro_batch_size * (config.model.seq_length // seq_length)
-    return seq_length // config.parallel.num_hidden_slices, num_sequences, config.model.hidden_size
+    return seq_length // config.parallel.num_hidden_slices, num_sequences, config.model.stage_output_size
 
 
 @dataclass(frozen=True)

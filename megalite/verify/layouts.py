@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megalite.config import Config, ParallelConfig, check_config
-from megalite.config.parallel import CpCommType
+from megalite.config.context_way import CpCommType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
@@ -153,6 +153,22 @@ def common_batch_size(config: Config, layouts: Sequence[Layout]) -> int:
     )
 
 
+def _refuse_repeats(name: str, parts: Sequence[tuple[str, str, str]], switches: Sequence[str]) -> None:
+    """Raise `UserError` if two parts of a layout's name set the same option: the first would be ignored.
+
+    Args:
+        parts: name and size of each axis, or the suffix of a schedule.
+    """
+    first: dict[str, str] = {}
+    named = [(axis if axis not in ("", "v") else "schedule", "".join((axis, *rest))) for axis, *rest in parts]
+    for option, text in (*named, *((_SWITCHES[switch][0], f"+{switch}") for switch in switches)):
+        if option in first:
+            raise UserError(
+                f"layout {name!r} has both {first[option]} and {text}, which set the same option: remove one"
+            )
+        first[option] = text
+
+
 @dataclass(frozen=True)
 class Layout:
     """Holds the sizes of the mesh axes, and options that override the config.
@@ -200,7 +216,7 @@ class Layout:
         """Parse a name such as ``tp2pp2+sp``: sizes of axes (1 if not named), then switches after plus signs.
 
         Raises:
-            UserError: the name has a different form.
+            UserError: the name has a different form, or a part without effect.
         """
         sizes, switches = name.partition("+")[0], _SWITCH.findall(name)
         parts = _SIZE.findall(sizes)
@@ -211,10 +227,15 @@ class Layout:
                 f"{' or '.join(_SUFFIXES)}, and optionally +{' or +'.join(_SWITCHES)}: "
                 "write tp2pp2, dp4, tp2mbs4, tp2+sp"
             )
+        _refuse_repeats(name, parts, switches)
         named: dict[str, Any] = {name: int(size) for name, size, _ in parts if name}
         given = {axis: named.pop(axis) for axis in _NAMES if axis in named}
         axis_sizes = {axis: size for axis, size in given.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
+        if schedule is not None and axis_sizes.get("pp", 1) == 1:
+            raise UserError(
+                f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}"
+            )
         switched = dict(_SWITCHES[switch] for switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
@@ -281,6 +302,12 @@ class Layout:
             dynamic_context_parallel=self.dynamic or config.parallel.dynamic_context_parallel,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
+        if self.mbs not in (None, config.training.micro_batch_size) and (
+            config.model.has_experts and config.model.moe_router_load_balancing_type == "aux_loss"
+        ):
+            raise ConfigError(
+                ["another micro-batch size trains another run with --moe-router-load-balancing-type aux_loss"]
+            )
         parallel = self._with_schedule(parallel)
         if parallel.pipeline_layers is not None:
             even = dataclasses.replace(parallel, pipeline_layers=None)

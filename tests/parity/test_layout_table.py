@@ -42,6 +42,7 @@ BESIDE = "llama-tiny, experts beside MLPs"
 LATENT, DEEPSEEK = "llama-tiny, latent", "llama-tiny, deepseek"
 GPT_OSS = "llama-tiny, gpt-oss"
 """Experts, router and attention have biases."""
+OWN_EMBEDDINGS = "llama-tiny, embeddings for each layer"
 GEMMA4 = "llama-tiny, gemma 4"
 """4 key/value heads in layers with a window, and 1 in others: tp 2 cuts the first and shares the second. The
 last 2 of 8 layers share keys and values of layers 4 and 5, and must be in one stage with them."""
@@ -59,6 +60,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "llama-tiny, olmo": {
         **{"qk_layernorm": True, "qk_layernorm_width": "all_heads", "norm_position": "output"},
         **{"rope_scaling": "yarn", "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+        "clip_qkv": 0.8,
     },
     "gpt-tiny, neox": {
         **{"position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_interleaved": True},
@@ -101,7 +103,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     WIDE_EXPERTS: {
         **{"num_experts": 12, "moe_router_topk": 4, "moe_ffn_hidden_size": 20},
         **{"moe_router_pre_softmax": True, "moe_shared_expert_intermediate_size": 16},
-        **{"moe_shared_expert_gate": True},
+        **{"moe_shared_expert_gate": True, "moe_router_load_balancing_type": "global_aux_loss"},
     },
     DROPPING: {
         **{"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 40, "moe_input_jitter_eps": 0.1},
@@ -115,8 +117,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "gpt-tiny, sigmoid": {
         **{"num_experts": 5, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
         **{"add_bias_linear": False, "norm_position": "sandwich"},
+        "moe_router_load_balancing_type": "aux_loss",
     },
-    NEMOTRON: {"mamba_min_time_step": 0.01, "init_method_std": 0.1, "mtp_num_layers": 1},
+    NEMOTRON: {
+        **{"mamba_min_time_step": 0.01, "mamba_conv_kernel": 3, "mamba_bias": True, "add_mlp_bias": True},
+        **{"init_method_std": 0.1, "mtp_num_layers": 1},
+    },
     HYBRID: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 6},
         **{"linear_value_head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
@@ -148,8 +154,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
         **{"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
         **{"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05},
         **{"moe_router_topk_scaling_factor": 2.5, "mtp_num_layers": 1},
+        "moe_router_load_balancing_type": "global_aux_loss",
     },
     "llama-tiny, qk-clip": {"qk_clip": True, "qk_clip_threshold": 0.005, "add_qkv_bias": True},
+    OWN_EMBEDDINGS: {
+        **{"activation": "geglu_exact", "norm_position": "sandwich", "layer_output_scale": True},
+        **{"hidden_size_per_layer_input": 6, "embedding_multiplier": 8.0},
+    },
 }
 """Fields of models with other options than their preset."""
 GEMMA4_E2B = "llama-tiny, gemma 4 e2b"
@@ -160,7 +171,7 @@ OF_ONE_STAGE: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96},
     },
 }
-"""Fields of models that a pipeline cannot have."""
+"""Fields of models that a pipeline cannot have: the second half of the layers shares keys of the first."""
 THREE_HEADS: dict[str, dict[str, Any]] = {
     f"{model}, three heads": {
         **SWITCHES[model],
@@ -255,6 +266,12 @@ ROWS += [
         )
     ),
     *((model, "fp64", "tp2cp4+sp+selective+a2a+p2p") for model in (GPT_OSS, LATENT)),
+    *((model, "fp64", "pp2dpvcp4mbs1+a2a+p2p") for model in ("gpt-tiny", GPT_OSS, DEEPSEEK)),
+    *(
+        (model, "fp64", name)
+        for model in (MIXTRAL, GPT_OSS, DEEPSEEK)
+        for name in ("cp4ep4mbs1+a2a+p2p", "tp2cp4ep8etp1+sp+a2a+p2p", "pp2dpvcp4ep2mbs1+zero2+a2a+p2p")
+    ),
 ]
 ROWS += [
     (model, "fp64", name)
@@ -275,6 +292,13 @@ ROWS += [
     for name in (
         *("tp2", "tp2+sp", "tp4", "dp4", "dp2+zero3", "tp2dp2+sp+full+zero1", "tp1+selective", "dp2+offload"),
         *("cp2", "cp4+a2a", "tp2cp2+sp", "cp2+p2p"),
+    )
+]
+ROWS += [
+    (OWN_EMBEDDINGS, "fp64", name)
+    for name in (
+        *("pp2", "pp2v2", "pp2zbdp2", "pp2zbvdp2+zero3", "pp2dpvdp2", "pp2+full+offload", "pp2cp2+full+p2p"),
+        *("tp2pp2cp2+sp+zero1", "pp2v2cp2+zero2+p2p"),
     )
 ]
 ROWS += [(model, "fp64", "tp3") for model in THREE_HEADS]

@@ -47,12 +47,13 @@ from megalite.model import (
     shared_expert,
     short_convolution,
     stage,
+    transformer_stage,
 )
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
-    expert_bias,
+    expert_balance,
     global_norm,
     gradient_buckets,
     loss_scaler,
@@ -131,6 +132,10 @@ def _cut(x: Tensor, axis: Any) -> Pending:
 
 def _other_part(mine: Tensor, whole: Tensor, axis: Any) -> tuple[Any, ...]:
     return mine, whole.roll(mine.numel()), axis
+
+
+def _without_gradient(inputs: tuple[Sequence[Tensor], ...]) -> tuple[list[Tensor], ...]:
+    return tuple([x.detach() + 0.0 * x for x in each] for each in inputs)
 
 
 def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
@@ -649,8 +654,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
     ],
     "context parallelism": [
-        ("queries of a slice see the keys of the first slice", "cp2", attention_core.AttentionCore, "queries",
-         instead(lambda self, s: range(s // self.own_queries.count))),
+        ("queries of a slice see the keys of the first slice", "cp2", attention_core.SoftmaxCore, "in_slices",
+         instead(lambda self, q, softmax, attend: attend(q, softmax))),
         ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
          before(lambda self, shape, ids, windows: (
              self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
@@ -696,10 +701,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
         ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
          before(_of_block_alone)),
-        ("sinks of a ring count twice", "cp2+p2p", ring_attention, "add_sinks_",
+        ("sinks of a ring count twice", "cp2+p2p", attention_block, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         context_parallel, "_order_of_neighbours", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
+         context_parallel, "_order_of_ranks", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(
@@ -796,6 +801,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda gradient, pp: None)),
         ("the copies of a tied embedding are averaged", "pp2", optimizer, "sum_tied_embedding_grads",
          after(lambda _, gradient, **more: gradient.div_(2))),
+        ("embeddings for later layers have a gradient of 0", "pp2", transformer_stage, "joined_message",
+         before(lambda output: (output._replace(layer_inputs=_without_gradient(output.layer_inputs)),)),
+         "gemma4 e2b"),
+        ("later stages have the embeddings for layers in another order", "pp2", transformer_stage,
+         "split_message", after(lambda result, *_: result._replace(
+             layer_inputs=tuple(each[::-1] for each in result.layer_inputs))), "gemma4 e2b"),
         ("windows follow the layer's number in the stage", "pp2", TransformerStage, "build_layer",
          _local_layer, "window"),
         ("the last stage has the labels of another microbatch", "pp2", batch_loader.BatchLoader, "__call__",
@@ -958,7 +969,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          complete_over("weight"), "latent"),
         ("each rank's heads have the values of other heads", "tp2", latent_attention.LatentAttention,
          "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
-        ("tokens of each expert are those of the replica", "dp2", expert_bias, "all_reduce",
+        ("tokens of each expert are those of the replica", "dp2", expert_balance, "all_reduce",
          instead(lambda x, *_, **more: x), "deepseek"),
         ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
          "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),

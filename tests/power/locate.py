@@ -157,6 +157,10 @@ PLACES: dict[str, tuple[str, str]] = {
         r"gradient of embedding\.word\.weight", "a sum over pp is missing"),
     "the copies of a tied embedding are averaged": (
         r"gradient of embedding\.word\.weight", "(mean|send|receive) over pp"),
+    "embeddings for later layers have a gradient of 0": (
+        r"^gradient of the output \d of embedding ", "(send|receive) over pp"),
+    "later stages have the embeddings for layers in another order": (
+        r"^input of layers\.2\.embedding_gate\.projection", "receive over pp"),
     "a rank's heads decay at the rates of other heads": (RECURRED, WHOLE),
     "decay rates have the gradient of the first replica's samples": (r"layers\.\d\.mamba\.A_log", WHOLE),
     "a rank's heads have the time steps of other heads": (RECURRED, WHOLE),

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
 from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.hf_tensors import family_of
+from megalite.checkpoint.convert.model_settings import without_training_buffers
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
@@ -76,7 +77,7 @@ class CheckInput:
 
 def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
     """Yield the outputs of megalite's model with the parameters of a source."""
-    config = replace(source.config.model, params_dtype="fp32")
+    config = replace(without_training_buffers(source.config.model), params_dtype="fp32")
     topology = replace(Topology.alone(), device=torch.device("cpu"))
     context = LayerContext(topology, torch.float32, has_documents=not config.is_causal, has_weights=False)
     stage = STAGES[config.architecture](config, context, range(config.num_layers))

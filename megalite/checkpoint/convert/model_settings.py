@@ -23,8 +23,17 @@ from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, buffer_spec, spec_of
 
 
+def without_training_buffers(config: ModelConfig) -> ModelConfig:
+    """Return the config of the same model without buffers that only training reads."""
+    if config.moe_router_load_balancing_type != "global_aux_loss":
+        return config
+    return replace(config, moe_router_load_balancing_type="none")
+
+
 def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
-    """Return every parameter and saved buffer of the whole model, as one rank would hold it, layer by layer.
+    """Return every parameter and buffer of the whole model, as one rank would hold it, layer by layer.
+
+    Buffers that only training reads are not among them.
 
     Args:
         config: a valid config.
@@ -33,6 +42,7 @@ def parameters_of(config: ModelConfig) -> dict[str, ParameterSpec]:
         UserError: the vocabulary size is unknown.
     """
     context = LayerContext(Topology.alone(), DTYPES[config.params_dtype], has_weights=False)
+    config = without_training_buffers(config)
     stage = STAGES[config.architecture](config, context, range(config.num_layers))
     names = {name for name, _ in (*stage.named_parameters(), *stage.named_buffers())}
     return {

@@ -124,11 +124,10 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 
 
 def _balance(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    """Tell that Megatron-LM's loss of a microbatch is replaced."""
+    """Tell that a loss over each microbatch depends on its size."""
     if flag.values == ("aux_loss",) and line.config.model.has_experts:
         diagnostics.notices.append(
-            f"{flag.name} aux_loss is taken as seq_aux_loss: a balance loss over each microbatch depends on "
-            "its size"
+            f"{flag.name} aux_loss depends on --micro-batch-size; seq_aux_loss and global_aux_loss do not"
         )
 
 

@@ -67,6 +67,7 @@ def _without_rule(config: Config) -> Iterator[Problem]:
             model.full_attention_query_groups is not None,
             "each head has its own keys; remove it",
         ),
+        ("clip_qkv", model.clip_qkv is not None, "whose keys and values are latents; remove it"),
         ("qk_clip", model.qk_clip, "whose keys have a part that all heads share; remove it"),
         ("mup_base_width", model.mup_base_width is not None, "muP has no rule for latents; remove it"),
         ("fp8_format", training.fp8_format is not None, "latents have no 8-bit GEMMs; remove it"),

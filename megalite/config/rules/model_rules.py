@@ -221,11 +221,12 @@ def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
     model, optimizer = config.model, config.optimizer
     if not model.qk_clip:
         return
-    if model.qk_layernorm:
-        yield Problem(
-            ("qk_clip", "qk_layernorm"),
-            "--qk-clip with --qk-layernorm, which bounds the scores itself: remove one of them",
-        )
+    for name in ("qk_layernorm", "clip_qkv"):
+        if getattr(model, name):
+            yield Problem(
+                ("qk_clip", name),
+                f"--qk-clip with {flag_of(name)}, which bounds the scores itself: remove one of them",
+            )
     if model.attention_backend not in ("auto", "unfused", "local"):
         yield Problem(
             ("qk_clip", "attention_backend"),

@@ -82,7 +82,7 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
 def sequence_divisor(config: Config) -> int:
     """Return the number that must divide the length of each sequence."""
     parallel = config.parallel
-    if not parallel.has_ring:
+    if not parallel.mesh.is_zigzag:
         return parallel.num_hidden_slices
     return math.lcm(parallel.num_hidden_slices, 2 * parallel.mesh.num_position_slices)
 
@@ -99,7 +99,7 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     large = [axis for axis in mesh.model.axes if (mesh.sizes[axis.name] or 1) > 1]
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
-    if parallel.has_ring:
+    if mesh.is_zigzag:
         sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {parallel.cp_comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
@@ -112,7 +112,7 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that cp ranks divide into groups that exchange heads, and that several groups form a ring."""
     parallel, name = config.parallel, "hierarchical_context_parallel_sizes"
     cp, given = parallel.cp, parallel.hierarchical_context_parallel_sizes
-    if parallel.cp_comm_type != "a2a+p2p" or cp == 1:
+    if not parallel.context_way.has_levels or cp == 1:
         return
     if given is None and min(parallel.cp_levels) > 1:
         return
@@ -123,7 +123,8 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     sizes = "" if given is None else f" and {flag_with_value(name, given)}"
     yield Problem(
         ("cp_comm_type", _CP, name, _TP),
-        f"--cp-comm-type a2a+p2p with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
+        f"--cp-comm-type {parallel.cp_comm_type} with --cp {cp}{sizes}: it needs two sizes above 1, of "
+        f"product {cp}; {fix}",
     )
 
 
@@ -366,11 +367,12 @@ def _even(config: Config) -> Iterator[Problem]:
     if total % stages == 0:
         return
     counted = "".join(f" and {flag_of(name)}" for name in extra)
+    remedy = f"replace{counted.removeprefix(' and')} by" if extra else "set the layers of each stage, as in"
     yield Problem(
         ("num_layers", *_SHAPE, *extra, "pipeline_layers"),
         f"--num-layers {num_layers}{counted}{f' (together {total})' if extra else ''} is not divisible by "
         f"{_stages(config).replace(' stages', '', 1) if num_chunks(config) == 1 else _stages(config)}: "
-        "change one of them, or set the layers of each stage, as in "
+        f"change one of them, or {remedy} "
         f"{flag_with_value('pipeline_layers', even_partition(num_layers, stages))}",
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
-from megalite.config.stage_layers import num_stages
 from megalite.errors import Problem
 
 _NAME = "hidden_size_per_layer_input"
@@ -30,10 +29,4 @@ def per_layer_embedding(config: Config, world_size: int | None) -> Iterator[Prob
             (_NAME, "activation"),
             f"{flag} with --activation {model.activation}: its gate has the function of a gated activation; "
             "pass geglu or swiglu",
-        )
-    if num_stages(config) > 1:
-        yield Problem(
-            (_NAME, "pipeline_model_parallel_size"),
-            f"{flag} with several pipeline stages: all layers get embeddings that the first stage computes; "
-            "pass --pp 1",
         )

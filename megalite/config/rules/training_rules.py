@@ -101,6 +101,8 @@ def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Prob
         )
         return
     divisor = sequence_divisor(config)
+    if full % divisor:
+        return  # no length fits: the rule for --seq-length says so
     least = max(divisor, config.model.mtp_num_layers + 1)
     for _, length in steps:
         if full % length or length % divisor or length < least:

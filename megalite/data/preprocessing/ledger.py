@@ -91,9 +91,12 @@ class Ledger:
                 path.unlink()
         self._has_earlier_work = False
         self.header = header
-        self._lines = open_new(self._lines_path, 0)
-        with replace_file(self._header_path) as stream:
-            stream.write(json.dumps(header).encode())
+        try:
+            self._lines = open_new(self._lines_path, 0)
+            with replace_file(self._header_path) as stream:
+                stream.write(json.dumps(header).encode())
+        except OSError as error:
+            raise CannotWrite(f"cannot write {self.folder}: {error.strerror}") from None
 
     def resume(self) -> Iterator[PieceResult]:
         """Yield the results of the interrupted run; `append` continues after them."""

@@ -95,11 +95,11 @@ def preprocess(job: PreprocessJob, on_progress: OnProgress | None = None) -> Pre
         run = _Run(job, on_progress or (lambda progress: None))
         run.progress.total_input_bytes = plan.total_bytes
         pieces = plan.pieces()
-        if job.resume and ledger.header:
-            run.skip(ledger.resume(), pieces)
-        else:
-            ledger.start({"identity": made_with, "stream_compressed": plan.stream_compressed})
         try:
+            if job.resume and ledger.header:
+                run.skip(ledger.resume(), pieces)
+            else:
+                ledger.start({"identity": made_with, "stream_compressed": plan.stream_compressed})
             run.encode(ledger, pieces)
             reports = run.write(ledger.folder, tokenizer, made_with)
         except CannotWrite as error:

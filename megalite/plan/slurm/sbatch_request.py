@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.commands import command_name
@@ -197,7 +198,7 @@ def slurm_job(own: argparse.Namespace, nodes: int, gpus_per_node: int, name: str
 
 
 def write_script(output: Path, text: str, force: bool) -> None:
-    """Write a file; with `force`, replace it if it exists."""
+    """Write a file; with `force`, replace it if it exists. A new file that cannot be completed is removed."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("w" if force else "x", encoding="utf-8") as file:
@@ -207,6 +208,9 @@ def write_script(output: Path, text: str, force: bool) -> None:
             f"--output {output} exists already: pass another file, or --force to replace it"
         ) from None
     except OSError as error:
+        if not force:
+            with suppress(OSError):
+                output.unlink()
         raise UserError(
             f"--output {output} cannot be written ({error.strerror}): pass another file"
         ) from None

@@ -172,7 +172,7 @@ def chosen_plan(request: Request) -> RunPlan:
 def _too_large(request: Request, plan: RunPlan) -> str:
     """Say by how much the layout is too large, what takes most memory, and which layout fits."""
     available = plan.run.cluster.gpu.memory_bytes
-    memory = max(plan.memories, key=lambda each: each.total)
+    memory = plan.largest_memory
     kind, size = max(memory._asdict().items(), key=lambda item: item[1])
     text = (
         f"the job does not fit: it needs {memory.total / _GB:.1f} GB per GPU of {available / _GB:.1f} GB, "

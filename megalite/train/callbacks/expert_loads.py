@@ -13,7 +13,7 @@ from megalite.config import Config, ModelConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.model.experts import Router
 from megalite.model.routing_statistics import RoutingStatistics
-from megalite.optim.expert_bias import sum_over_tokens
+from megalite.optim.expert_balance import sum_over_tokens
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
 from megalite.train.telemetry.writers import Writers

@@ -28,7 +28,7 @@ from megalite.files import make_writable
 from megalite.log import log
 from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceObserver, ChoiceRecorder, ChoiceReplayer
-from megalite.optim.expert_bias import sum_over_tokens
+from megalite.optim.expert_balance import sum_over_tokens
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult

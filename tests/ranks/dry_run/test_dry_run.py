@@ -36,6 +36,11 @@ LAYOUTS = [
     ("pp2dp2+zero3+kept", "bf16", {}),
     ("dp2+zero1+offload", "bf16", {}),
     ("tp2pp2+sp+zero1+gather", "bf16", {"position_embedding_type": "rope", "activation": "swiglu"}),
+    (
+        "tp2pp2+sp",
+        "bf16",
+        {"hidden_size_per_layer_input": 6, "norm_position": "sandwich", "activation": "geglu"},
+    ),
 ]
 SLOW = [
     ("tp1", "fp32", {}),

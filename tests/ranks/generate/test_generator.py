@@ -75,6 +75,17 @@ def texts(topology, preset):
     return results
 
 
+def text_of_stages(topology):
+    """Greedy text of a model whose layers have embeddings of their own, on this rank's stage."""
+    layers = {"hidden_size_per_layer_input": 6, "norm_position": "sandwich", "activation": "geglu"}
+    config = dataclasses.replace(config_of("llama-tiny"), **layers)
+    count = config.num_layers // topology.pp.size
+    first = topology.pp.rank * count
+    stage = build_stage(config, topology, range(first, first + count), seed=3, attention=CachedCore).eval()
+    generator = Generator(stage, Sampler(Sampling(temperature=0.0), VOCAB, topology.tp), eod=256)
+    return list(generator(PROMPTS))
+
+
 def everything(topology):
     return {preset: (logits_piecewise(topology, preset), texts(topology, preset)) for preset in TINY}
 
@@ -89,6 +100,11 @@ def replicas(topology):
     with pytest.raises(UserError, match="NaN"):
         list(writer.complete(PROMPTS, num_samples=1))
     return completions
+
+
+def test_stages_pass_the_embeddings_of_layers_on(one_rank):
+    mesh = ParallelConfig(pipeline_model_parallel_size=2).mesh
+    assert run_ranks(text_of_stages, mesh, 2) == [text_of_stages(one_rank)] * 2
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])

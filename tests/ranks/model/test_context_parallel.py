@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.axes import MeshOptions
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
@@ -42,7 +42,7 @@ def _attend(topology: Topology, kind: str, num_groups: int, dtype: torch.dtype) 
     )
     context = LayerContext(topology, dtype, cp_comm_type=kind)
     cp, access, core = context.cp, KEY_ACCESS[kind], build_core(config, context)
-    q, k, v, grad = (x.chunk(cp.size)[cp.rank] for x in _inputs(num_groups, dtype))
+    q, k, v, grad = (topology.positions.take(x, dim=0) for x in _inputs(num_groups, dtype))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*leaves, cp))
     visible = core.visible_keys((B, S), None, [None])[None]
@@ -62,9 +62,11 @@ def test_attention_is_that_of_the_whole_sequence(
     q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    ranks = run_ranks(_attend, MeshOptions({"cp": 2, "dp": 1}), 2, kind, num_groups, dtype)
+    parallel = ParallelConfig(context_parallel_size=2, cp_comm_type=kind)
+    ranks = run_ranks(_attend, parallel.mesh, 2, kind, num_groups, dtype)
+    order = HeldPositions(0, 2, is_zigzag=parallel.mesh.is_zigzag)
     for slices, whole in zip(zip(*ranks, strict=True), expected, strict=True):
-        error = (torch.cat(slices).double() - whole).abs().max() / whole.abs().max()
+        error = (order.in_position_order(torch.cat(slices)).double() - whole).abs().max() / whole.abs().max()
         assert error < bound
 
 

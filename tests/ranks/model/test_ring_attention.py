@@ -1,4 +1,4 @@
-"""Ring attention over 2 to 4 ranks computes what one rank computes with the whole sequence."""
+"""Attention of zigzag slices over 2 to 4 ranks is that of one rank with the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.distributed.axes import CONTEXT, MeshOptions
+from megalite.distributed.axes import MeshOptions
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
-from megalite.model.attention_backends import build_core
-from megalite.model.attention_block import TritonBlocks
+from megalite.model.attention_backends import BACKENDS, build_core
 from megalite.model.context_parallel import KEY_ACCESS
-from megalite.model.ring_attention import RingCore
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -106,19 +104,18 @@ def _documents(case: Case) -> Tensor | None:
     return torch.stack(ids) if case.has_documents else None
 
 
-def _attend(topology: Topology, name: str, dtype: torch.dtype, of_triton: bool = False) -> list[Tensor]:
+def _attend(topology: Topology, name: str, dtype: torch.dtype, way: str, of_triton: bool) -> list[Tensor]:
     """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens.
 
-    Neighbouring ranks exchange heads if the mesh has groups of them.
-
     Args:
-        of_triton: compute blocks with the operator of a GPU's kernels, which is plain PyTorch on a CPU.
+        way: --cp-comm-type.
+        of_triton: use the operators of a GPU's kernels, which are plain PyTorch on a CPU.
     """
-    case, way = CASES[name], "a2a+p2p" if CONTEXT.name in topology.factorings else "p2p"
+    case = CASES[name]
     context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=way)
     core, own, heads = build_core(case.config, context), topology.positions, context.attention_heads
-    if of_triton and isinstance(core, RingCore):
-        core.blocks = TritonBlocks()
+    if of_triton:
+        core = BACKENDS["triton"].build(case.config, context)
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
@@ -133,9 +130,8 @@ def _attend(topology: Topology, name: str, dtype: torch.dtype, of_triton: bool =
     return [out.detach(), *grads]
 
 
-def _ranks(num_ranks: int, *arguments: Any) -> list[list[Tensor]]:
-    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
-    return run_ranks(_attend_all, mesh, num_ranks, *arguments)
+def _mesh(num_ranks: int) -> MeshOptions:
+    return MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
 
 
 def _levels(heads: int, ring: int) -> MeshOptions:
@@ -149,9 +145,9 @@ def _levels(heads: int, ring: int) -> MeshOptions:
 
 
 def _attend_all(
-    topology: Topology, names: list[str], dtype: torch.dtype, of_triton: bool = False
+    topology: Topology, names: list[str], dtype: torch.dtype, way: str = "p2p", of_triton: bool = False
 ) -> list[list[Tensor]]:
-    return [_attend(topology, name, dtype, of_triton) for name in names]
+    return [_attend(topology, name, dtype, way, of_triton) for name in names]
 
 
 def _joined(ranks: list[list[Tensor]]) -> list[Tensor]:
@@ -168,13 +164,14 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
+@pytest.mark.parametrize("way", ["p2p", "all_gather"])
 @pytest.mark.parametrize(("num_ranks", "of_triton"), [(2, False), (3, False), (4, False), (2, True)], ids=str)
 def test_every_kind_of_attention_is_that_of_one_rank(
-    num_ranks: int, of_triton: bool, one_rank: Topology
+    num_ranks: int, of_triton: bool, way: str, one_rank: Topology
 ) -> None:
     names = list(CASES)
     expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
-    ranks = _ranks(num_ranks, names, torch.float64, of_triton)
+    ranks = run_ranks(_attend_all, _mesh(num_ranks), num_ranks, names, torch.float64, way, of_triton)
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name
@@ -186,7 +183,7 @@ def test_a_ring_of_groups_that_exchange_heads_has_the_attention_of_one_rank(
 ) -> None:
     names = list(CASES)
     expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
-    ranks = run_ranks(_attend_all, _levels(heads, ring), heads * ring, names, torch.float64)
+    ranks = run_ranks(_attend_all, _levels(heads, ring), heads * ring, names, torch.float64, "a2a+p2p")
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name
@@ -235,7 +232,7 @@ def test_assigned_documents_have_the_attention_of_one_rank(num_ranks: int, one_r
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)], ids=str)
 def test_it_is_the_attention_of_torch(dtype: torch.dtype, bound: float) -> None:
     names = ["causal", "grouped queries"]
-    ranks = _ranks(2, names, dtype)
+    ranks = run_ranks(_attend_all, _mesh(2), 2, names, dtype)
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         *leaves, _, grad = (x.double() for x in _inputs(CASES[name], dtype))
         for leaf in leaves:
@@ -285,7 +282,7 @@ def _expected_bytes(rank: int, num_ranks: int, window: int | None) -> dict[str, 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_ring_sends_the_slices_that_are_needed(num_ranks: int, window: int | None) -> None:
     """On ranks, and on meta tensors as in a dry run."""
-    mesh = MeshOptions({"cp": num_ranks, "dp": 1}, is_zigzag=True)
+    mesh = _mesh(num_ranks)
     expected = [_expected_bytes(rank, num_ranks, window) for rank in range(num_ranks)]
     assert run_ranks(_bytes_sent, mesh, num_ranks, window) == expected
     for rank in range(num_ranks):

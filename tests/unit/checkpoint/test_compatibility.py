@@ -340,7 +340,11 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
         for name, declared in MODEL_OPTIONS.items()
         if declared.only_with is not None and not declared.only_with[1]
     ),
-    (" ".join(MAMBA_OPTIONS), {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16}}),
+    (
+        " ".join(MAMBA_OPTIONS),
+        {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16, "add_bias_linear": False}},
+    ),
+    ("moe_router_group_scores", {"model": {**EXPERTS["model"], "moe_router_num_groups": 2}}),
     ("moe_token_drop_policy", {"model": {**EXPERTS["model"], "moe_expert_capacity_factor": 1.0}}),
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),

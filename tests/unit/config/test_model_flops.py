@@ -12,7 +12,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from megalite.config import ModelConfig
 from megalite.config.layer_weights import layer_weights
-from megalite.config.mamba_sizes import KERNEL
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention, mean_visible_keys
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
@@ -107,7 +106,7 @@ def test_formulas_agree_with_layers_of_each_kind(preset: str) -> None:
     for number, layer in whole_model(model, tp=1).layers.items():
         kind = model.layer_kinds[number]
         matrices = [each.shape for each in layer.weights if len(each.shape) > 1]
-        convolution = [shape for shape in matrices if shape[1] == KERNEL]
+        convolution = [shape for shape in matrices if shape[1] == 4]
         assert len(convolution) == (kind.mixer in ("mamba", "gated_delta_net"))
         assert layer_weights(model, kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
 
@@ -118,7 +117,7 @@ def test_mamba_counts_its_recurrence() -> None:
     mlp, mamba = (dataclasses.replace(tiny, hybrid_override_pattern=f"-*{each}-") for each in "-M")
     width, state, groups, heads = 128, 16, 4, 8
     linear = 64 * (2 * width + 2 * groups * state + heads) + width * 64
-    products = linear + 2 * width * state + KERNEL * (width + 2 * groups * state)
+    products = linear + 2 * width * state + tiny.mamba_conv_kernel * (width + 2 * groups * state)
     of_mlp = 2 * 64 * tiny.ffn_size
     assert flops_per_token(mamba, 1) - flops_per_token(mlp, 1) == 6 * (products - of_mlp)
 

@@ -173,6 +173,11 @@ RULES = [
     ("--num-attention-heads 6 --num-query-groups 2 --tp 6 --kv-channels 1", 6, "5 rows of a group"),
     ("--num-layers 3 --pp 4", 4, "--num-layers 3 is fewer than --pp 4 stages"),
     ("--num-layers 7 --pp 2", 2, "or set the layers of each stage, as in --pipeline-layers 4 3"),
+    (
+        "--num-layers 4 --pp 3 --account-for-loss-in-pipeline-split",
+        3,
+        "change one of them, or replace --account-for-loss-in-pipeline-split by --pipeline-layers 2 1 1",
+    ),
     ("--pipeline-layers 3 9 --pp 3", 3, "--pipeline-layers 3 9 names 2 stages, but --pp is 3"),
     ("--pipeline-layers 3 8 --pp 2", 2, "--pipeline-layers 3 8 add up to 11, not to --num-layers 12"),
     ("--tp 2 --pp 2", 6, "world size 6 is not a multiple of --tp 2 x --pp 2 = 4: start 8 ranks"),
@@ -643,6 +648,12 @@ def test_axes_that_cut_the_sequence_must_divide_its_length(parallel: ParallelCon
     assert [problem.text for problem in sequence(config, None)] == [expected]
     assert parallel.num_hidden_slices == parallel.mesh.num_position_slices * 4
     assert config.microbatch_tokens == 26 // parallel.mesh.num_position_slices
+
+
+def test_no_shorter_length_is_proposed_where_none_fits_the_layout() -> None:
+    line = "--cp 3 --seq-length 32 --seq-length-schedule 0:16 1K:32"
+    (problem,) = problems_with(line, 3)
+    assert problem.startswith("--seq-length 32 is not divisible by --cp 3: use a multiple of it, such as 33")
 
 
 def test_an_axis_cuts_the_sequence_without_sequence_parallelism() -> None:

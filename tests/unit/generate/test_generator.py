@@ -113,6 +113,7 @@ SCALED_QUERIES = {
 }
 MAMBA = {
     **{"head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7},
+    **{"conv_kernel": 3, "use_bias": True},
     **{"chunk_size": 4, "num_hidden_layers": None},
 }
 LATENT = {

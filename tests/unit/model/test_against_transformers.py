@@ -213,7 +213,7 @@ def llama_config(choose):
         **biases,
         bos_token_id=0,
         eos_token_id=0,
-        hidden_act=choose(("silu", "silu", "gelu_pytorch_tanh")),
+        hidden_act=choose(("silu", "silu", "gelu_pytorch_tanh", "gelu", "relu")),
     )
 
 
@@ -445,6 +445,7 @@ def qwen2_moe_config(choose):
 
 def olmoe_config(choose):
     more = {**whole_heads(choose), **experts(choose, "intermediate_size"), **attention_bias(choose)}
+    more["clip_qkv"] = choose((None, 0.6, 1.1))
     return like_llama(OlmoeConfig, choose, "head_dim", norm_topk_prob=choose((True, False)), **more)
 
 
@@ -491,13 +492,17 @@ def qwen3_5_moe_config(choose):
 def nemotron_h_config(choose):
     mamba, attention, mlp, moe = "linear_attention", "full_attention", "mlp", "moe"
     kv_heads, group_heads, groups = choose((1, 2)), choose((1, 2, 3)), choose((1, 2, 3))
+    blocks = choose(
+        (
+            *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
+            *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
+        )
+    )
     return NemotronHConfig(
-        layers_block_type=choose(
-            (
-                *([mamba, mlp, attention], [mamba, moe, attention, moe, mlp], [mamba] * 2),
-                *([attention, mlp, mamba], [moe, attention, mamba], [attention, moe]),
-            )
-        ),
+        layers_block_type=blocks,
+        mlp_bias=choose((False, True)) and moe not in blocks,
+        use_bias=choose((False, True)),
+        conv_kernel=choose((4, 3, 1, 6)),
         hidden_size=choose((36, 72)),
         intermediate_size=choose((30, 37)),
         mlp_hidden_act=choose(("relu2", "gelu")),
@@ -541,7 +546,9 @@ def latent_fields(choose):
 
 
 def deepseek_v2_config(choose):
+    groups = {"topk_method": choose(("greedy", "group_limited_greedy")), "topk_group": choose((1, 2))}
     fields = {**latent_fields(choose), **deepseek_experts(choose), **attention_bias(choose)}
+    fields |= {**groups, "n_group": 2, "num_experts_per_tok": 2}
     return like_llama(DeepseekV2Config, choose, "head_dim", **fields)
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import LayerKind, ModelConfig
+from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, VisibleKeys, dropout, site_key
@@ -308,23 +309,17 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
 
 
 def with_cp(topology: Topology, size: int, rank: int) -> Topology:
-    """Return the topology of one of several context-parallel ranks."""
+    """Return the topology of one of several context-parallel ranks, with slices in zigzag order."""
     (model,) = topology.factorings.values()
     cp = dataclasses.replace(topology.axes["cp"], size=size, rank=rank)
     axes = dataclasses.replace(model, axes={**model.axes, "cp": cp})
-    return dataclasses.replace(topology, factorings={"model": axes})
+    return dataclasses.replace(topology, factorings={"model": axes}, is_zigzag=True)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        (backend, case)
-        for backend in ("flash", "unfused", "triton")
-        for case in CASES
-        if backend != "flash" or "capped" not in case
-    ],
+    ("backend", "case"), [(backend, case) for backend in ("unfused", "triton") for case in CASES]
 )
 def test_slices_of_the_queries_see_all_keys(
     backend: str, case: str, window: int | None, packed: bool, one_rank: Topology
@@ -333,23 +328,34 @@ def test_slices_of_the_queries_see_all_keys(
     if window is not None and not config.is_causal:
         return
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
-    p = 0.0 if backend == "flash" else 0.3
-    numbers = torch.tensor([2**40, 3])
+    p, numbers = 0.3, torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
+    known = ids if config.is_causal or packed else torch.zeros(2, s, dtype=torch.int64)
     slices = []
     for rank in range(num_ranks):
         context = context_of(with_cp(one_rank, num_ranks, rank), torch.float64, has_documents=packed)
         core = BACKENDS[backend].build(config, context)
-        q, k, v, grad = parts
-        own, grad = (x.chunk(num_ranks, dim=2)[rank] for x in (q, grad))
-        leaves = [x.detach().requires_grad_() for x in (own, k, v)]
-        known = ids if config.is_causal or packed else torch.zeros(2, s, dtype=torch.int64)
         visible = core.visible_keys((2, s), known, [window])[window]
-        out = core(*leaves, visible, Drop(p, KEY, numbers))
-        slices.append([out, *torch.autograd.grad(out, leaves, grad)])
-    outs, grads_q, *grads_kv = zip(*slices, strict=True)
-    together = [torch.cat(outs, 2), torch.cat(grads_q, 2), *(sum(grads) for grads in grads_kv)]
+        slices.append(of_slices(core, parts, visible, Drop(p, KEY, numbers)))
+    together = joined(slices)
     assert_close(together, expected(config, parts, ids, kept, window), torch.float64)
+
+
+def of_slices(core: AttentionCore, parts: list[Tensor], visible: VisibleKeys, drop: Drop) -> list[Tensor]:
+    """Return the output and gradients of the queries that a rank holds, and of all keys and values."""
+    q, k, v, grad = parts
+    own, grad = (core.own_positions.take(x, dim=2) for x in (q, grad))
+    leaves = [x.detach().requires_grad_() for x in (own, k, v)]
+    out = core(*leaves, visible, drop)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def joined(ranks: list[list[Tensor]]) -> list[Tensor]:
+    """Return what `of_slices` returns on one rank that holds all queries."""
+    order = HeldPositions(0, len(ranks), is_zigzag=True)
+    *of_queries, grads_k, grads_v = zip(*ranks, strict=True)
+    whole = [order.in_position_order(torch.cat([x.movedim(2, 0) for x in each])) for each in of_queries]
+    return [*(x.movedim(0, 2) for x in whole), torch.stack(grads_k).sum(0), torch.stack(grads_v).sum(0)]
 
 
 @torch.no_grad()
@@ -464,20 +470,20 @@ def test_flex_needs_all_queries(one_rank: Topology) -> None:
     assert choose(Case(config, exchanged))[0] == "flex"
 
 
-def test_auto_needs_no_mask_for_a_slice_of_the_queries(one_rank: Topology) -> None:
-    config, topology = config_of(), with_cp(one_rank, 2, 1)
-    assert choose(Case(config, context_of(topology, torch.bfloat16, "meta")))[0] == "triton"
-
-
+@pytest.mark.parametrize("way", ["all_gather", "p2p"])
 @pytest.mark.parametrize("backend", ["flex", "cudnn", "efficient", "fused"])
-def test_kernels_without_blocks_are_refused_in_a_ring(backend: str, one_rank: Topology) -> None:
-    config, context = config_of(attention_backend=backend), ring_of(one_rank, torch.bfloat16, "meta")
-    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*ring attention needs"):
+def test_kernels_without_blocks_are_refused_with_slices(backend: str, way: str, one_rank: Topology) -> None:
+    config, context = config_of(attention_backend=backend), slices_of(one_rank, torch.bfloat16, "meta", way)
+    with pytest.raises(UserError, match=f"^--attention-backend {backend} .*--cp-comm-type"):
         choose(Case(config, context))
 
 
-def test_auto_computes_the_blocks_of_a_ring(one_rank: Topology) -> None:
-    on_cpu, on_gpu = (ring_of(one_rank, torch.bfloat16, device) for device in ("cpu", "meta"))
+@pytest.mark.parametrize("way", ["all_gather", "p2p"])
+def test_auto_computes_blocks_of_slices(way: str, one_rank: Topology) -> None:
+    on_cpu, on_gpu = (
+        slices_of(one_rank, dtype, device, way)
+        for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta"))
+    )
     for context in (on_cpu, on_gpu):
         assert choose(Case(config_of(), context))[0] == "flash"
         assert choose(Case(config_of(softmax_type="learnable"), context))[0] == "flash"
@@ -486,13 +492,20 @@ def test_auto_computes_the_blocks_of_a_ring(one_rank: Topology) -> None:
             assert choose(Case(config_of(**changes), context))[0] == expected
     twelve = {"kv_channels": 12}
     assert [choose(Case(config_of(**twelve), each))[0] for each in (on_cpu, on_gpu)] == ["flash", "triton"]
-    in_fp64 = ring_of(one_rank, torch.float64, "meta")
+    in_fp64 = slices_of(one_rank, torch.float64, "meta", way)
     assert choose(Case(config_of(window_size=(8, 0)), in_fp64))[0] == "unfused"
 
 
-def ring_of(topology: Topology, dtype: torch.dtype, device: str) -> LayerContext:
-    context = context_of(with_cp(topology, 2, 1), dtype, device)
-    return dataclasses.replace(context, cp_comm_type="p2p")
+def test_auto_prefers_our_kernels_for_gathered_keys_in_bf16_on_a_cpu(one_rank: Topology) -> None:
+    context = slices_of(one_rank, torch.bfloat16, "cpu", "all_gather")
+    assert choose(Case(config_of(), context))[0] == "unfused"
+
+
+def slices_of(
+    topology: Topology, dtype: torch.dtype, device: str, way: str, num_ranks: int = 2, rank: int = 1
+) -> LayerContext:
+    context = context_of(with_cp(topology, num_ranks, rank), dtype, device)
+    return dataclasses.replace(context, cp_comm_type=way)
 
 
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:

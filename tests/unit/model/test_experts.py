@@ -19,6 +19,7 @@ from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
+from megalite.optim.expert_balance import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from tests.stages import build_stage
@@ -103,12 +104,16 @@ def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(length)  # e times a share of 1 / e
 
 
-def test_experts_are_in_the_best_groups(one_rank) -> None:
+@pytest.mark.parametrize("num_summed", [1, 2, 3])  # a group has two
+def test_experts_are_in_the_best_groups(num_summed: int, one_rank) -> None:
     fields = {"num_experts": 6, "moe_router_topk": 2, "moe_router_num_groups": 3, "moe_router_group_topk": 1}
+    fields["moe_router_group_scores"] = num_summed
     block = experts_of(replace(CONFIG, **fields, moe_router_score_function="sigmoid"), one_rank)
     x = hidden()
     scores = (x @ block.router.weight.t()).sigmoid()
-    best = scores.unflatten(-1, (3, 2)).sum(-1).argmax(-1, keepdim=True)
+    by_group = scores.unflatten(-1, (3, 2))
+    of_groups = by_group.amax(-1) if num_summed == 1 else by_group.sum(-1)
+    best = of_groups.argmax(-1, keepdim=True)
     weights, experts, _ = block.router(x)
     assert torch.equal(experts.sort(-1).values, torch.cat((2 * best, 2 * best + 1), -1))
     torch.testing.assert_close(weights.sum(-1), torch.ones(x.shape[:2], dtype=torch.float64), **EXACT)
@@ -180,6 +185,32 @@ def test_balance_loss_is_that_of_transformers_for_one_sample(one_rank) -> None:
     expected = load_balancing_loss_func((logits,), num_experts=5, top_k=3)  # its parts add up to topk
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(float(expected) / 3 * 9, rel=1e-6)
     torch.testing.assert_close(terms[ROUTER_Z_LOSS].total, logits.logsumexp(-1).square().sum(), **EXACT)
+
+
+def test_balance_loss_of_a_microbatch_is_that_of_transformers(one_rank) -> None:
+    block = experts_of(replace(CONFIG, moe_router_load_balancing_type="aux_loss"), one_rank)
+    x = hidden(3)
+    logits = (x @ block.router.weight.t()).flatten(0, 1)
+    expected = load_balancing_loss_func((logits,), num_experts=5, top_k=3) / 3 * len(logits)
+    assert float(block(x).terms[BALANCE_LOSS].total) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_balance_loss_by_global_loads_is_that_of_the_last_batch(one_rank) -> None:
+    """With equal batches, it is the loss over a microbatch that is the whole batch."""
+    config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
+    block, x = experts_of(config, one_rank), hidden(3)
+    adjustment = ExpertBalance(one_rank, [block.router], rate=0.0)
+
+    def iteration() -> torch.Tensor:
+        adjustment.begin()
+        total = sum(block(x[:, i : i + 1]).terms[BALANCE_LOSS].total for i in range(3))
+        adjustment.step(torch.tensor(True))
+        return total
+
+    num_tokens = len(x) * 3
+    torch.testing.assert_close(iteration(), torch.tensor(float(num_tokens), dtype=x.dtype), **EXACT)
+    of_microbatch = experts_of(replace(CONFIG, moe_router_load_balancing_type="aux_loss"), one_rank)
+    torch.testing.assert_close(iteration(), of_microbatch(x).terms[BALANCE_LOSS].total, **EXACT)
 
 
 def test_a_samples_balance_needs_no_other_sample(one_rank) -> None:

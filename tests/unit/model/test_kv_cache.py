@@ -33,8 +33,8 @@ OTHERS = {
         **{"keys_as_values": "full_attention", "layer_output_scale": True, "window_rotary_base": 100.0},
     },
     "recurrent": {**RECURRENT, "linear_attention_freq": (2,), "attention_output_gate": True},
-    "mamba": {**MAMBA, "hybrid_override_pattern": "M*-M", "position_embedding_type": "none"},
-    "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6},
+    "mamba": {**MAMBA, "hybrid_override_pattern": "M*-M", "position_embedding_type": "none", "clip_qkv": 0.5},
+    "mamba alone": {**MAMBA, "hybrid_override_pattern": "MMMM", "mamba_num_heads": 6, "mamba_conv_kernel": 1},
     "recurrent alone": {**RECURRENT, "linear_conv_kernel_dim": 3},
     "experts": {
         **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16},

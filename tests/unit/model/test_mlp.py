@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,13 +38,20 @@ def test_limits_are_those_of_gpt_oss(num_features: int) -> None:
     torch.testing.assert_close(ours, reference, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": lambda gate: F.gelu(gate, approximate="tanh"),
+    "geglu_exact": F.gelu,
+    "reglu": F.relu,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_other_gates_take_the_options(name: str) -> None:
     x = halves_of(7)
     gate, up = x.chunk(2, dim=-1)
-    function = {"swiglu": F.silu, "geglu": lambda g: F.gelu(g, approximate="tanh")}[name]
     y = activation_of(ModelConfig(activation=name, **LIMITS)).function(x)
-    expected = function(gate.clamp(max=0.8)) * (up.clamp(-0.8, 0.8) + 1.0)
+    expected = FUNCTIONS[name](gate.clamp(max=0.8)) * (up.clamp(-0.8, 0.8) + 1.0)
     torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
 
 

@@ -1,11 +1,13 @@
 """Every switch of the model combines with every other."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 
 from megalite.config import ModelConfig
+from megalite.config.model import Activation
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.counter_random import Dropout
 from tests.stages import build_stage
@@ -13,7 +15,7 @@ from tests.stages import build_stage
 SWITCHES = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "activation": ("gelu", "gelu_exact", "relu", "squared_relu", "swiglu", "geglu", "quick_geglu"),
+    "activation": get_args(Activation),
     "add_bias_linear": (True, False),
     "embed_layernorm": (True, False),
     "untie_embeddings_and_output_weights": (True, False),

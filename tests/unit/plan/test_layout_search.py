@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megalite.config import ParallelConfig
+from megalite.errors import Problem
 from megalite.plan import layout_search
 from megalite.plan.estimate import RunPlan
-from megalite.plan.layout_search import search
+from megalite.plan.iteration_time import least_layer_seconds, least_seconds
+from megalite.plan.layout_search import fastest, search
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
+from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import host_activations
 from megalite.plan.saved_activations import stage_bytes
 from megalite.plan.units import units_of
@@ -76,6 +80,39 @@ def test_layouts_share_only_what_is_the_same_in_each(flags: str) -> None:
         alone = RunPlan(replace(plan.run))
         assert (plan.memories, plan.time) == (alone.memories, alone.time)
         assert host_activations(plan.run) == host_activations(alone.run)
+
+
+UNEVEN = (
+    "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --padded-vocab-size 1024 "
+    "--attention-dropout 0 --bf16 --gpu a100-40 --world-size 8 --gpus-per-node 4 --global-batch-size 12 "
+    "--tp 1 --recompute-granularity full --search"
+)
+"""Some layouts have stages that do not divide the layers, or replicas that do not divide the batch."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"), [("", "global_batch_size"), ("--data-parallel-shard-degree 2", "zero_stage")]
+)
+def test_layouts_are_rejected_by_the_rules_of_training(flags: str, field: str) -> None:
+    request = read_request(f"{UNEVEN} {flags}".split())
+    found, problems = search(request), list[Problem | None]()
+    for layouts in layout_search._layouts(request, request.cluster):
+        for sharding in layouts.shardings:
+            config = replace(layouts.config, parallel=sharding.run.config.parallel)
+            problems.append(first_problem(config, request.cluster))
+    rejected = Counter(problem.fields for problem in problems if problem is not None)
+    assert sorted(found.rejected.values()) == sorted(rejected.values())
+    assert len(found.fitting) + sum(found.too_large.values()) == problems.count(None) > 0
+    assert any(field in fields for fields in rejected)
+
+
+def test_the_fastest_are_those_of_all_simulated() -> None:
+    plans = search(read_request(f"{UNEVEN} --pp 2".split())).fitting
+    in_order = sorted(plans, key=lambda plan: plan.time.seconds)
+    found = fastest([RunPlan(plan.run) for plan in plans], 5)
+    assert [plan.time.seconds for plan in found] == [plan.time.seconds for plan in in_order[:5]]
+    for plan in plans:
+        assert least_layer_seconds(plan.run) <= least_seconds(plan.run) <= plan.time.seconds
 
 
 CLUSTER = "--gpu h100-80 --world-size 8 --gpus-per-node 4 --global-batch-size 8"

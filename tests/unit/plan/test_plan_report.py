@@ -152,13 +152,13 @@ def test_slices_of_samples_need_less_memory_and_communication() -> None:
     assert exchanged["layout"] == {"tp": 2, "pp": 1, "dp": 2, "cp": 4}
     seconds = [each["seconds_by_kind"] for each in (alone, gathered, exchanged)]
     assert seconds[0]["cp"] == 0.0 < seconds[1]["cp"] < seconds[2]["cp"]  # few key/value heads
-    # The last slice sees 7/4 times as many keys as the average one. With dropout, one kernel serves both.
+    # Zigzag slices balance gathered keys. With dropout, one kernel serves both ways.
     gathered, exchanged = (
         plan(f"{line} --attention-dropout 0.1 --cp 4 --cp-comm-type {kind}")["seconds_by_kind"]["attention"]
         for kind in ("all_gather", "a2a")
     )
-    assert gathered == pytest.approx(7 / 4 * exchanged, rel=1e-3)
-    assert seconds[1]["attention"] > 7 / 4 * seconds[2]["attention"]  # Triton's kernel is slower than cuDNN's
+    assert gathered == pytest.approx(exchanged, rel=1e-3)
+    assert seconds[1]["attention"] > seconds[2]["attention"]  # FlashAttention's blocks are slower than cuDNN
 
 
 def test_neighbours_exchange_heads_within_a_node_and_form_a_ring_over_nodes() -> None:

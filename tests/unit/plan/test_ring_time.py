@@ -44,7 +44,7 @@ def test_a_ring_is_planned_with_the_kernels_of_its_blocks(
     model, gpu = PRESETS[preset], GPUS["h100-80"]
     for has_triton in (False, True):
         case = {"has_documents": has_documents}
-        program = own_program(model, replace(gpu, has_triton=has_triton), has_ring=True, **case)
+        program = own_program(model, replace(gpu, has_triton=has_triton), has_blocks=True, **case)
         assert program.fused_attention == (has_triton or not needs_triton)
         assert not program.cudnn_attention
     alone = own_program(model, gpu, has_documents=has_documents)

@@ -51,6 +51,21 @@ def test_another_name_is_a_mistake(name: str) -> None:
         Layout.parse(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tp2tp4", "has both tp2 and tp4"),
+        ("pp2v2zb", "has both v2 and zb"),
+        ("dp2+zero1+zero3", r"has both \+zero1 and \+zero3"),
+        ("cp4+p2p+a2a", r"has both \+p2p and \+a2a"),
+        ("tp2zb", "has the schedule zb and no pipeline: write pp2zb"),
+    ],
+)
+def test_a_part_of_a_name_without_effect_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        Layout.parse(name)
+
+
 def _config() -> Config:
     return Config(
         model=replace(PRESETS["gpt-tiny"], vocab_size=100),
@@ -84,6 +99,15 @@ def test_recomputation_and_an_uneven_split_are_of_the_layout() -> None:
 def test_a_layout_that_the_model_cannot_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by --tp 3"):
         Layout({"tp": 3}).apply(_config(), global_batch_size=8)
+
+
+def test_a_balance_loss_of_a_microbatch_needs_its_size() -> None:
+    fields = {"num_experts": 4, "add_bias_linear": False, "moe_router_load_balancing_type": "aux_loss"}
+    config = _config()
+    config = replace(config, model=replace(config.model, **fields))
+    with pytest.raises(ConfigError, match="another micro-batch size trains another run"):
+        Layout.parse("dp2mbs1").apply(config, 8)
+    assert Layout.parse("dp2mbs2").apply(config, 8).training.micro_batch_size == 2
 
 
 def test_the_table_has_every_technique() -> None:

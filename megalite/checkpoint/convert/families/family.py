@@ -79,7 +79,7 @@ class Module:
         only_in: returns whether layers of a kind have the module; by default all have it.
     """
 
-    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "vector"]
+    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "mamba", "vector"]
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = SAME
@@ -102,6 +102,7 @@ class Module:
             "qkv": config.has_qkv_bias,
             "attention_output": config.has_attention_output_bias,
             "mlp": config.has_mlp_bias,
+            "mamba": config.has_mamba_bias,
         }
         for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
             experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)

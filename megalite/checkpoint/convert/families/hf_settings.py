@@ -35,7 +35,13 @@ HF_ACTIVATIONS = {
 }
 """Our activation for each of transformers' names for ungated activations. ``silu`` is missing: in Llama it is
 the gate of SwiGLU, and megalite has no ungated MLP with SiLU."""
-HF_GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+HF_GATES = {
+    "silu": "swiglu",
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu": "geglu_exact",
+    "relu": "reglu",
+}
 """Our gated activation for each of transformers' names for the gate's function."""
 THEIR_GATES = {ours: theirs for theirs, ours in reversed(HF_GATES.items())}
 THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}

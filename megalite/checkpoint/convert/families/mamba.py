@@ -12,7 +12,6 @@ from megalite.checkpoint.convert.families.family import SAME, Module, Transform
 from megalite.checkpoint.convert.families.hf_settings import HFSettings
 from megalite.checkpoint.convert.families.rows_by_kind import by_kind, with_kernel_dim
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.mamba_sizes import KERNEL
 from megalite.errors import UserError
 
 _LETTERS = {
@@ -49,15 +48,24 @@ def write_pattern(config: ModelConfig) -> dict[str, Any]:
 
 def read_mamba(hf: HFSettings) -> dict[str, Any]:
     """Return our fields for the layers with Mamba-2."""
-    hf.require("nemotron_h", use_bias=False, use_conv_bias=True, conv_kernel=KERNEL, mamba_hidden_act="silu")
-    sizes = {f"mamba_{ours}": hf[theirs] for ours, theirs in _SIZES.items()}
-    return {**sizes, "mamba_min_time_step": hf.get("time_step_min", 0.001)}
+    hf.require("nemotron_h", use_conv_bias=True, mamba_hidden_act="silu")
+    return {
+        **{f"mamba_{ours}": hf[theirs] for ours, theirs in _SIZES.items()},
+        "mamba_conv_kernel": hf.get("conv_kernel", 4),
+        "mamba_bias": hf.switch("use_bias", False),
+        "mamba_min_time_step": hf.get("time_step_min", 0.001),
+    }
 
 
 def write_mamba(config: ModelConfig) -> dict[str, Any]:
     """Return their settings for the layers with Mamba-2."""
     sizes = {theirs: getattr(config.mamba, ours) for ours, theirs in _SIZES.items()}
-    return {**sizes, "time_step_min": config.mamba.min_time_step}
+    return {
+        **sizes,
+        "conv_kernel": config.mamba.kernel,
+        "use_bias": config.has_mamba_bias,
+        "time_step_min": config.mamba.min_time_step,
+    }
 
 
 def _has_mamba(kind: LayerKind) -> bool:
@@ -76,12 +84,12 @@ def mamba_modules(block: str) -> tuple[Module, ...]:
         return Module(kind, f"layers.{{}}.mamba.{ours}", names, transform, only_in=_has_mamba)
 
     return (
-        module("linear", "in_projection", "in_proj", _PROJECTED),
+        module("mamba", "in_projection", "in_proj", _PROJECTED),
         module("vector", "convolution.weight", "conv1d.weight", _KERNELS),
         module("vector", "convolution.bias", "conv1d.bias", _MIXED),
         *(module("vector", name, name) for name in ("A_log", "D", "dt_bias")),
         module("vector", "norm", "norm.weight"),
-        module("linear", "projection", "out_proj"),
+        module("mamba", "projection", "out_proj"),
     )
 
 

@@ -13,10 +13,11 @@ from megalite.config import LayerKind, ModelConfig
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("nemotron_h", attention_bias=False, mlp_bias=False, sliding_window=None)
-    hf.require("nemotron_h", num_nextn_predict_layers=0)
+    hf.require("nemotron_h", attention_bias=False, sliding_window=None, num_nextn_predict_layers=0)
     pattern = mamba.read_pattern(hf)
-    if "E" not in pattern:
+    if "E" in pattern:
+        hf.require("nemotron_h with experts", mlp_bias=False)  # their routed experts would have no biases
+    else:
         hf.names_read.update(nemotron_experts.SETTINGS)
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     return {
@@ -36,6 +37,7 @@ def _read(hf: HFSettings) -> dict[str, Any]:
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "activation": hf.activation("mlp_hidden_act", "relu2"),
         "add_bias_linear": False,
+        "add_mlp_bias": hf.switch("mlp_bias", False),
         "untie_embeddings_and_output_weights": True,  # theirs are never tied, whatever tie_word_embeddings is
         "hidden_dropout": hf.get("hidden_dropout", 0.0),
         "attention_dropout": hf.get("attention_dropout", 0.0),
@@ -56,6 +58,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_length,
         "layer_norm_epsilon": config.norm_epsilon,
         "mlp_hidden_act": THEIR_ACTIVATIONS.get(config.activation, "relu2"),
+        "mlp_bias": config.has_mlp_bias,
         "hidden_dropout": config.hidden_dropout,
         "attention_dropout": config.attention_dropout,
     }
@@ -79,8 +82,8 @@ def _is_dense(kind: LayerKind) -> bool:
     return kind.has_mlp and not kind.has_experts
 
 
-def _linear(ours: str, theirs: str, only_in: Callable[[LayerKind], bool]) -> Module:
-    return Module("linear", f"layers.{{}}.{ours}", (f"{_LAYER}mixer.{theirs}_proj",), only_in=only_in)
+def _projection(kind: Any, ours: str, theirs: str, only_in: Callable[[LayerKind], bool]) -> Module:
+    return Module(kind, f"layers.{{}}.{ours}", (f"{_LAYER}mixer.{theirs}_proj",), only_in=only_in)
 
 
 _NORM, _QKV = (_LAYER + "norm",), tuple(f"{_LAYER}mixer.{part}_proj" for part in "qkv")
@@ -103,9 +106,9 @@ NEMOTRON_H = Family(
         Module("norm", "layers.{}.mlp_norm", (_LAYER + "norm",), only_in=lambda kind: kind.has_mlp),
         *mamba.mamba_modules(_LAYER + "mixer"),
         Module("qkv", "layers.{}.attention.qkv", _QKV, QKV, only_in=_has_attention),
-        _linear("attention.projection", "o", _has_attention),
-        _linear("mlp.up", "up", _is_dense),
-        _linear("mlp.down", "down", _is_dense),
+        _projection("attention_output", "attention.projection", "o", _has_attention),
+        _projection("mlp", "mlp.up", "up", _is_dense),
+        _projection("mlp", "mlp.down", "down", _is_dense),
         *nemotron_experts.nemotron_expert_modules(_LAYER + "mixer"),
     ),
     without_effect=tuple(_WITHOUT_EFFECT.split()),

@@ -21,12 +21,13 @@ _WIDTH = "intermediate_size"
 
 
 def _read(hf: HFSettings) -> dict[str, Any]:
-    hf.require("olmoe", clip_qkv=None, output_router_logits=False)
+    hf.require("olmoe", output_router_logits=False)
     return {
         **read_llama_like(hf, positions=4096, epsilon=1e-5),
         **read_biases(hf),
         **read_experts(hf, ("num_experts", "num_local_experts"), _WIDTH),
         "moe_router_pre_softmax": not hf.switch("norm_topk_prob", False),
+        "clip_qkv": hf.get("clip_qkv"),
         "qk_layernorm": True,
         "qk_layernorm_width": "all_heads",
     }
@@ -37,6 +38,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         **write_llama_like(config),
         **write_biases(config),
         **write_experts(config, "num_experts", _WIDTH),
+        "clip_qkv": config.clip_qkv,
         "norm_topk_prob": not config.moe_router_pre_softmax,
     }
 

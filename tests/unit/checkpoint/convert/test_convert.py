@@ -184,6 +184,14 @@ def test_tied_or_not(kind, tied, tmp_path):
     assert torch.equal(logits_of(folder, ids), logits_of(tmp_path / "hf", ids))
 
 
+def test_loads_of_experts_are_of_training(tmp_path):
+    original = save(build("qwen2_moe"), tmp_path / "hf")
+    convert(original, tmp_path / "ours", "--moe-router-load-balancing-type", "global_aux_loss")
+    expected, returned = tensors_of(original), tensors_of(convert(tmp_path / "ours", tmp_path / "back"))
+    assert returned.keys() == expected.keys()
+    assert all(same_bits(returned[name], tensor) for name, tensor in expected.items())
+
+
 def test_what_a_checkpoint_of_weights_holds(tmp_path):
     save(build("llama"), tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "--params-dtype", "bf16")

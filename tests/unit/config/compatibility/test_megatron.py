@@ -195,11 +195,11 @@ def test_options_of_experts_are_refused_with_experts_alone(problems) -> None:
     assert "--moe-loss-coeff 0.01 has no effect: the model has no experts" in notices
 
 
-def test_a_balance_loss_over_a_microbatch_is_replaced() -> None:
+def test_a_balance_loss_over_a_microbatch_depends_on_its_size() -> None:
     line = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss"
     config, notices = parse(shlex.split(f"{line} {COMPLETE}"))
-    assert config.model.moe_router_load_balancing_type == "seq_aux_loss"
-    assert [each for each in notices if "aux_loss is taken as seq_aux_loss" in each]
+    assert config.model.moe_router_load_balancing_type == "aux_loss"
+    assert [each for each in notices if "aux_loss depends on --micro-batch-size" in each]
 
 
 def test_a_split_keeps_the_quotes_of_a_shell_array() -> None:

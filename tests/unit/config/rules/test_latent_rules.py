@@ -32,6 +32,7 @@ def test_a_plain_model_is_allowed() -> None:
         ("attention_output_gate", True, "--attention-output-gate with --multi-latent-attention"),
         ("rotary_percent", 0.5, "pass --qk-pos-emb-head-dim instead"),
         ("qk_clip", True, "--qk-clip with --multi-latent-attention"),
+        ("clip_qkv", 8.0, "--clip-qkv 8.0 with --multi-latent-attention: whose keys and values are latents"),
         ("mup_base_width", 32, "muP has no rule"),
     ],
 )

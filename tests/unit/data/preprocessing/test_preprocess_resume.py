@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megalite.data.preprocessing import input_plan as plan_module
+from megalite.data.preprocessing import ledger as ledger_module
 from megalite.data.preprocessing.ledger import Ledger
 from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import ShardWriter
@@ -179,6 +180,17 @@ def test_a_full_disk_keeps_what_an_earlier_run_has_done(
         ):
             preprocess(dataclasses.replace(job, resume=True))
     assert preprocess(dataclasses.replace(job, resume=True)).progress.num_resumed_bytes > 0
+
+
+def test_a_disk_that_is_full_at_the_start_keeps_nothing(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(ledger_module, "open_new", lambda *arguments: raise_it(full))
+    with pytest.raises(UserError, match=r"o.unfinished: No space left .*; the unfinished output is removed"):
+        preprocess(job)
+    assert not Path(Ledger(job.stem).folder).exists()
 
 
 def raise_it(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError
-from megalite.plan.slurm.sbatch_request import write_job
+from megalite.plan.slurm.sbatch_request import write_job, write_script
 from megalite.plan.slurm.sbatch_script import duration_text, seconds_of, slurm_limit
 
 ROOT = Path(__file__).parents[4]
@@ -214,6 +215,18 @@ def test_a_file_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exists already: pass another file, or --force"):
         _job(tmp_path, *RUN, *LAYOUT)
     _job(tmp_path, *RUN, *LAYOUT, "--force")
+
+
+def test_a_full_disk_leaves_no_file_that_the_same_command_would_refuse_to_replace(tmp_path: Path) -> None:
+    output = tmp_path / "job.sbatch"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with pytest.raises(UserError, match=r"job.sbatch cannot be written \(File too large\)"):
+            write_script(output, "a script", force=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not output.exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bias of an expert moves towards equal use, by the counts alone, and a bad update leaves it."""
+"""Biases and loads of experts follow the counts alone, and a bad update leaves them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.model.experts import Router
-from megalite.optim.expert_bias import ExpertBias
+from megalite.optim.expert_balance import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.unit.model.test_experts import CONFIG, hidden
@@ -25,7 +25,7 @@ def router_of(topology) -> Router:
 @pytest.mark.parametrize("is_good", [True, False])
 def test_the_bias_follows_the_counts(is_good: bool, one_rank) -> None:
     router = router_of(one_rank)
-    adjustment = ExpertBias(one_rank, [router], rate=0.25)
+    adjustment = ExpertBalance(one_rank, [router], rate=0.25)
     router.num_tokens.fill_(7)
     adjustment.begin()
     assert not router.num_tokens.any()
@@ -55,5 +55,19 @@ def test_the_bias_selects_but_does_not_weigh(one_rank) -> None:
 def test_equal_use_keeps_the_bias(one_rank) -> None:
     router = router_of(one_rank)
     router.num_tokens.fill_(3)
-    ExpertBias(one_rank, [router], rate=0.25).step(torch.tensor(True))
+    ExpertBalance(one_rank, [router], rate=0.25).step(torch.tensor(True))
     assert not router.expert_bias.any()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_the_loads_are_those_of_the_counts(is_good: bool, one_rank) -> None:
+    config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
+    router = Router(config, LayerContext(one_rank, torch.float64))
+    router.num_tokens.copy_(torch.tensor([3, 5, 4, 0, 8]))
+    adjustment = ExpertBalance(one_rank, [router], rate=0.25)
+    adjustment.step(torch.tensor(is_good))
+    expected = [0.15, 0.25, 0.2, 0.0, 0.4] if is_good else [0.2] * 5
+    assert router.expert_loads.tolist() == expected
+    adjustment.begin()
+    adjustment.step(torch.tensor(True))  # forced balance counts nothing
+    assert router.expert_loads.tolist() == expected

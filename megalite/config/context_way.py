@@ -1,0 +1,41 @@
+"""Ways in which queries reach the keys of other context-parallel ranks (--cp-comm-type)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
+
+
+class ContextWay(NamedTuple):
+    """Describes a value of --cp-comm-type.
+
+    Attributes:
+        gathers_keys: a rank computes attention of its own queries with all keys, which it gathers.
+        exchanges_heads: ranks exchange tokens for heads before attention, and back after it.
+        passes_keys: attention receives keys and values from one rank of a ring after another.
+    """
+
+    gathers_keys: bool = False
+    exchanges_heads: bool = False
+    passes_keys: bool = False
+
+    @property
+    def has_levels(self) -> bool:
+        """Return whether neighbouring ranks exchange heads, and groups of them form a ring."""
+        return self.exchanges_heads and self.passes_keys
+
+    @property
+    def is_zigzag(self) -> bool:
+        """Return whether ranks hold positions in zigzag order, because each attends with its own queries."""
+        return self.gathers_keys or self.passes_keys
+
+
+CONTEXT_WAYS: Mapping[str, ContextWay] = {
+    "all_gather": ContextWay(gathers_keys=True),
+    "a2a": ContextWay(exchanges_heads=True),
+    "p2p": ContextWay(passes_keys=True),
+    "a2a+p2p": ContextWay(exchanges_heads=True, passes_keys=True),
+}
+"""The ways by --cp-comm-type."""
