@@ -1,4 +1,4 @@
-"""What tests of every kind share, and the sample of the layout table that a run adds to its core."""
+"""What tests of every kind share, and the samples of slow tests that a run adds to the others."""
 
 import atexit
 import gc
@@ -57,8 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow-sample",
         type=int,
+        default=0,
         metavar="N",
-        help="run only N of the slow tests, drawn by --layout-seed",
+        help="also run N of the other slow tests, drawn by --layout-seed; none of injected errors",
     )
     parser.addoption(
         "--layout-seed",
@@ -74,13 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     option = config.option
-    slow = "" if option.slow_sample is None else f" --slow-sample {option.slow_sample}"
-    return [f"samples: --layout-sample {option.layout_sample}{slow} --layout-seed {option.layout_seed}"]
+    samples = f"--layout-sample {option.layout_sample} --slow-sample {option.slow_sample}"
+    return [f"samples: {samples} --layout-seed {option.layout_seed}"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects what is marked slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Unmark the slow rows of the layout table's sample, and keep only the sample of slow tests.
+    """Unmark the samples of slow tests: rows of the layout table, and tests of other folders.
 
     Tests are ordered by the digest of the seed and their name: another commit runs another sample, and
     the same seed runs the same one again.
@@ -89,12 +90,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [each for each in items if each.get_closest_marker("slow")]
     slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
     rows = [each for each in slow if "tests/parity/" in each.nodeid]
-    for item in rows[: option.layout_sample]:
-        item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
-    if option.slow_sample is not None:
-        left_out = set(slow[option.slow_sample :])
-        config.hook.pytest_deselected(items=[*left_out])
-        items[:] = [each for each in items if each not in left_out]
+    others = [each for each in slow if not {"parity", "power"}.intersection(each.nodeid.split("/"))]
+    sample = {*rows[: option.layout_sample], *others[: option.slow_sample]}
+    for item in slow:
+        for node in item.listchain():  # a module can mark its tests, too
+            node.own_markers = [mark for mark in node.own_markers if mark.name != "slow"]
+        if item not in sample:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

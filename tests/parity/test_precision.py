@@ -12,7 +12,7 @@ from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, record_run
 from tests.parity import test_layout_table as table
 
-CURVE, IN_LAYOUTS = 50, 20
+CURVE, IN_LAYOUTS = 30, 20
 """Iterations that the loss falls over on one rank, and of the runs in other layouts."""
 
 

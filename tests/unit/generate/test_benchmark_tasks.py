@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.cli.evaluate import main
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.generate import benchmark_tasks
 from megalite.generate.benchmark_tasks import HarnessModel, TaskOptions, evaluate_tasks, table_of
 from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, tokenizer_of
 
@@ -173,7 +176,11 @@ metric_list:
     )
 
 
-def test_task_of_a_folder(folder: Path, one_rank: Topology, tmp_path: Path) -> None:
+def test_task_of_a_folder(
+    folder: Path, one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The harness's own tasks are not read, which takes long."""
+    monkeypatch.setattr(benchmark_tasks, "TaskManager", partial(TaskManager, include_defaults=False))
     write_task(tmp_path)
     trained, tokenizer = loaded(folder, one_rank)
     options = TaskOptions(["verses"], tmp_path, num_fewshot=0, limit=2, batch_size=2)
@@ -183,10 +190,14 @@ def test_task_of_a_folder(folder: Path, one_rank: Topology, tmp_path: Path) -> N
     assert "verses" in table_of(results)
 
 
-def test_unknown_task(folder: Path, one_rank: Topology) -> None:
+def test_unknown_task(folder: Path, one_rank: Topology, tmp_path: Path) -> None:
+    """A task of the harness and one of the folder are known."""
+    write_task(tmp_path)
     trained, tokenizer = loaded(folder, one_rank)
-    with pytest.raises(UserError, match="--tasks no_such_task: lm-evaluation-harness does not know it"):
-        evaluate_tasks(trained, tokenizer, TaskOptions(["no_such_task"], None, None, None, 2), one_rank)
+    options = TaskOptions(["arc_easy", "verses", "no_such_task"], tmp_path, None, None, 2)
+    message = f"--tasks no_such_task: lm-evaluation-harness does not know it, and {tmp_path} has no such task"
+    with pytest.raises(UserError, match=message):
+        evaluate_tasks(trained, tokenizer, options, one_rank)
 
 
 @pytest.mark.parametrize(
