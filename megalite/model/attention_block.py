@@ -233,7 +233,7 @@ class TritonBlocks:
 
 
 class BlockPlan(Protocol):
-    """Interface of what computes a rank's blocks, and merges their results."""
+    """Computes a rank's blocks, and merges their results."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output ``[b, n, t, d']`` without sinks and the logarithms of the sums, at least fp32.

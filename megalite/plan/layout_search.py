@@ -133,7 +133,7 @@ def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool)
 
 @dataclass(frozen=True)
 class _Sharding:
-    """A way in which ZeRO shards layouts with the same sizes of all axes; `run` is one of them."""
+    """Describes how ZeRO shards layouts with the same sizes of all axes; `run` is one of them."""
 
     run: PlannedRun
 
@@ -144,7 +144,7 @@ class _Sharding:
 
 
 class _Layouts(NamedTuple):
-    """A group of layouts that differ only in how ZeRO shards. Most of a plan is the same for all of them."""
+    """Holds layouts that differ only in how ZeRO shards. Most of a plan is the same for all of them."""
 
     config: Config
     shardings: Sequence[_Sharding]
