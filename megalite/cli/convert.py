@@ -5,9 +5,10 @@ megalite convert --load HF_FOLDER --save CHECKPOINTS
 megalite convert --load MEGATRON_FOLDER --save HF_FOLDER --to hf
 
 The format of --load is detected. A megalite checkpoint is converted to a Hugging Face folder;
-docs/checkpoints.md lists the families of models. Any other format is converted to a megalite checkpoint with weights only, for
-`megalite train --load … --finetune`. Flags of megalite train for the model, its precision (--params-dtype)
-and its tokenizer override the source's own description; a source without a description needs them.
+docs/checkpoints.md lists the families of models. Any other format is converted to a megalite checkpoint with
+weights only, for `megalite train --load … --finetune`. Flags of megalite train for the model, its precision
+(--params-dtype) and its tokenizer override the source's own description; a source without a description
+needs them.
 If one of the formats is Hugging Face's, both models then run on the same tokens (this needs transformers). If
 their outputs differ, the tool names the first layer that differs, and writes nothing.
 """

@@ -20,16 +20,6 @@ def _runs_here(line: str) -> bool:
     return bool(STARTS.match(line)) and not elsewhere
 
 
-HERE = ("--dry-run", "--profile", "--train-iters 1000")
-"""Parts of commands that test_pages.py and test_observe.py run, and of a long run."""
-
-
-def _runs_here(line: str) -> bool:
-    return (
-        bool(STARTS.match(line)) and not ELLIPSIS.search(line) and not any(flag in line for flag in ELSEWHERE)
-    )
-
-
 HERE = {name: [line for line in lines if _runs_here(line)] for name, lines in COMMANDS_OF.items()}
 
 
