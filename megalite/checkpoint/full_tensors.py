@@ -13,7 +13,6 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
 from megalite.errors import UserError, few
 
-
 _OF_TRAINING = ".router.expert_loads"
 """End of the names of buffers that only training reads."""
 
