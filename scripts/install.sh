@@ -70,7 +70,7 @@ fi
 cuda=$(.venv/bin/python -W ignore -c 'import torch; print(torch.version.cuda or "")')
 if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda" 2>&1); then
   if ! command -v nvidia-smi >/dev/null; then # they take longer to build than all the rest
-    say "Without the CUDA operators: there is no NVIDIA driver, and $missing"
+    say "Without the CUDA operators: there is no NVIDIA driver, and $missing; to build them here, install CUDA $cuda's toolkit or set CUDA_HOME, and run this again"
   elif [ "${cuda%%.*}" -ge 13 ]; then # before CUDA 13 the packages hold no nvcc
     say "Installing the CUDA compiler from Python packages: $missing"
     pip_install nvidia-cuda-{nvcc,crt,runtime}=="$cuda.*" nvidia-nvvm=="$cuda.*" ||

@@ -13,7 +13,7 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
 from megalite.errors import UserError, few
 
-_OF_TRAINING = ".router.expert_loads"
+OF_TRAINING = ".router.expert_loads"
 """End of the names of buffers that only training reads."""
 
 
@@ -27,7 +27,7 @@ def check_weights(manifest: Manifest, parameters: Collection[str], num_layers: i
         DamagedCheckpoint: it holds such weights.
     """
     saved = (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model."))
-    weights = (name for name in saved if not name.endswith(_OF_TRAINING))
+    weights = (name for name in saved if not name.endswith(OF_TRAINING))
     if others := sorted(name for name in weights if name not in parameters):
         problem = (
             f"the model of {CONFIG}, num_layers {num_layers}, has no {few(others)}; only the program of a "

@@ -19,6 +19,7 @@ from megalite.checkpoint.compatibility import (
     resumed_config,
 )
 from megalite.checkpoint.folder import iterations_in
+from megalite.checkpoint.full_tensors import OF_TRAINING
 from megalite.checkpoint.local_saves import LocalSaves
 from megalite.checkpoint.manifest import FIRST_WITH_BUFFERS, RUN, DamagedCheckpoint, Manifest
 from megalite.checkpoint.parameter_range import Tensors
@@ -179,8 +180,8 @@ def _check_state(manifest: Manifest, checkpoint: CheckpointConfig) -> None:
 def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: CheckpointConfig) -> list[str]:
     """Return the names of buffers that the checkpoint lacks, and that keep their initial values.
 
-    A new run begins with them, and so does a run with other settings, such as another balance loss, or one
-    that resumes from a checkpoint of an earlier format.
+    A new run begins with them, and so does a run that resumes from a checkpoint of an earlier format. Buffers
+    that only training reads also begin so in a run with another balance loss, or without optimizer state.
 
     Raises:
         UserError: the run resumes from a checkpoint that would have them: its model had no such buffers.
@@ -191,11 +192,12 @@ def _missing_buffers(manifest: Manifest, wanted: Tensors, checkpoint: Checkpoint
         if isinstance(each, ParameterShard) and each.is_buffer and each.tensor.numel()
         if name not in manifest.tensors
     )
-    is_other_run = checkpoint.finetune or checkpoint.allow_settings_change
-    can_begin = is_other_run or manifest.description["format"] < FIRST_WITH_BUFFERS
-    if missing and not can_begin:
+    can_begin = checkpoint.finetune or manifest.description["format"] < FIRST_WITH_BUFFERS
+    has_other_updates = checkpoint.allow_settings_change or not loads_optimizer(checkpoint)
+    lacking = [name for name in missing if not (has_other_updates and name.endswith(OF_TRAINING))]
+    if lacking and not can_begin:
         raise UserError(
-            f"checkpoint {manifest.folder} lacks {few(missing)}, which this model has: register constants "
+            f"checkpoint {manifest.folder} lacks {few(lacking)}, which this model has: register constants "
             "with persistent=False, or pass --finetune to start a new run from its weights"
         )
     return missing

@@ -594,6 +594,11 @@ class ModelConfig:
         return self.num_layers if self.hybrid_override_pattern is not None else 2 * self.num_layers
 
     @property
+    def depends_on_micro_batch(self) -> bool:
+        """Return whether another micro-batch size trains another run."""
+        return self.has_experts and self.moe_router_load_balancing_type == "aux_loss"
+
+    @property
     def delta_net(self) -> DeltaNetSizes:
         """Return the sizes of layers with Gated DeltaNet."""
         return DeltaNetSizes(

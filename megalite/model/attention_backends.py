@@ -323,7 +323,9 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
-    assert context.topology.positions.is_zigzag or not context.gathers_keys, "gathered keys are in order"
+    assert context.topology.positions.is_zigzag or not context.gathers_keys, (
+        "gathered keys need zigzag slices"
+    )
     case = Case(config, context)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)

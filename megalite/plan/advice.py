@@ -170,7 +170,7 @@ def changes(config: Config, world_size: int) -> Iterator[Change]:
         uncached = replace(config, training=replace(config.training, fp8_weight_cache=False))
         cost = "at the cost of rounding the weights to 8 bits for each microbatch"
         yield Change("fp8", "--no-fp8-weight-cache", cost, uncached)
-    if size > 1:
+    if size > 1 and not config.model.depends_on_micro_batch:
         smaller = with_layout(config, micro_batch_size=size // 2)
         yield Change(
             "micro-batch", f"--micro-batch-size {size // 2}", "at the cost of smaller GEMMs", smaller

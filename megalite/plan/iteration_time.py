@@ -208,7 +208,7 @@ def _unsharded_stage(run: PlannedRun, units: ModelWork, key: _StageKey) -> _Unsh
 
 
 def _message(run: PlannedRun) -> WorkSeconds:
-    """Return the time to send the hidden states, or their gradient, to the next stage."""
+    """Return the time of a message to the next stage, or of its gradient back."""
     group = Group(run.cluster, run.pp, run.tp * run.num_sharing)
     if run.pp > 1 and run.program.splits_messages and run.num_sequence_shards == 1:
         gathered = Group(run.cluster, run.tp, 1).gather_seconds(run.message_bytes)

@@ -207,7 +207,7 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
         return _unfused_attention(run, call)
     program = run.program
     kernel: FusedKernel = "cudnn" if program.cudnn_attention else "flash"
-    if program.triton_attention and call.kernel == "triton":
+    if program.triton_blocks or (program.triton_attention and call.kernel == "triton"):
         kernel = "triton"
     forward, backward = fused_attention_seconds(
         run.cluster.gpu,

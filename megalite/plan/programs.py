@@ -16,8 +16,8 @@ class Program:
     Attributes:
         fused_attention: attention scores are never stored in GPU memory.
         cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
-        triton_attention: with dropout, ALiBi, documents or a slice of the queries, fused attention is
-            megalite's own.
+        triton_attention: with dropout, ALiBi or documents, fused attention is megalite's own.
+        triton_blocks: so it is without them, because FlashAttention does not compute the blocks.
         triton_recurrence: recurrences are computed by megalite's kernels, not in plain PyTorch.
         attention_slowdown: time of fused attention, relative to FlashAttention-2 or cuDNN.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
@@ -55,6 +55,7 @@ class Program:
     fused_attention: bool
     cudnn_attention: bool = False
     triton_attention: bool = False
+    triton_blocks: bool = False
     triton_recurrence: bool = False
     attention_slowdown: float = 1.0
     keeps_scores: bool = False
@@ -104,6 +105,7 @@ def own_program(
         copies_heads=False,
         cudnn_attention=has_cudnn,
         triton_attention=can_run_triton,
+        triton_blocks=has_blocks and can_run_triton and not _has_flash_blocks(model),
         triton_recurrence=gpu.has_triton and _fits_recurrence_kernels(model),
         overlaps_tp=True,
         stops_recomputing=True,
@@ -184,8 +186,12 @@ selects experts in turn (`fake_balanced_gate`)."""
 def program_named(name: str, config: Config, gpu: Gpu) -> Program:
     """Return the program of this name, `OWN` or one of `PROGRAMS`, as it trains a model on a GPU."""
     if name == OWN:
-        has_blocks = config.parallel.has_ring or config.parallel.gathers_keys
-        return own_program(config.model, gpu, has_blocks=has_blocks, has_documents=config.masks_documents)
+        return own_program(
+            config.model,
+            gpu,
+            has_blocks=config.parallel.mesh.is_zigzag,
+            has_documents=config.masks_documents,
+        )
     return in_dtype(PROGRAMS[name], config.model.params_dtype)
 
 

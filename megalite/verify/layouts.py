@@ -48,6 +48,12 @@ _SWITCHES: dict[str, tuple[str, bool | int | str]] = {
     "allgather": ("dispatcher", "allgather"),
 }
 """Names after a plus sign, each with the attribute and value that it sets."""
+_NEEDED_AXES = {
+    **dict.fromkeys(("sp", "overlap"), ("tp",)),
+    **dict.fromkeys(("a2a", "p2p", "a2a+p2p", "dynamic"), ("cp",)),
+    "allgather": ("ep", "etp"),
+}
+"""Axes of which one must have several ranks for these switches to have an effect."""
 _SWITCH = re.compile(r"\+(a2a\+p2p|[^+]*)")
 
 DEFAULT = (
@@ -240,6 +246,11 @@ class Layout:
             raise UserError(
                 f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}"
             )
+        for switch in switches:
+            axes = _NEEDED_AXES.get(switch)
+            if axes and all(axis_sizes.get(axis, 1) == 1 for axis in axes):
+                needed = " or ".join(f"{axis}2" for axis in axes)
+                raise UserError(f"layout {name!r} has +{switch} without effect: write {needed} too")
         switched = dict(_SWITCHES[switch] for switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
@@ -307,9 +318,8 @@ class Layout:
             moe_token_dispatcher_type=self.dispatcher or config.parallel.moe_token_dispatcher_type,
             decoder_first_pipeline_num_layers=1 if self.uneven else first_layers,
         )
-        if self.mbs not in (None, config.training.micro_batch_size) and (
-            config.model.has_experts and config.model.moe_router_load_balancing_type == "aux_loss"
-        ):
+        is_other_size = self.mbs not in (None, config.training.micro_batch_size)
+        if is_other_size and config.model.depends_on_micro_batch:
             raise ConfigError(
                 ["another micro-batch size trains another run with --moe-router-load-balancing-type aux_loss"]
             )

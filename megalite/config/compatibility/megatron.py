@@ -124,7 +124,7 @@ def _zero_stage(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -
 
 
 def _balance(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-    """Tell that a loss over each microbatch depends on its size."""
+    """Report that a loss over each microbatch depends on its size."""
     if flag.values == ("aux_loss",) and line.config.model.has_experts:
         diagnostics.notices.append(
             f"{flag.name} aux_loss depends on --micro-batch-size; seq_aux_loss and global_aux_loss do not"

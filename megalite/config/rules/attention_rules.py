@@ -91,7 +91,7 @@ def _has_patterns(config: Config) -> bool:
 def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that layers which share keys and values are in one pipeline stage with the layers that have them.
 
-    Stages send each other hidden states, and no keys.
+    Stages send each other no keys.
     """
     model = config.model
     if num_stages(config) == 1 or not 0 < model.num_kv_shared_layers < model.num_layers:

@@ -146,6 +146,12 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
             f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
             f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
         )
+    elif model.moe_router_group_scores > max(2, experts // groups):
+        yield Problem(
+            ("moe_router_group_scores", *fields),
+            f"--moe-router-group-scores {model.moe_router_group_scores} is more than the {experts // groups} "
+            f"experts of a group: pass at most {experts // groups}",
+        )
 
 
 def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -28,5 +28,5 @@ def per_layer_embedding(config: Config, world_size: int | None) -> Iterator[Prob
         yield Problem(
             (_NAME, "activation"),
             f"{flag} with --activation {model.activation}: its gate has the function of a gated activation; "
-            "pass geglu or swiglu",
+            "pass a gated one, such as geglu or swiglu",
         )

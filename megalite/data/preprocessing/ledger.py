@@ -86,12 +86,12 @@ class Ledger:
 
     def start(self, header: dict[str, Any]) -> None:
         """Start a new run; remove an earlier run's files."""
-        for path in Path(self.folder).iterdir():
-            if path.name != "lock":
-                path.unlink()
-        self._has_earlier_work = False
-        self.header = header
         try:
+            for path in Path(self.folder).iterdir():
+                if path.name != "lock":
+                    path.unlink()
+            self._has_earlier_work = False
+            self.header = header
             self._lines = open_new(self._lines_path, 0)
             with replace_file(self._header_path) as stream:
                 stream.write(json.dumps(header).encode())

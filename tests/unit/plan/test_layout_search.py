@@ -151,6 +151,14 @@ def test_experts_are_divided_among_half_a_node_and_more() -> None:
     assert {each.ep for each in layouts(f"{experts} --tp 1 --ep 4")} == {4}
 
 
+def test_a_loss_of_a_microbatch_keeps_its_size() -> None:
+    """Another size would train another run."""
+    line = f"{SMALL} --num-experts 8 --moe-ffn-hidden-size 64 --swiglu --seq-length 2048 --dp 2"
+    for kind, sizes in (("seq_aux_loss", {1, 2, 4}), ("aux_loss", {1})):
+        found = search(read_request(f"{line} --moe-router-load-balancing-type {kind}".split()))
+        assert {plan.run.config.training.micro_batch_size for plan in found.fitting} == sizes
+
+
 def test_long_samples_are_cut_by_the_search_itself() -> None:
     run = "--preset llama3-8b --seq-length 131072 --bf16 --gpu h100 --world-size 64 --global-batch-size 64"
     fixed = "--pp 1 --tp 1 --recompute-granularity selective --recompute-modules layernorm mlp_act"

@@ -59,6 +59,9 @@ def test_another_name_is_a_mistake(name: str) -> None:
         ("dp2+zero1+zero3", r"has both \+zero1 and \+zero3"),
         ("cp4+p2p+a2a", r"has both \+p2p and \+a2a"),
         ("tp2zb", "has the schedule zb and no pipeline: write pp2zb"),
+        ("dp2+sp", r"has \+sp without effect: write tp2 too"),
+        ("tp2+a2a", r"has \+a2a without effect: write cp2 too"),
+        ("tp2+allgather", r"has \+allgather without effect: write ep2 or etp2 too"),
     ],
 )
 def test_a_part_of_a_name_without_effect_is_refused(name: str, problem: str) -> None:

@@ -48,6 +48,22 @@ def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("scores", "num_groups", "expected"),
+    [
+        (2, 8, ""),
+        (2, 4, ""),
+        (3, 4, "--moe-router-group-scores 3 is more than the 2 experts of a group: .* 2"),
+    ],
+)
+def test_a_group_has_the_scores_of_its_experts(scores: int, num_groups: int, expected: str) -> None:
+    groups = {"moe_router_num_groups": num_groups, "moe_router_group_topk": 2}
+    model = ModelConfig(num_experts=8, **groups, moe_router_group_scores=scores)
+    problems = [problem.text for problem in experts(Config(model=model), None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"moe_beside_mlp": True, "norm_position": "sandwich"}, ""),

@@ -193,6 +193,18 @@ def test_a_disk_that_is_full_at_the_start_keeps_nothing(
     assert not Path(Ledger(job.stem).folder).exists()
 
 
+def test_a_folder_that_keeps_its_files_is_reported(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = PreprocessJob((str(corpus),), str(tmp_path / "o"), "byte")
+    run_until(job, 3)
+    monkeypatch.setattr(
+        Path, "unlink", lambda path: raise_it(PermissionError(errno.EACCES, "Permission denied"))
+    )
+    with pytest.raises(UserError, match=r"cannot write .*o.unfinished: Permission denied"):
+        preprocess(dataclasses.replace(job, overwrite=True))
+
+
 def raise_it(error: Exception) -> None:
     raise error
 
