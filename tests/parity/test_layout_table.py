@@ -171,7 +171,7 @@ OF_ONE_STAGE: dict[str, dict[str, Any]] = {
         **{"num_kv_shared_layers": 2, "kv_shared_ffn_hidden_size": 96},
     },
 }
-"""Fields of models that a pipeline cannot have: the second half of the layers shares keys of the first."""
+"""Fields of models that an even pipeline cannot have: the last layers share keys of layers before them."""
 THREE_HEADS: dict[str, dict[str, Any]] = {
     f"{model}, three heads": {
         **SWITCHES[model],
