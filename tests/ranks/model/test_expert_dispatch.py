@@ -123,9 +123,9 @@ TP4_EP2_ETP1 = ParallelConfig(
     ("parallel", "dispatcher"),
     [
         *((parallel, "alltoall") for parallel in (DP4_EP2, TP2_EP2, TP4_EP2_ETP1)),
-        (TP2_EP2, "allgather"),
+        *((parallel, "allgather") for parallel in (TP2_EP2, TP4_EP2_ETP1)),
     ],
-    ids=["dp4ep2", "tp2dp2ep2etp2", "tp4ep2etp1", "tp2dp2ep2etp2, all-gather"],
+    ids=["dp4ep2", "tp2dp2ep2etp2", "tp4ep2etp1", "tp2dp2ep2etp2, all-gather", "tp4ep2etp1, all-gather"],
 )
 def test_experts_are_those_of_one_rank(parallel: ParallelConfig, dispatcher: str, router: str) -> None:
     (expected,) = run_ranks(_experts, ParallelConfig().mesh, 1, CONFIG, router)
