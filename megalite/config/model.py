@@ -444,7 +444,7 @@ class ModelConfig:
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
-    sums of their --moe-router-group-scores highest scores (DeepSeek-V3)."""
+    sums of their --moe-router-group-scores best scores (DeepSeek-V3)."""
     moe_router_group_topk: int | None = field(default=None, metadata=option(allowed=SIZE, **_ROUTER))
     """Number of groups of a token's experts."""
     moe_router_group_scores: int = field(
@@ -482,8 +482,8 @@ class ModelConfig:
         default="seq_aux_loss",
         metadata=option(on_resume=OnResume.SETTING, **_EXPERTS),
     )
-    """Loss against uneven use of the experts: over each sample (seq_aux_loss), by the loads of the last
-    global batch (global_aux_loss), over each microbatch (aux_loss), or none."""
+    """Loss against uneven use of the experts: of each sample (seq_aux_loss), by the loads of the last
+    global batch (global_aux_loss), of each microbatch (aux_loss), or none."""
     moe_aux_loss_coeff: float = field(
         default=0.01, metadata=option(allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
     )

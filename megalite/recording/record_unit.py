@@ -103,6 +103,7 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
         weight_gradient_store=store,
         fuses_weight_gradients=True,
         moe_imbalance=key.moe_imbalance,
+        cp_comm_type="a2a",  # only recurrent layers are recorded with several ranks, and exchange heads
         moe_token_dispatcher_type=key.moe_token_dispatcher_type,
     )
 

@@ -627,6 +627,9 @@ def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+OF_TWO_SLICES = ", in 2 slices for each of the --cp ranks (--cp-comm-type all_gather)"
+
+
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
@@ -635,10 +638,18 @@ def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeyp
             "--sequence-parallel with --seq-length 26, which is not divisible by --tp 4: use a multiple of "
             "it, such as 28, or another --tp",
         ),
-        (
-            ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2, sequence_parallel=True),
-            "--sequence-parallel with --seq-length 26, which is not divisible by --cp 2 x --tp 4: use a "
-            "multiple of it, such as 32, or another --tp",
+        *(
+            (
+                ParallelConfig(
+                    tensor_model_parallel_size=4,
+                    context_parallel_size=2,
+                    sequence_parallel=True,
+                    cp_comm_type=way,
+                ),
+                "--sequence-parallel with --seq-length 26, which is not divisible by --cp 2 x --tp 4"
+                f"{slices}: use a multiple of it, such as 32, or another --tp",
+            )
+            for way, slices in (("a2a", ""), ("all_gather", OF_TWO_SLICES))
         ),
     ],
 )
@@ -650,19 +661,21 @@ def test_axes_that_cut_the_sequence_must_divide_its_length(parallel: ParallelCon
 
 
 def test_no_shorter_length_is_proposed_where_none_fits_the_layout() -> None:
-    line = "--cp 3 --seq-length 32 --seq-length-schedule 0:16 1K:32"
+    line = "--cp 3 --cp-comm-type a2a --seq-length 32 --seq-length-schedule 0:16 1K:32"
     (problem,) = problems_with(line, 3)
     assert problem.startswith("--seq-length 32 is not divisible by --cp 3: use a multiple of it, such as 33")
 
 
 def test_an_axis_cuts_the_sequence_without_sequence_parallelism() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2)
-    assert parallel.num_hidden_slices == 2
-    assert not [*sequence(Config(model=ModelConfig(seq_length=26), parallel=parallel), None)]
-    (problem,) = sequence(Config(model=ModelConfig(seq_length=25), parallel=parallel), None)
-    assert problem.text == (
-        "--seq-length 25 is not divisible by --cp 2: use a multiple of it, such as 26, or another --cp"
-    )
+    for way, fitting, slices in (("a2a", 26, ""), ("all_gather", 28, OF_TWO_SLICES)):
+        parallel = ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2, cp_comm_type=way)
+        assert parallel.num_hidden_slices == 2
+        assert not [*sequence(Config(model=ModelConfig(seq_length=fitting), parallel=parallel), None)]
+        (problem,) = sequence(Config(model=ModelConfig(seq_length=25), parallel=parallel), None)
+        assert problem.text == (
+            f"--seq-length 25 is not divisible by --cp 2{slices}: use a multiple of it, such as {fitting}, "
+            "or another --cp"
+        )
 
 
 def test_ranks_that_share_samples_are_replicas_too() -> None:

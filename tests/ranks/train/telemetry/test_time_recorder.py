@@ -95,7 +95,7 @@ def _starved_loader(trainer: Trainer) -> None:
         loader = trainer.load_batch
         assert loader._prefetcher is not None
         take = loader._prefetcher.take
-        loader._prefetcher.take = lambda numbers: (_sleep(), take(numbers))[1]  # type: ignore[method-assign]
+        loader._prefetcher.take = lambda *what: (_sleep(), take(*what))[1]  # type: ignore[method-assign]
 
 
 class SlowOperators(EagerMode):
