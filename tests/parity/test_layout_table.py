@@ -218,6 +218,8 @@ ROWS = (
         (model, dtype, name)
         for model in (*MODELS, *SWITCHES)
         for dtype, name in (("fp64", "cp2"), ("fp64", "cp4+a2a"), ("fp64", "tp2cp2+sp"), ("fp32", "dp2cp2"))
+        # The gradient of the last layer's scale is 0, because a norm follows it, and in fp32 only rounding.
+        if dtype == "fp64" or not SWITCHES.get(model, {}).get("layer_output_scale")
     ]
     + [
         ("gpt-tiny", "fp64", name)
