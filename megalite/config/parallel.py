@@ -209,11 +209,6 @@ class ParallelConfig:
         return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
 
     @property
-    def gathers_keys(self) -> bool:
-        """Return whether a rank's attention has some of the queries and all keys of a sample."""
-        return self.cp > 1 and self.context_way.gathers_keys
-
-    @property
     def planned_imbalance(self) -> float:
         """Return `moe_imbalance`, or 1 if each rank has a part of every expert."""
         return self.moe_imbalance if self.ep > 1 else 1.0

@@ -177,6 +177,19 @@ def _refuse_repeats(name: str, parts: Sequence[tuple[str, str, str]], switches: 
         first[option] = text
 
 
+def _refuse_without_effect(
+    name: str, sizes: Mapping[str, int], schedule: str | None, switches: Sequence[str]
+) -> None:
+    """Raise `UserError` if a schedule or a switch of a layout's name needs ranks that the layout lacks."""
+    if schedule is not None and sizes.get("pp", 1) == 1:
+        raise UserError(f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}")
+    for switch in switches:
+        axes = _NEEDED_AXES.get(switch)
+        if axes and all(sizes.get(axis, 1) == 1 for axis in axes):
+            needed = " or ".join(f"{axis}2" for axis in axes)
+            raise UserError(f"layout {name!r} has +{switch} without effect: write {needed} too")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Holds the sizes of the mesh axes, and options that override the config.
@@ -242,15 +255,7 @@ class Layout:
         given = {axis: named.pop(axis) for axis in _NAMES if axis in named}
         axis_sizes = {axis: size for axis, size in given.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
-        if schedule is not None and axis_sizes.get("pp", 1) == 1:
-            raise UserError(
-                f"layout {name!r} has the schedule {schedule} and no pipeline: write pp2{schedule}"
-            )
-        for switch in switches:
-            axes = _NEEDED_AXES.get(switch)
-            if axes and all(axis_sizes.get(axis, 1) == 1 for axis in axes):
-                needed = " or ".join(f"{axis}2" for axis in axes)
-                raise UserError(f"layout {name!r} has +{switch} without effect: write {needed} too")
+        _refuse_without_effect(name, axis_sizes, schedule, switches)
         switched = dict(_SWITCHES[switch] for switch in switches)
         return Layout(axis_sizes, **named, schedule=schedule, **switched)  # type: ignore[arg-type]
 
