@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.config.command_line import known_flags
+from megalite.config.compatibility.latent_rotary import LATENT_ROTARY_FLAGS, OFF_WITHOUT_LATENTS
 from megalite.config.compatibility.megatron import megatron_rules, missing_feature, rule_of
 from megalite.config.compatibility.megatron_features import UNSUPPORTED
 from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
@@ -93,6 +94,8 @@ def _table(topic: str, title: str) -> Iterator[str]:
         yield f"| {_code(flag)} | checked: {text} |"
     for flag in CONVERTED.get(topic, ()):
         yield f"| {_code(flag)} | {_first_sentence(TOKEN_FLAGS[flag])}; converted to samples |"
+    for flag, text in LATENT_ROTARY_FLAGS.items() if topic == "model" else ():
+        yield f"| {_code(flag)} | {text.rstrip('.')}; else only `{OFF_WITHOUT_LATENTS[flag]}` |"
     for accepted in ACCEPTED:
         if accepted.topic == topic:
             yield f"| {_code(*sorted(accepted.num_values()))} | accepted, no effect: {accepted.why} |"

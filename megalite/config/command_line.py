@@ -14,6 +14,7 @@ from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import schedule_steps
 from megalite.config.compatibility.deepspeed import DeepSpeedFile
+from megalite.config.compatibility.latent_rotary import latent_rotary_settings
 from megalite.config.compatibility.megatron import (
     REMARKS,
     CommandLine,
@@ -175,6 +176,8 @@ def _config(
         config = _with_full_batch(_with(base, {**model, **settings}))
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
+    rotary = latent_rotary_settings(config.model, settings, flags, diagnostics)
+    config, settings = _with(config, rotary), {**settings, **rotary}
     if deepspeed is not None:
         config = deepspeed.completed(config, _world_size(), diagnostics)
     # A DeepSpeed file sets some fields by their differences. None is the default of its field.

@@ -212,9 +212,9 @@ class ModelConfig:
     """Frequencies with fewer turns within the original length are divided by the factor."""
     rope_high_freq_factor: float = field(default=4.0, metadata=option(allowed=POSITIVE, **_LLAMA3))
     """Frequencies with more turns within the original length are kept."""
-    yarn_beta_fast: float = field(default=32.0, metadata=option(allowed=POSITIVE, **_YARN))
+    yarn_beta_fast: float = field(default=32.0, metadata=option("--beta-fast", allowed=POSITIVE, **_YARN))
     """Frequencies with more turns within the original length are kept."""
-    yarn_beta_slow: float = field(default=1.0, metadata=option(allowed=POSITIVE, **_YARN))
+    yarn_beta_slow: float = field(default=1.0, metadata=option("--beta-slow", allowed=POSITIVE, **_YARN))
     """Frequencies with fewer turns within the original length are divided by the factor."""
     yarn_truncate: bool = field(
         default=True, metadata=option("--yarn-correction-range-round-to-int", **_YARN)

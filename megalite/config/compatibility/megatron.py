@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megalite.config.arguments import Diagnostics, FlagTokens
+from megalite.config.compatibility.latent_rotary import OFF_WITHOUT_LATENTS
 from megalite.config.compatibility.megatron_features import UNSUPPORTED, UnsupportedFeature
 from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
 from megalite.config.config import Config
@@ -180,7 +181,20 @@ def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> N
         _not_needed("--mup-base-width turns it on")(flag, line, diagnostics)
 
 
+def _latent_rotary(off: str) -> FlagRule:
+    """Return the rule of a flag that sets fields in multi-latent attention, and is else accepted while off."""
+    entry = FlagIfOff("model", "", off, "YaRN by this flag", "pass --rope-scaling and --rope-scaling-factor")
+    without_latents = _only_off(entry)
+
+    def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+        if not line.config.model.multi_latent_attention:
+            without_latents(flag, line, diagnostics)
+
+    return rule
+
+
 _RULES: dict[str, FlagRule] = {
+    **{flag: _latent_rotary(off) for flag, off in OFF_WITHOUT_LATENTS.items()},
     "--use-mup": _use_mup,
     "--group-query-attention": _group_query_attention,
     "--local-rank": _local_rank,

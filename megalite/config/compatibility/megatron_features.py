@@ -196,7 +196,7 @@ UNSUPPORTED = (
         data-parallel-random-init freeze-all-layers
         """,
         """
-        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func-fp8- mscale
+        mup-input- mup-output- mup-attn-mult mup-width- yarn- relative-attention- activation-func-fp8-
         """,
     ),
     UnsupportedFeature(

@@ -294,12 +294,11 @@ ACCEPTED = (
 ACCEPTED_IF_OFF = (
     FlagIfOff(
         "model",
-        "rotary-seq-len-interpolation-factor rotary-scaling-factor",
+        "rotary-seq-len-interpolation-factor",
         "1",
         "interpolated rotary positions",
         "pass --rope-scaling linear and --rope-scaling-factor",
     ),
-    FlagIfOff("model", "rope-type", "rope", "another kind of rotary positions", "remove it"),
     FlagIfOff(
         "model",
         "mup-attn-scale-power",
