@@ -8,9 +8,10 @@ from pathlib import Path
 
 from megalite.config.command_line import known_flags
 from megalite.config.compatibility.latent_rotary import LATENT_ROTARY_FLAGS, OFF_WITHOUT_LATENTS
-from megalite.config.compatibility.megatron import megatron_rules, missing_feature, rule_of
+from megalite.config.compatibility.megatron import missing_feature, refused_flags, rule_of
 from megalite.config.compatibility.megatron_features import UNSUPPORTED
 from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
+from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
 from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, config_fields, field_docs, normalised
 
@@ -58,10 +59,11 @@ def outcome(flag: str) -> str:
     rules |= {name: OUTCOMES[2] for off in ACCEPTED_IF_OFF for name in _dashed(off.flags)}
     if flag in rules:
         return rules[flag]
+    # A field may begin as a missing feature's flags do.
+    if flag in known_flags() and flag not in refused_flags():
+        return OUTCOMES[0]
     if missing_feature(flag):
         return OUTCOMES[3]
-    if flag in known_flags() or flag in megatron_rules():
-        return OUTCOMES[0]
     if rule_of(flag) is None:
         raise LookupError(flag)
     return OUTCOMES[1]  # a `--no-` form
@@ -96,6 +98,8 @@ def _table(topic: str, title: str) -> Iterator[str]:
         yield f"| {_code(flag)} | {_first_sentence(TOKEN_FLAGS[flag])}; converted to samples |"
     for flag, text in LATENT_ROTARY_FLAGS.items() if topic == "model" else ():
         yield f"| {_code(flag)} | {text.rstrip('.')}; else only `{OFF_WITHOUT_LATENTS[flag]}` |"
+    for flag, text in FSDP_FLAGS.items() if topic == "parallel" else ():
+        yield f"| {_code(flag)} | {text.rstrip('.')} |"
     for accepted in ACCEPTED:
         if accepted.topic == topic:
             yield f"| {_code(*sorted(accepted.num_values()))} | accepted, no effect: {accepted.why} |"

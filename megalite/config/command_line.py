@@ -22,6 +22,7 @@ from megalite.config.compatibility.megatron import (
     megatron_rules,
     rule_of,
 )
+from megalite.config.compatibility.megatron_fsdp import fsdp_settings
 from megalite.config.compatibility.token_counts import TOKEN_FLAGS, with_token_counts
 from megalite.config.config import Config
 from megalite.config.entry_point import is_first_rank
@@ -176,8 +177,11 @@ def _config(
         config = _with_full_batch(_with(base, {**model, **settings}))
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
-    rotary = latent_rotary_settings(config.model, settings, flags, diagnostics)
-    config, settings = _with(config, rotary), {**settings, **rotary}
+    of_megatron = {
+        **latent_rotary_settings(config.model, settings, flags, diagnostics),
+        **fsdp_settings(settings, flags, diagnostics),
+    }
+    config, settings = _with(config, of_megatron), {**settings, **of_megatron}
     if deepspeed is not None:
         config = deepspeed.completed(config, _world_size(), diagnostics)
     # A DeepSpeed file sets some fields by their differences. None is the default of its field.

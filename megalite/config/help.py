@@ -6,8 +6,9 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
-from megalite.config.compatibility.megatron import accepted_flags, refused_flags
 from megalite.config.compatibility.latent_rotary import LATENT_ROTARY_FLAGS
+from megalite.config.compatibility.megatron import accepted_flags, refused_flags
+from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
 from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
 from megalite.config.flags import flag_of, format_value
@@ -93,8 +94,8 @@ def _all_lines(program: str) -> Iterator[str]:
     )
     for name, text in TOKEN_FLAGS.items():
         yield from _entry([f"{name} INT"], f"{text} Converted to samples of --seq-length tokens.")
-    for name, text in LATENT_ROTARY_FLAGS.items():
-        yield from _entry([f"{name} {'TYPE' if name == '--rope-type' else 'FLOAT'}"], text)
+    for name, text in (LATENT_ROTARY_FLAGS | FSDP_FLAGS).items():
+        yield from _entry([name], text)
     yield from _entry(["--print-config"], "Print all settings as YAML, and exit.")
     yield from _entry(["--help", "-h"], "Print the flags that most runs need, and exit.")
     yield from _entry(["--help-all"], "Print this help, and exit.")

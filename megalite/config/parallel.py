@@ -63,11 +63,7 @@ class ParallelConfig:
     moe_token_dispatcher_type: TokenDispatcherType = field(
         default="alltoall",
         metadata=flags(
-            choices={"alltoall_seq": "alltoall"},
-            missing={
-                "flex": "pass alltoall or allgather; a Dispatcher of your own can call DeepEP or HybridEP "
-                "(docs/experts.md)"
-            },
+            choices={"alltoall_seq": "alltoall", "flex": "alltoall"},
         ),
     )
     """With --ep or --etp: send tokens to the ranks of their experts (alltoall), or gather the tokens of all

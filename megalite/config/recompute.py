@@ -9,7 +9,7 @@ from megalite.config.flags import flags
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
-Module = Literal["core_attn", "mlp", "mlp_act", "layernorm"]
+Module = Literal["core_attn", "mla_up_proj", "mlp", "mlp_act", "layernorm"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,18 @@ class RecomputeConfig:
         default=1, metadata=flags("--checkpoint-num-layers", "--activations-checkpoint-num-layers")
     )
     """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
-    recompute_modules: tuple[Module, ...] = ("core_attn",)
-    """Modules to recompute with selective recomputation. core_attn: core attention, mlp: the MLP with its
-    norm, mlp_act: the MLP's activation, layernorm: the norms."""
+    recompute_modules: tuple[Module, ...] = field(
+        default=("core_attn",),
+        metadata=flags(
+            choices={"moe": "mlp"},
+            missing={
+                "moe_act": "remove it: experts always compute their activation again in backward",
+                "shared_experts": "pass moe, which recomputes the shared expert with the others",
+            },
+        ),
+    )
+    """Modules to recompute with selective recomputation: core attention (mla_up_proj: from latents on), the
+    MLP or experts with their norm, the MLP's activation, or the norms."""
     distribute_saved_activations: bool = field(
         default=False, metadata=flags("--partition-activations", "--distribute-checkpointed-activations")
     )
@@ -61,7 +70,8 @@ class RecomputeConfig:
     @property
     def modules(self) -> frozenset[Module]:
         """Return the parts of every layer that are recomputed; empty unless the granularity is selective."""
-        return frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
+        chosen = frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
+        return chosen | {"core_attn"} if "mla_up_proj" in chosen else chosen
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
         """Return the groups of a stage's layers (counted from 0), and whether each group is fully recomputed.

@@ -62,10 +62,15 @@ class LatentAttention(Attention):
         The first part is the shared part of the keys, ``[s, b, 1, r]``, before rotation, the second one
         `of_latent`.
         """
-        q = self.query_up(self.query_norm(self.query_down(x))).unflatten(-1, (-1, self.head_dim))
         latent, shared = self.key_value_down(x).split((self.latent_width, self.rotary_dim), dim=-1)
+        return self.from_latents(self.query_down(x), shared.contiguous(), latent)
+
+    @wrap_point
+    def from_latents(self, of_queries: Tensor, shared: Tensor, latent: Tensor) -> tuple[Tensor, ...]:
+        """Return `queries_keys_values` of the latents before their norms, and the shared part of the keys."""
+        q = self.query_up(self.query_norm(of_queries)).unflatten(-1, (-1, self.head_dim))
         use = gather_from_sequence_parallel if self.shares_tokens else copy_to_tensor_parallel
-        return q, use(shared.contiguous(), self.tp).unsqueeze(2), self.of_latent(self.key_value_norm(latent))
+        return q, use(shared, self.tp).unsqueeze(2), self.of_latent(self.key_value_norm(latent))
 
     def of_latent(self, latent: Tensor) -> Tensor:
         """Map ``[s, b, c]``, ``[s/tp, b, c]`` if sequence parallel, to ``[s, b, n/tp, p + v]``."""

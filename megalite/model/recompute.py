@@ -11,6 +11,8 @@
     selective      core_attn    what is between a mixer's linear    queries, keys, values and gates, or
                                 layers: rotary embedding and        the features of a recurrent layer's
                                 attention, or the recurrence        heads
+    selective      mla_up_proj  core_attn, and before it the        latents of queries and of keys and
+                                projections from latents            values, and the shared part of keys
     selective      mlp          the MLP and its norm                the norm's input
     selective      mlp_act      the activation                      its input
     selective      layernorm    the norms of the blocks' inputs     their inputs
@@ -45,6 +47,7 @@ from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
 from megalite.model.kept_choices import KeptChoices
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.layer import ExpertsBesideMLPLayer, TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
@@ -87,7 +90,9 @@ def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
 def _recompute_mixer(layer: TransformerLayer, config: RecomputeConfig) -> None:
     mixer = layer.mixer
     assert isinstance(mixer, nn.Module)
-    if "core_attn" in config.modules:
+    if "mla_up_proj" in config.modules and isinstance(mixer, LatentAttention):
+        _recompute_from_latents(mixer)
+    elif "core_attn" in config.modules:
         wrap(mixer, mixer.core_method, _recompute_core)
     if "layernorm" in config.modules:
         recompute_output(layer.attention_norm, "forward", mixer, mixer.input_method)
@@ -125,6 +130,26 @@ def _compute_mlp_in_chunks(mlp: MLP, num_chunks: int) -> None:
 
 def _recompute_experts(transform: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *others: recompute(_with_last(transform, others), x)
+
+
+def _recompute_from_latents(mixer: LatentAttention) -> None:
+    """Let attention start from the latents, so that these are kept instead of queries, keys and values."""
+    projections: list[Callable[..., tuple[Tensor, ...]]] = []
+
+    def pass_on(project: Callable[..., Any]) -> Callable[..., Any]:
+        projections.append(project)
+        return lambda *latents: latents
+
+    wrap(mixer, "from_latents", pass_on)
+    (project,) = projections
+
+    def from_latents(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend_projected(of_queries: Tensor, shared: Tensor, latent: Tensor, *others: Any) -> Tensor:
+            return attend(*project(of_queries, shared, latent), *others)
+
+        return _recompute_core(attend_projected)
+
+    wrap(mixer, mixer.core_method, from_latents)
 
 
 def _recompute_core(core: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,8 +17,8 @@ from megalite.config.flags import flag_of
 from megalite.config.model import ModelConfig
 
 LATENT_ROTARY_FLAGS = {
-    "--rope-type": "With --multi-latent-attention: scale positions as YaRN does (yarn), or not at all (rope).",
-    "--rotary-scaling-factor": "With --multi-latent-attention: the factor of YaRN; by default 1, without YaRN.",
+    "--rope-type": "With --multi-latent-attention: scale positions as YaRN (yarn), or not at all (rope).",
+    "--rotary-scaling-factor": "With --multi-latent-attention: factor of YaRN; by default 1, without YaRN.",
     "--mscale": "With --multi-latent-attention: --yarn-mscale; by default 1.",
     "--mscale-all-dim": "With --multi-latent-attention: --yarn-mscale-all-dim; by default 0.",
 }
@@ -35,7 +35,10 @@ _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def latent_rotary_settings(
-    model: ModelConfig, given: Mapping[str, UserSetting], flags: Sequence[FlagTokens], diagnostics: Diagnostics
+    model: ModelConfig,
+    given: Mapping[str, UserSetting],
+    flags: Sequence[FlagTokens],
+    diagnostics: Diagnostics,
 ) -> dict[str, UserSetting]:
     """Return the fields that the flags set in a model with multi-latent attention, by name.
 

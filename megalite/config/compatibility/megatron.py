@@ -11,6 +11,7 @@ from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.compatibility.latent_rotary import OFF_WITHOUT_LATENTS
 from megalite.config.compatibility.megatron_features import UNSUPPORTED, UnsupportedFeature
 from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
+from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
 from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
 
@@ -182,7 +183,7 @@ def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> N
 
 
 def _latent_rotary(off: str) -> FlagRule:
-    """Return the rule of a flag that sets fields in multi-latent attention, and is else accepted while off."""
+    """Return the rule of a flag that sets fields in multi-latent attention, else accepted while off."""
     entry = FlagIfOff("model", "", off, "YaRN by this flag", "pass --rope-scaling and --rope-scaling-factor")
     without_latents = _only_off(entry)
 
@@ -193,7 +194,48 @@ def _latent_rotary(off: str) -> FlagRule:
     return rule
 
 
+def _flex_dispatcher(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Report what sends tokens in the place of DeepEP and HybridEP."""
+    if _is_flex(flag):
+        options = (line.flags[name] for name in _FLEX_OPTIONS if name in line.flags)
+        words = [word for each in (flag, *options) for word in (each.name, *each.values)]
+        diagnostics.notices.append(
+            f"{' '.join(words)}: tokens are sent as by alltoall, with the same results; DeepEP and HybridEP "
+            "are not used"
+        )
+
+
+def _flex_option(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Check an option of the flex dispatcher, which `_flex_dispatcher` reports."""
+    values = " ".join(flag.values)
+    if flag.flag == _FLEX_BACKEND and values not in ("deepep", "hybridep"):
+        diagnostics.add_problem(f"{flag.name} cannot be {values!r}: choose one of deepep, hybridep")
+    elif not any(each.flag == _DISPATCHER and _is_flex(each) for each in line.flags.values()):
+        diagnostics.notices.append(
+            f"{' '.join((flag.name, *flag.values))} has no effect: {_DISPATCHER} is not flex"
+        )
+
+
+def _is_flex(flag: FlagTokens) -> bool:
+    """Return whether the value of --moe-token-dispatcher-type is Megatron's flex."""
+    return [value.lower() for value in flag.values] == ["flex"]
+
+
+def _converted(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
+    """Accept a flag that has set fields."""
+
+
+_DISPATCHER, _FLEX_BACKEND = "--moe-token-dispatcher-type", "--moe-flex-dispatcher-backend"
+_FLEX_OPTIONS = (
+    _FLEX_BACKEND,
+    *("--moe-enable-deepep", "--moe-deepep-num-sms", "--moe-flex-dispatcher-num-sms"),
+    *("--moe-hybridep-num-sms", "--moe-hybridep-num-sms-preprocessing", "--moe-permute-fusion-into-hybridep"),
+    *("--moe-hybridep-num-blocks-permute", "--moe-hybridep-num-blocks-unpermute"),
+    *("--moe-hybridep-pad-uneven-dispatch-inputs", "--moe-ncclep-zero-copy"),
+)
 _RULES: dict[str, FlagRule] = {
+    **dict.fromkeys(FSDP_FLAGS, _converted),
+    **dict.fromkeys(_FLEX_OPTIONS, _flex_option),
     **{flag: _latent_rotary(off) for flag, off in OFF_WITHOUT_LATENTS.items()},
     "--use-mup": _use_mup,
     "--group-query-attention": _group_query_attention,
@@ -208,6 +250,7 @@ REMARKS: dict[str, FlagRule] = {
     "--zero-stage": _zero_stage,
     "--deepspeed": _deepspeed,
     "--moe-router-load-balancing-type": _balance,
+    _DISPATCHER: _flex_dispatcher,
 }
 """Flags that set fields, but behave differently than users of other programs may expect."""
 

@@ -91,9 +91,7 @@ UNSUPPORTED = (
         "this way to shard weights and optimizer state",
         "remove it; --zero-stage 1, 2 or 3 shards over data-parallel ranks",
         """
-        use-torch-fsdp2 use-megatron-fsdp use-custom-fsdp data-parallel-sharding-strategy
-        outer-dp-sharding-strategy use-layer-wise-distributed-optimizer use-layer-wise-param-layout
-        fsdp-double-buffer fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration
+        use-torch-fsdp2 use-layer-wise-distributed-optimizer use-layer-wise-param-layout
         tensor-parallel-num-weight-shards enable-full-sharding-in-hsdp suggested-communication-unit-size
         create-all-gather-group
         """,
@@ -130,15 +128,36 @@ UNSUPPORTED = (
         of_experts=True,
     ),
     UnsupportedFeature(
+        "recompute",
+        "an older flag for recomputed experts",
+        "pass --recompute-granularity selective --recompute-modules moe",
+        "moe-layer-recompute",
+        of_experts=True,
+    ),
+    UnsupportedFeature(
+        "parallel",
+        "an older flag for experts split over tensor-parallel ranks",
+        "pass --expert-tensor-parallel-size",
+        "moe-extended-tp",
+        of_experts=True,
+    ),
+    UnsupportedFeature(
+        "model",
+        "dropped tokens by this flag",
+        "pass --moe-expert-capacity-factor",
+        "moe-token-dropping",
+        of_experts=True,
+    ),
+    UnsupportedFeature(
         "model",
         "this option of experts",
         "remove it; docs/experts.md lists the options",
         """
         num-experts-switch create-moe-param-group use-tutel topk mlp-type
         enable-expert-tensor-parallelism overlap-dispatch-backward-with-experts-wgrad
-        high-priority-a2a-comm-stream save-tokens-per-expert-interval
+        save-tokens-per-expert-interval
         """,
-        "moe- expert- ep- use-grouped-gemm-for-",
+        "moe- expert- ep-",
         of_experts=True,
     ),
     UnsupportedFeature(
@@ -154,7 +173,7 @@ UNSUPPORTED = (
         """
         spec use-legacy-models encoder-num-layers decoder-num-layers decoder-seq-length
         encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size enable-mhc-connections
-        cache-mla-latents use-fused-weighted-squared-relu
+        use-fused-weighted-squared-relu
         """,
         """
         mamba- dsa- mhc- mla- gdp- heterogeneous- retro- mtp-

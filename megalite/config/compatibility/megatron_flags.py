@@ -92,9 +92,20 @@ ACCEPTED = (
         "experts compute every token that they get, and the router computes in fp32",
         """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-router-dtype=1
-        moe-per-layer-logging
+        moe-per-layer-logging moe-use-grouped-tensor moe-single-grouped-weight moe-single-grouped-bias
+        use-grouped-gemm-for-shared-expert
         """,
     ),
+    AcceptedFlags(
+        "model",
+        "experts compute the rows that they get, without padding",
+        """
+        moe-pad-expert-input-to-capacity moe-router-padding-for-fp8 moe-router-padding-for-quantization
+        moe-pad-experts-for-cuda-graph-inference
+        """,
+    ),
+    AcceptedFlags("model", "it selects a kernel, not what is computed", "mla-down-proj-fusion"),
+    AcceptedFlags("model", "generation always keeps the latents", "cache-mla-latents"),
     AcceptedFlags(
         "model",
         "the shared expert always computes while rows of the other experts are in flight",
@@ -140,12 +151,27 @@ ACCEPTED = (
         overlap-p2p-communication overlap-p2p-communication-warmup-flush use-ring-exchange-p2p
         align-grad-reduce align-param-gather overlap-param-gather-with-optimizer-step
         ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion
+        high-priority-a2a-comm-stream
         use-nccl-ub use-sharp disable-symmetric-registration disable-gloo-process-groups
         use-gloo-process-groups use-tp-pp-dp-mapping ddp-num-buckets=1 sharp-enabled-group=1
         high-priority-stream-groups=* nccl-communicator-config-path=1 pipeline-model-parallel-comm-backend=1
         symmetric-ar-type=1 zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size=1
         zero-allgather-bucket-size=1
         """,
+    ),
+    AcceptedFlags(
+        "parallel",
+        "it sets where gathered weights are stored, not what is computed",
+        """
+        fsdp-double-buffer fsdp-db-use-persist-buf-on-alloc-fail fsdp-manual-registration
+        megatron-fsdp-version=1 megatron-fsdp-max-pool-double-buffer
+        megatron-fsdp-enable-fine-grained-param-gather
+        """,
+    ),
+    AcceptedFlags(
+        "parallel",
+        "gradients are summed in fp32, and the optimizer's weights are in fp32",
+        "megatron-fsdp-main-grads-dtype=1 megatron-fsdp-main-params-dtype=1",
     ),
     AcceptedFlags("parallel", "every schedule computes the same update", "enable-zbh1-exact-semantics"),
     AcceptedFlags(
@@ -312,6 +338,13 @@ ACCEPTED_IF_OFF = (
         "1",
         "context parallelism, as in DeepSpeed's Ulysses",
         "pass --context-parallel-size with --cp-comm-type a2a instead",
+    ),
+    FlagIfOff(
+        "parallel",
+        "outer-dp-sharding-strategy",
+        "no_shard",
+        "sharding over groups of replicas",
+        "pass --data-parallel-shard-degree for groups that hold the same",
     ),
     FlagIfOff(
         "optimizer",

@@ -90,6 +90,11 @@ MODES = {
     "all parts": selective("core_attn", "mlp_act", "layernorm"),
     "mlp and norms": selective("mlp", "layernorm"),
 }
+OF_LATENTS = {
+    "mla_up_proj": selective("mla_up_proj"),
+    "mla_up_proj and others": selective("mla_up_proj", "core_attn", "mlp", "layernorm"),
+}
+"""Modes of the model with multi-latent attention alone."""
 STORED = ("uniform", "all parts")
 """Modes that are tried with stored weight gradients too."""
 SLACK = 0.02
@@ -150,6 +155,18 @@ def on_ranks(topology):
                 found = gradients(topology, model, sequence_parallel, MODES[mode], stored)
                 unequal = [key for key in expected if not found[key].equal(expected[key])]
                 same[sequence_parallel, name, mode, stored] = unequal
+        for mode, recompute in OF_LATENTS.items():
+            for stored in (False, True):
+                expected = gradients(topology, MODELS["latent"], sequence_parallel, None)
+                found = gradients(topology, MODELS["latent"], sequence_parallel, recompute, stored)
+                unequal = [key for key in expected if not found[key].equal(expected[key])]
+                same[sequence_parallel, "latent", mode, stored] = unequal
+        for mode, recompute in {**OF_LATENTS, "core_attn": MODES["core_attn"]}.items():
+            few, many = (
+                live_elements(topology, MODELS["latent"], num_layers, sequence_parallel, recompute)
+                for num_layers in (1, NUM_LAYERS)
+            )
+            kept[sequence_parallel, "latent", mode] = many - few
         for mode, recompute in [("nothing", None), *MODES.items()]:
             few, many = (
                 live_elements(topology, MODEL, num_layers, sequence_parallel, recompute)
@@ -167,7 +184,8 @@ def results(request):
 
 def test_gradients_are_bitwise_the_same(results):
     for same, _ in results:
-        assert len(same) == len(switches(len(results))) * len(MODELS) * (len(MODES) + len(STORED))
+        cases = len(MODELS) * (len(MODES) + len(STORED)) + 2 * len(OF_LATENTS)
+        assert len(same) == len(switches(len(results))) * cases
         assert not {case: names for case, names in same.items() if names}
 
 
@@ -220,3 +238,16 @@ def test_memory_is_the_papers(results):
     ):
         expected = stage_elements(mode, t, sequence_parallel)
         assert expected <= kept[sequence_parallel, mode] <= (1 + SLACK) * expected, (sequence_parallel, mode)
+
+
+def test_latents_are_kept_instead_of_queries_keys_and_values(results):
+    t, model = len(results), MODELS["latent"]
+    of_head = model.head_dim + model.qk_head_dim + model.v_head_dim  # a query, and the key and the value
+    rows = HEADS * of_head / t
+    for (_, kept), sequence_parallel in itertools.product(results, switches(t)):
+        normed = (model.q_lora_rank + model.kv_lora_rank) * (1 / t if sequence_parallel else 1)
+        saved = (
+            kept[sequence_parallel, "latent", "core_attn"] - kept[sequence_parallel, "latent", "mla_up_proj"]
+        )
+        expected = (NUM_LAYERS - 1) * S * B * (rows + normed)
+        assert saved == pytest.approx(expected, rel=0.05), sequence_parallel

@@ -18,8 +18,8 @@ from megalite.model.positions import Rotary
 
 BASE = "--mock-data --vocab-size 64 --train-iters 2 --num-layers 2 --disable-bias-linear "
 LATENT = (
-    f"{BASE} --multi-latent-attention --position-embedding-type rope --num-attention-heads 3 --hidden-size 21 "
-    "--qk-head-dim 13 --qk-pos-emb-head-dim 22 --v-head-dim 5 --kv-lora-rank 7 "
+    f"{BASE} --multi-latent-attention --position-embedding-type rope --num-attention-heads 3 "
+    "--hidden-size 21 --qk-head-dim 13 --qk-pos-emb-head-dim 22 --v-head-dim 5 --kv-lora-rank 7 "
 )
 FLAGS = ("--rotary-scaling-factor", "--mscale", "--mscale-all-dim")
 
@@ -183,7 +183,10 @@ def test_what_is_refused(line: str, problem: str, problems) -> None:
         ("--rope-type yarn", "--rope-type only accepts rope in this version, not yarn (YaRN by this flag): "),
         ("--rotary-scaling-factor 40", "--rotary-scaling-factor only accepts 1 in this version, not 40 ("),
         ("--mscale 0.7", "--mscale only accepts 1 in this version, not 0.7 (YaRN by this flag): "),
-        ("--mscale-all-dim 1", "--mscale-all-dim only accepts 0 in this version, not 1 (YaRN by this flag): "),
+        (
+            "--mscale-all-dim 1",
+            "--mscale-all-dim only accepts 0 in this version, not 1 (YaRN by this flag): ",
+        ),
     ],
 )
 def test_other_attention_accepts_only_what_changes_nothing(line: str, found: str, problems) -> None:

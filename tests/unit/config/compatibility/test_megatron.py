@@ -20,6 +20,8 @@ from tests.unit.config.compatibility.lines import (
     example_scripts,
 )
 
+COMPLETE = "--mock-data --vocab-size 64 --train-iters 2"
+
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -185,7 +187,54 @@ def test_a_flag_is_refused_by_the_beginning_of_its_name(problems) -> None:
     assert "--rl-of-next-year (another kind of training) is not supp" in problems("--rl-of-next-year 3")[0]
 
 
-COMPLETE = "--mock-data --vocab-size 64 --train-iters 2"
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        " --moe-enable-deepep",
+        " --moe-flex-dispatcher-backend deepep",
+        " --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32",
+    ],
+)
+def test_the_flex_dispatcher_is_an_all_to_all_with_one_notice(options: str) -> None:
+    line = (
+        f"--num-experts 4 --disable-bias-linear --ep 2 --moe-token-dispatcher-type flex{options} {COMPLETE}"
+    )
+    config, notices = parse(shlex.split(line))
+    assert config.parallel.moe_token_dispatcher_type == "alltoall"
+    assert notices == [
+        f"--moe-token-dispatcher-type flex{options}: tokens are sent as by alltoall, with the same results; "
+        "DeepEP and HybridEP are not used"
+    ]
+
+
+def test_options_of_the_flex_dispatcher_need_it() -> None:
+    _, notices = parse(shlex.split(f"--moe-flex-dispatcher-backend deepep {COMPLETE}"))
+    assert notices == [
+        "--moe-flex-dispatcher-backend deepep has no effect: --moe-token-dispatcher-type is not flex"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "fix"),
+    [
+        ("--moe-layer-recompute", "pass --recompute-granularity selective --recompute-modules moe"),
+        ("--moe-extended-tp", "pass --expert-tensor-parallel-size"),
+        ("--moe-token-dropping", "pass --moe-expert-capacity-factor"),
+    ],
+)
+def test_older_flags_of_experts_name_the_newer_one(flag: str, fix: str, problems) -> None:
+    assert problems(f"--num-experts 4 --disable-bias-linear {flag}")[0].endswith(fix)
+
+
+def test_megatrons_names_of_recomputed_modules(problems) -> None:
+    line = "--multi-latent-attention --position-embedding-type rope --disable-bias-linear"
+    line = f"{line} --recompute-granularity selective --recompute-modules {{}} {COMPLETE}"
+    config, notices = parse(shlex.split(line.format("moe mla_up_proj")))
+    assert (config.recompute.recompute_modules, notices) == (("mlp", "mla_up_proj"), [])
+    assert config.recompute.modules == {"mlp", "mla_up_proj", "core_attn"}
+    assert "remove it: experts always compute their activation again" in problems(line.format("moe_act"))[0]
+    assert "pass moe, which recomputes the shared expert" in problems(line.format("shared_experts"))[0]
 
 
 def test_options_of_experts_are_refused_with_experts_alone(problems) -> None:
@@ -252,6 +301,10 @@ def test_workers_are_accepted_and_told() -> None:
             "--no-pipeline-parallel and --pipeline-model-parallel-size 2 contradict each other",
         ),
         ("--rope-type", "--rope-type only accepts rope in this version, not no value"),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend nccl",
+            "--moe-flex-dispatcher-backend cannot be 'nccl': choose one of deepep, hybridep",
+        ),
     ],
 )
 def test_a_value_that_is_not_how_things_are_is_refused(line: str, message: str, problems) -> None:
