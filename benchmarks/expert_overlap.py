@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from overlap import run_in, slow_link
+from overlap import layer_parser, run_over_slow_link
 from torch import Tensor
 
 from megalite.config import ParallelConfig
@@ -85,23 +85,10 @@ def run_rank(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Make the link, and run both ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser = layer_parser(__doc__)
     parser.add_argument("--width", type=int, default=512, help="of an expert")
     parser.add_argument("--shared-width", type=int, default=1024, help="of the shared expert")
-    parser.add_argument("--steps", type=int, default=3, help="steps of one turn")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.is_rank:
-        run_rank(args)
-        return 0
-    with slow_link(args.rate) as namespaces:
-        return int(run_in(namespaces, __file__, ["--is-rank", *sys.argv[1:]]))
+    return run_over_slow_link(parser, __file__, run_rank)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,32 @@ def slow_link(rate: str) -> Iterator[list[str]]:
             subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
 
 
+def layer_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that times one layer on two ranks over a slow link."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3, help="steps of one turn")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_over_slow_link(
+    parser: argparse.ArgumentParser, program: str, run_rank: Callable[[argparse.Namespace], None]
+) -> int:
+    """Make the link and run the program on both ranks, or `run_rank` in one of them."""
+    args = parser.parse_args()
+    if args.is_rank:
+        run_rank(args)
+        return 0
+    with slow_link(args.rate) as namespaces:
+        return int(run_in(namespaces, program, ["--is-rank", *sys.argv[1:]]))
+
+
 def run_in(namespaces: Sequence[str], program: str, arguments: Sequence[str]) -> bool:
     """Run a program in each namespace, as the ranks of one world; gives whether one failed."""
     ranks = []
