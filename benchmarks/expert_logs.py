@@ -26,7 +26,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
 from megalite.log import log
 from megalite.model.experts import Router
-from megalite.train.callbacks.expert_loads import begin_counts, end_counts, loads_of_layers
+from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import Trainer, start_trainer
 
 SHAPES = ((8, 2, 512), (64, 8, 128), (128, 8, 128))

@@ -75,7 +75,7 @@ def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
 
 def _experts(index: int, run: Run) -> Iterator[str]:
     """Yield the tokens of experts by layer over the run, if it has experts."""
-    rows = run.history.expert_loads
+    rows = run.history.expert_use
     if not rows:
         return
     yield f"<h2>Experts of {escape(run.name)}</h2><p><b>{escape(load_summary(rows[-1]))}</b></p>"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
-from megalite.train.telemetry.expert_loads import LayerLoads, loads_in
+from megalite.train.telemetry.expert_use import LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import TimeSample, sample_in
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -74,7 +74,7 @@ class RunSegment:
 
     iterations: list[HistoryRow] = field(default_factory=list)
     evaluations: list[HistoryRow] = field(default_factory=list)
-    expert_loads: list[HistoryRow] = field(default_factory=list)
+    expert_use: list[HistoryRow] = field(default_factory=list)
     num_kept: int = 0
 
     @property
@@ -126,9 +126,9 @@ class History:
         return sorted(found.values(), key=lambda row: row.iteration)
 
     @property
-    def expert_loads(self) -> list[HistoryRow]:
+    def expert_use(self) -> list[HistoryRow]:
         """Return the rows with tokens of experts that count, in the order of their iterations."""
-        found = {row.iteration: row for segment in self.segments for row in segment.expert_loads}
+        found = {row.iteration: row for segment in self.segments for row in segment.expert_use}
         return [found[iteration] for iteration in sorted(found)]
 
 
@@ -170,7 +170,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
             # An evaluation has the number of the iteration before it.
             number += row.iteration < last.iteration or (row.iteration == last.iteration and not row.name)
         segment = found.setdefault(row.values.get("start_time", float(number)), RunSegment())
-        kinds = {"": segment.iterations, EXPERTS: segment.expert_loads}
+        kinds = {"": segment.iterations, EXPERTS: segment.expert_use}
         kinds.get(row.name, segment.evaluations).append(row)
         last = row
     segments = [found[key] for key in sorted(found)]
@@ -178,7 +178,7 @@ def segments_of(rows: Iterable[HistoryRow]) -> list[RunSegment]:
     for segment in reversed(segments):
         segment.num_kept = sum(row.iteration < end for row in segment.iterations)
         segment.evaluations = [row for row in segment.evaluations if row.iteration < end]
-        segment.expert_loads = [row for row in segment.expert_loads if row.iteration < end]
+        segment.expert_use = [row for row in segment.expert_use if row.iteration < end]
         end = min([end, *(row.first for row in segment.iterations)])
     return [segment for segment in segments if segment.rows]
 

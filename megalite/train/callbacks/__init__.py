@@ -6,7 +6,7 @@ from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.callbacks.evaluation import Evaluation
-from megalite.train.callbacks.expert_loads import ExpertLogging
+from megalite.train.callbacks.expert_use import ExpertLogging
 from megalite.train.callbacks.garbage_collection import GarbageCollection
 from megalite.train.callbacks.hang_watchdog import HangWatchdog
 from megalite.train.callbacks.layer_norms import LayerNorms

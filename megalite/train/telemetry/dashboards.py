@@ -16,7 +16,7 @@ from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log
-from megalite.train.telemetry.expert_loads import ExpertLoads
+from megalite.train.telemetry.expert_use import ExpertUse
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
@@ -80,7 +80,7 @@ def validation_scalars(config: LoggingConfig, metrics: ValidationMetrics) -> dic
     return scalars
 
 
-def expert_scalars(loads: ExpertLoads) -> dict[str, float]:
+def expert_scalars(loads: ExpertUse) -> dict[str, float]:
     """Return the figures of each layer with experts."""
     return {
         f"experts/{name} {figure.replace('_', ' ')}": value
@@ -139,7 +139,7 @@ class TensorBoardWriter:
         self._add(summary=histogram, step=iteration)
         self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         for name, layer in loads.layers.items():
             histogram = self._summary.histogram(f"{_LOADS}/{name}", np.array(layer.tokens), _LOAD_EDGES)
             self._add(summary=histogram, step=loads.iteration)
@@ -226,7 +226,7 @@ class WandbWriter:
         scalars = {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()}
         self._send(lambda: self._run.log({GRAD_NORMS: histogram, **scalars}, step=iteration))
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         histograms = {
             f"{_LOADS}/{name}": self._wandb.Histogram(list(layer.tokens))
             for name, layer in loads.layers.items()

@@ -17,7 +17,7 @@ from megalite.distributed.observer import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
-from megalite.train.telemetry.expert_loads import ExpertLoads
+from megalite.train.telemetry.expert_use import ExpertUse
 from megalite.train.telemetry.machine_load import MachineLoad
 from megalite.train.telemetry.metrics import IterationMetrics, TaskScores, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
@@ -33,7 +33,7 @@ class MetricsWriter(Protocol):
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         """Write how tokens were divided among experts."""
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -118,7 +118,7 @@ def task_line(metrics: TaskScores) -> str:
     return f"task scores at iteration {metrics.iteration} |{fields}"
 
 
-def expert_line(loads: ExpertLoads) -> str:
+def expert_line(loads: ExpertUse) -> str:
     """Return the log line of the layer whose experts have the most uneven loads."""
     name, worst = max(loads.layers.items(), key=lambda item: item[1].max_violation)
     return (
@@ -146,7 +146,7 @@ class LogLineWriter:
     def task_scores(self, metrics: TaskScores) -> None:
         log.info(task_line(metrics), extra=THIS_RANK)
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         log.info(expert_line(loads), extra=THIS_RANK)
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -202,7 +202,7 @@ class MetricsFile:
     def task_scores(self, metrics: TaskScores) -> None:
         self._write({"tasks": dataclasses.asdict(metrics)})
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         self._write({"experts": loads.record()})
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -321,11 +321,11 @@ class Writers:
         for dashboard in self._dashboards:
             dashboard.scalars(iteration, scalars)
 
-    def expert_loads(self, loads: ExpertLoads) -> None:
+    def expert_use(self, loads: ExpertUse) -> None:
         """Write how the tokens of an iteration were divided among experts."""
         self._stop_if_lost()
         for writer in (*self._logs, *self._dashboards):
-            writer.expert_loads(loads)
+            writer.expert_use(loads)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Write the result of an evaluation."""

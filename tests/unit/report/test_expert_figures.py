@@ -12,7 +12,7 @@ from megalite.report.expert_figures import load_figure, load_summary, violation_
 from megalite.report.page import page
 from megalite.report.run_folder import open_run
 from megalite.report.run_history import HistoryRow, read_history
-from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads, loads_in
+from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads, loads_in
 from tests.run_folder import iteration, write_metrics
 
 EVEN, UNEVEN = LayerLoads((4, 4, 4), 1.0), LayerLoads((9, 3, 0), 0.5, dropped=2)
@@ -48,13 +48,13 @@ def test_the_page_shows_what_the_run_wrote_last(tmp_path: Path) -> None:
     lines = []
     for start, number, loads in ((0.0, 1, UNEVEN), (0.0, 2, UNEVEN), (9.0, 2, EVEN)):  # restarted at 2
         lines.append(iteration(number, start, number))
-        record = ExpertLoads(number, 8 * number, {"layers.0": loads}).record()
+        record = ExpertUse(number, 8 * number, {"layers.0": loads}).record()
         lines.append({"experts": record, "start_time": start})
     for broken in ({"tokens": "?"}, {"tokens": [1.5], "entropy": 1.0}, {"tokens": [1]}, "?"):
         lines.append({"experts": {"iteration": 3, "layers": {"layers.0": broken}}})
     file = write_metrics(tmp_path / "run.jsonl", lines)
     history = read_history(file)
-    assert [row.loads["layers.0"] for row in history.expert_loads] == [UNEVEN, EVEN]
+    assert [row.loads["layers.0"] for row in history.expert_use] == [UNEVEN, EVEN]
     assert not history.evaluations and history.num_broken == 4
     html = page([open_run(file)])
     assert "Experts of run" in html and "the largest load is 1.00 times the mean" in html

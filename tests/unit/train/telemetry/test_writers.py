@@ -18,7 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
-from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
+from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.time_terms import RankTime, sample_in, time_sample
 from megalite.train.telemetry.timers import Timers
@@ -309,11 +309,11 @@ def test_the_loads_of_experts_are_in_all_outputs(
     config: LoggingConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="megalite")
-    loads = ExpertLoads(
+    loads = ExpertUse(
         7, 56, {"layers.1": LayerLoads((6, 2, 1), 0.5, dropped=2), "mtp.0": LayerLoads((3, 3, 3), 1.0)}
     )
     with Topology.fake(PARALLEL.mesh, 2, rank=1) as topology, Writers(config, topology, "") as writers:
-        writers.expert_loads(loads)
+        writers.expert_use(loads)
     assert caplog.messages == ["experts at iteration 7 | largest load above the mean: 100.0% in layers.1 |"]
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["experts"] == {

@@ -14,8 +14,8 @@ from megalite.config import Config, DataConfig, ParallelConfig, RecomputeConfig,
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router, Routing
-from megalite.train.callbacks.expert_loads import begin_counts, end_counts, loads_of_layers
-from megalite.train.telemetry.expert_loads import LayerLoads
+from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
+from megalite.train.telemetry.expert_use import LayerLoads
 from megalite.train.trainer import start_trainer
 from tests.ranks.model.test_expert_dispatch import CONFIG
 

@@ -15,7 +15,7 @@ from megalite.model.experts import Router
 from megalite.model.routing_statistics import RoutingStatistics
 from megalite.optim.expert_balance import sum_over_tokens
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.telemetry.expert_loads import ExpertLoads, LayerLoads
+from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
@@ -47,7 +47,7 @@ class ExpertLogging(Callback):
             layers = loads_of_layers(self._counted, trainer)
             if layers:  # a model of your own may route otherwise
                 samples = trainer.progress.consumed_samples
-                self.writers.expert_loads(ExpertLoads(loop.iteration, samples, layers))
+                self.writers.expert_use(ExpertUse(loop.iteration, samples, layers))
 
 
 def logged_interval(config: Config) -> int | None:

@@ -33,7 +33,7 @@ class LayerLoads:
 
 
 @dataclass(frozen=True)
-class ExpertLoads:
+class ExpertUse:
     """Holds the loads of all layers with experts in one iteration.
 
     Attributes:
