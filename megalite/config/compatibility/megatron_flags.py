@@ -93,7 +93,7 @@ ACCEPTED = (
         """
         moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion moe-router-dtype=1
         moe-per-layer-logging moe-use-grouped-tensor moe-single-grouped-weight moe-single-grouped-bias
-        use-grouped-gemm-for-shared-expert
+        use-grouped-gemm-for-shared-expert use-grouped-gemm-for-dense-mlp
         """,
     ),
     AcceptedFlags(

@@ -15,6 +15,7 @@ from megalite.dry_run.dry_run_report import summarize_actions
 from megalite.errors import ConfigError, UserError
 from megalite.model.transformer_stage import GPT
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.plan.units import whole_model
 from megalite.pretraining import pretrain
 from tests.unit.config.compatibility.lines import example_scripts
 
@@ -96,6 +97,28 @@ def test_megatrons_example_of_llama_in_two_layers(tmp_path: Path) -> None:
         "first": pytest.approx(5e-4 * 128 / 3_906_252),
         "last": pytest.approx(4.5e-5),
     }
+
+
+DEEPSEEK = "NVIDIA/Megatron-LM/examples/megatron_fsdp/sbatch_mfsdp_deepseek_v3.sh"
+NO_CORPUS = "--mock-data --tokenizer-type NullTokenizer --vocab-size 129280"
+
+
+def test_megatrons_example_of_deepseek_in_five_layers(tmp_path: Path) -> None:
+    """Dense layers, layers with experts, and the module of multi-token prediction."""
+    flags = shlex.join(example_scripts()[DEEPSEEK].flags)
+    layers = "--num-layers 5 --moe-layer-freq [0]*3+[1]*2"
+    found = object_of(f"{flags} --override-flags {layers} {NO_CORPUS} --dry-run --world-size 256", tmp_path)
+    buffers = found["buffer_bytes"]
+    assert buffers["weights"] == 0  # stage 3 keeps its part of the main weights alone
+    assert {call["axis"] for call in found["collectives"]} == {"dp", "edp", "ep"}
+    sent = {call["kind"] for call in found["collectives"] if call["axis"] == "ep"}
+    assert sent == {"all-to-all"}
+
+
+def test_megatrons_example_of_deepseek_has_the_published_parameters() -> None:
+    line = f"{shlex.join(example_scripts()[DEEPSEEK].flags)} --override-flags {NO_CORPUS} --mtp-num-layers 0"
+    config, _ = parse(shlex.split(line))
+    assert whole_model(config.model, 1).num_parameters == 671_026_404_352
 
 
 def test_the_report_as_text(capsys: pytest.CaptureFixture[str]) -> None:
