@@ -119,10 +119,21 @@ CASES = {
         ),
     ),
     "mlp": (MODEL, RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))),
+    "latents": (
+        replace(
+            MODEL,
+            multi_latent_attention=True,
+            position_embedding_type="rope",
+            add_bias_linear=False,
+            q_lora_rank=24,
+            qk_layernorm=True,
+        ),
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=("mla_up_proj", "layernorm")),
+    ),
 }
 
 
-SLOW = ("full", "mlp", "shared keys")
+SLOW = ("full", "mlp", "shared keys", "latents")
 
 
 @pytest.fixture(autouse=True)
