@@ -25,6 +25,7 @@ from megalite.checkpoint.manifest import (
     times_written,
 )
 from megalite.commands import command_name
+from megalite.config import Config
 from megalite.errors import UserError
 from megalite.report.time_report import format_time
 
@@ -248,12 +249,20 @@ def lines_of(report: CheckpointReport) -> Iterator[str]:
     if report.iterations:
         iterations = ", ".join(map(str, report.iterations))
         yield f"  iterations   {iterations} (latest: {report.latest or 'none is named'})"
+    defaults = Config().values()
     for part, value in report.description.items():
         if part == WRITTEN:
             times = times_written(report.description)
             value = {name.replace("_time", ""): format_time(seconds) for name, seconds in times.items()}
+        text = _in_line(value)
+        if part in OF_A_RUN and isinstance(value, dict):
+            changed = {name: v for name, v in value.items() if name not in defaults or v != defaults[name]}
+            num_defaults = len(value) - len(changed)
+            text = _in_line(changed) + (
+                f"; {num_defaults} at their defaults (--json)" if num_defaults else ""
+            )
         yield from textwrap.wrap(
-            f"{part:<12} {_in_line(value)}",
+            f"{part:<12} {text}",
             _LINE_WIDTH,
             initial_indent="  ",
             subsequent_indent=" " * 15,
@@ -310,10 +319,10 @@ def _beside(folder: Path) -> tuple[tuple[int, ...], str | None]:
 
 def _in_line(value: Any) -> str:
     if isinstance(value, dict):
-        present = ((key, item) for key, item in value.items() if item not in (None, [], ()))
+        present = ((key, item) for key, item in value.items() if item not in (None, "", [], ()))
         return ", ".join(f"{key} {_in_line(item)}" for key, item in present) or "none"
     if isinstance(value, list):
-        items = [str(item) for item in value]
+        items = [_in_line(item) for item in value]
         return " ".join(items[:4]) + (f" … ({len(items)})" if len(items) > 4 else "")
     return str(value)
 
