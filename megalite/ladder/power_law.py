@@ -106,7 +106,7 @@ class PowerLaw:
 
 
 def fit_power_law(quantities: Sequence[Sequence[float]], losses: Sequence[float]) -> PowerLaw:
-    """Fit the law to runs. The floor is left out if the losses show none.
+    """Fit the law to runs. The law has no floor if the losses show none.
 
     Args:
         quantities: of each run: its compute, or its parameters and its tokens.
