@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from megalite.checkpoint.manifest import (
 from megalite.commands import command_name
 from megalite.config import Config
 from megalite.errors import UserError
+from megalite.log import LineInterval, log
 from megalite.report.time_report import format_time
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
@@ -95,7 +96,9 @@ class CheckpointView:
     def damage(self, verify: bool) -> list[str]:
         files = self._manifest.files
         absent = [file for file in files if not (self.folder / file).is_file()]
-        problems = damage_of(self._manifest, files if verify else absent)
+        problems = list[str]()
+        for file in with_progress(files if verify else absent, "verified {} of {} files"):
+            problems += damage_of(self._manifest, [file])
         for name in self.names():
             try:
                 self._reader.pieces(name)
@@ -225,7 +228,7 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
     """
     damage = tuple(view.damage(verify))
     tensors = list[TensorLine]()
-    for name in view.names():
+    for name in with_progress(view.names(), "read {} of {} tensors"):
         try:
             statistics = statistics_of(view.tensor(name)) if norms else None
             line = TensorLine(
@@ -241,6 +244,19 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
     return CheckpointReport(
         str(view.folder), iterations, latest, dict(view.description), tuple(tensors), damage
     )
+
+
+def with_progress(names: Collection[str], text: str) -> Iterator[str]:
+    """Yield the names, and log how many are done in lines that are seconds apart.
+
+    Args:
+        text: the line, with places for two numbers.
+    """
+    interval = LineInterval()
+    for done, name in enumerate(names, 1):
+        yield name
+        if interval.is_over():
+            log.info(text.format(done, len(names)))
 
 
 def lines_of(report: CheckpointReport) -> Iterator[str]:

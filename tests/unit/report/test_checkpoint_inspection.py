@@ -16,6 +16,7 @@ from megalite.cli.inspect import main
 from megalite.config import Config
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.log import LineInterval
 from megalite.report.checkpoint_difference import compare
 from megalite.report.checkpoint_inspection import inspect, lines_of, open_view, statistics_of
 from tests.checkpoint_folder import make_pipe, write_checkpoint
@@ -192,6 +193,23 @@ def test_the_text_counts_fields_that_have_their_defaults(tmp_path):
     assert "  run          seed 7, lr 0.001, data_path a, other 1; 2 at their defaults (--json)" in lines
     assert "  corpora      splits parts 2" in lines
     assert report.record()["description"]["run"] == run
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--verify", "verified 2 of "),
+        ("--norms", "read 2 of 15 tensors"),
+        ("--diff", "compared 2 of 15 tensors"),
+    ],
+)
+def test_progress_is_on_standard_error(flag, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LineInterval, "is_over", lambda self: True)
+    folder = save(tmp_path / "run")
+    exit_status(folder, flag, *([folder] if flag == "--diff" else []))
+    printed = capsys.readouterr()
+    assert [text for text in printed.err.splitlines() if text.startswith(line)]
+    assert " 2 of " not in printed.out
 
 
 def test_times_of_writing_are_no_difference(tmp_path):
