@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train a BERT model; under torchrun, on many ranks. `megalite train-bert` is the same."""
 
-from megalite import BERT, pretrain
+from megalite import pretrain
 
 if __name__ == "__main__":
-    pretrain(BERT, architecture="bert")
+    pretrain(architecture="bert")

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 -m megalite train --config run.yaml
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -15,21 +16,36 @@ from megalite.commands import COMMANDS
 
 
 def main() -> None:
-    """Run the command that the first argument names. Only its code is imported."""
+    """Run the command that the first argument names, or list the commands."""
     name, *arguments = sys.argv[1:] or ["--help"]
-    if name in ("--help", "-h"):
-        print("\n".join(_help()))
+    if name in COMMANDS:
+        sys.argv = [f"megalite {name}", *arguments]  # argparse shows the first as the program's name
+        run_command(name)
         return
-    if name == "--version":
-        print(f"megalite {__version__}")
+    try:
+        if name in ("--help", "-h"):
+            print("\n".join(_help()), flush=True)
+            return
+        if name == "--version":
+            print(f"megalite {__version__}", flush=True)
+            return
+    except BrokenPipeError:  # such as `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
+    from megalite.config.entry_point import run_main
+
+    run_main(_reject, [name])
+
+
+def run_command(name: str) -> None:
+    """Run a command with the arguments of this process. Only its code is imported."""
     from megalite.config.entry_point import run_main, run_rank
 
-    if name not in COMMANDS:
-        run_main(_reject, [name])
-    sys.argv = [f"megalite {name}", *arguments]  # argparse shows the first as the program's name
-    program = importlib.import_module(f"megalite.cli.{name.replace('-', '_')}")
-    (run_rank if COMMANDS[name].is_rank else run_main)(program.main, arguments)
+    def import_and_run(arguments: Sequence[str]) -> None:
+        # Import here, where Ctrl-C ends the program with one line: importing torch takes seconds.
+        importlib.import_module(f"megalite.cli.{name.replace('-', '_')}").main(arguments)
+
+    (run_rank if COMMANDS[name].is_rank else run_main)(import_and_run, sys.argv[1:])
 
 
 def _help() -> Iterator[str]:

@@ -151,6 +151,28 @@ def replace_file(
         raise
 
 
+def write_output(path: Path, content: str | bytes, flag: str) -> None:
+    """Write a whole file that the user has named; if that fails, an old file of this name stays.
+
+    A symbolic link is followed. What is not a regular file, such as /dev/stdout, is written in place.
+
+    Args:
+        flag: the option that names the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+            path.write_bytes(content)
+        else:
+            with replace_file(path.resolve()) as stream:
+                stream.write(content)
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written ({error.strerror}): pass another file") from None
+
+
 def file_system_of(descriptor: int) -> str:
     """Return the name of the file system that a file is on; empty if it is unknown."""
     device = os.fstat(descriptor).st_dev

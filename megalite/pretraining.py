@@ -1,58 +1,29 @@
-"""Pretrain a model from a command line, on one rank of a run."""
+"""Pretrain a model from a command line, on one rank of a run.
+
+This module does not import torch, which takes seconds, so that mistakes in flags are reported before.
+"""
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed import Store
-
-from megalite.checkpoint.lease import hold_folder
-from megalite.config import Config, check_config
+from megalite.config import Config
 from megalite.config.command_line import NEEDED_TO_TRAIN, ParsedRun, parse_run
-from megalite.config.entry_point import run_rank
-from megalite.config.layout_options import layout_source
+from megalite.config.entry_point import is_first_rank, run_rank
 from megalite.config.model import Architecture
-from megalite.config.unused_options import unused_options
-from megalite.config.validate import problems_in_any_layout
-from megalite.data.samples import Samples
-from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.distributed.rendezvous import Launch, check_start, open_store, refusal_reported
-from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import dry_run
-from megalite.errors import ConfigError, UserError, one_line
-from megalite.hardware.node_hardware import NodeHardware, inspect_node
-from megalite.log import configure_logging, log
-from megalite.model.stage import StageProvider, is_own_model
-from megalite.plan.auto_layout import (
-    LayoutChoice,
-    OutOfMemoryNote,
-    add_note,
-    agreed_layout,
-    choose_layout,
-    read_notes,
-)
-from megalite.plan.out_of_memory import MemoryExhausted, check_host_memory, explain_out_of_memory
-from megalite.plan.weight_gathering import choose_weight_gathering
-from megalite.train.callbacks import default_callbacks
-from megalite.train.loop import Callback, check_callbacks, train
-from megalite.train.resume import resume
-from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
-from megalite.train.run_datasets import build_data
-from megalite.train.setup import announce, bind_to_cores, listen, open_writers, prepare_process, settings_of
-from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
-from megalite.train.telemetry.writers import Writers
-from megalite.train.trainer import Trainer
-from megalite.train.verification import warn_if_unverified
-from megalite.verify.compare_runs import verify_layouts
-from megalite.verify.layouts import layouts_named
+from megalite.config.validate import problems_of
+from megalite.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megalite.data.samples import Samples
+    from megalite.model.stage import StageProvider
+    from megalite.train.loop import Callback
+    from megalite.train.run_context import DatasetProvider
 
 
 def pretrain(
@@ -96,46 +67,33 @@ def _pretrain(
     callbacks: Sequence[Callback],
     arguments: Sequence[str],
 ) -> None:
-    with refusal_reported():
-        providers = Providers(*provided)
-        check_callbacks(callbacks)
-        parsed = _parse(architecture, providers, arguments)
-        config = parsed.config
-        notices = [*parsed.notices, *_unused(config, config.dry_run.world_size)]
-        if config.dry_run.dry_run:
-            _refuse_several_ranks("--dry-run", "; pass --world-size and --rank")
-            return dry_run(config, notices, providers.model)
-        if config.dry_run.verify_layouts is not None:
-            _refuse_several_ranks("--verify-layouts")
-            configure_logging(rank=0)
-            for notice in notices:
-                log.warning(notice)
-            layouts = layouts_named(config.dry_run.verify_layouts, config)
-            is_same = verify_layouts(config, layouts, providers=providers)
-            raise SystemExit(0 if is_same else 1)
-        launch = Launch.from_environment()
-        config = _with_layout_source(parsed, providers, launch)
-        if config.parallel.layout == "manual":
-            notices = [*parsed.notices, *_unused(config, launch.world_size)]
-            if config.parallel.calibration is not None:
-                notices.append("--calibration has no effect: the layout is not chosen (--layout auto)")
-            prepare_process(config, notices, launch)
+    has_datasets = provided[1] is not None
+    try:
+        parsed = _parse(architecture, has_datasets, arguments)
+        _check(parsed.config, is_first_try=not arguments and not has_datasets)
+    except UserError:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        from megalite.distributed.rendezvous import refusal_reported
 
-    with listen(config, launch) as signals:
-        # Exit inside the block, so that later signals do not change the exit status.
-        if config.parallel.layout == "manual":
-            raise SystemExit(train_rank(config, launch, signals, callbacks, providers))
-        parsed = parsed._replace(config=config)
-        raise SystemExit(_train_in_chosen_layout(parsed, launch, signals, callbacks, providers))
+        with refusal_reported():  # to the other ranks
+            raise
+    if "torch" not in sys.modules and is_first_rank():
+        sys.stderr.write(
+            "importing PyTorch\n"
+        )  # nothing else is printed for seconds, or longer from a busy disk
+    from megalite.rank_training import train_parsed_run
+
+    train_parsed_run(parsed, provided, callbacks)
 
 
-def _parse(architecture: Architecture, providers: Providers, arguments: Sequence[str]) -> ParsedRun:
+def _parse(architecture: Architecture, has_datasets: bool, arguments: Sequence[str]) -> ParsedRun:
     """Return the config of the command line.
 
     If the program has its own datasets, the config need not name a corpus. If it names one, the provider may
     read it.
     """
-    if providers.datasets is None:
+    if not has_datasets:
         return parse_run(arguments, architecture=architecture)
     unneeded = [name for name in NEEDED_TO_TRAIN if name != "train_iters"]
     parsed = parse_run(arguments, unneeded, architecture)
@@ -143,178 +101,25 @@ def _parse(architecture: Architecture, providers: Providers, arguments: Sequence
     return parsed._replace(config=replace(parsed.config, data=data))
 
 
-def _unused(config: Config, world_size: int | None) -> list[str]:
-    return [one_line(notice) for notice in unused_options(config, world_size)]
-
-
-def _refuse_several_ranks(flag: str, more: str = "") -> None:
-    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"{flag} is one process, but the launcher has started {started} (WORLD_SIZE): start it with "
-            f"python{more}"
-        )
-
-
-def _with_layout_source(parsed: ParsedRun, providers: Providers, launch: Launch) -> Config:
-    """Return the config with `layout` resolved, and with its global batch size if the layout is chosen.
-
-    Raises:
-        ConfigError: the layout is chosen, and the config has mistakes in any layout.
-        UserError: --layout auto is set, but the run cannot be planned.
-    """
-    config, source = parsed.config, layout_source(parsed.config, parsed.set_fields)
-    is_default = config.parallel.layout is None
-    if source == "auto" and is_own_model(providers.model):
-        if not is_default:
-            raise UserError(
-                "--layout auto plans only models that flags describe, not a program's own model: pass the "
-                "layout"
-            )
-        source = "manual"
-    if source == "auto" and is_default:
-        check_config(config, launch.world_size)
-        global_batch_size = config.global_batch(launch.world_size)
-        config = replace(config, training=replace(config.training, global_batch_size=global_batch_size))
-    elif source == "auto" and (problems := problems_in_any_layout(config)):
-        raise ConfigError(problems)
-    return replace(config, parallel=replace(config.parallel, layout=source))
-
-
-def _train_in_chosen_layout(
-    parsed: ParsedRun,
-    launch: Launch,
-    signals: StopSignals,
-    callbacks: Sequence[Callback],
-    providers: Providers,
-) -> int:
-    """Train in the layout that the planner chooses, and return the exit status.
-
-    If a rank runs out of memory, the next start chooses a smaller layout. A run of one rank starts again at
-    once, but only once.
-    """
-    save = parsed.config.checkpoint.save
-    choice, store = _choose(parsed, launch)
-    try:
-        return train_rank(choice.apply(parsed.config), launch, signals, callbacks, providers, store)
-    except MemoryExhausted as error:
-        explanation = str(error)
-    # Here the traceback is gone, and with it the tensors of the trainer.
-    gc.collect()
-    torch.cuda.empty_cache()
-    note_file = add_note(save, choice.note)
-    if launch.world_size > 1:
-        advice = (
-            f"the next start chooses a layout that needs less memory ({note_file})"
-            if note_file
-            else "pass --save, so that the next start chooses a layout that needs less memory"
-        )
-        raise MemoryExhausted(f"{explanation}\n{advice}")
-    for line in explanation.splitlines():
-        log.warning("%s", line)
-    log.warning("starting once more, in a layout that needs less memory")
-    smaller, store = _choose(parsed, launch, [choice.note])
-    if smaller.values == choice.values:
-        raise MemoryExhausted(explanation)
-    again = replace(launch, restarts=launch.restarts + 1)  # resumes from this start's checkpoints
-    try:
-        return train_rank(smaller.apply(parsed.config), again, signals, callbacks, providers, store)
-    except MemoryExhausted:
-        add_note(save, smaller.note)
-        raise
-
-
-def _choose(
-    parsed: ParsedRun, launch: Launch, notes: Sequence[OutOfMemoryNote] = ()
-) -> tuple[LayoutChoice, Store]:
-    """Choose the layout together with the other ranks, check the config in it, and log the choice.
-
-    Returns:
-        The choice, and the store of this start.
-    """
-    config, set_fields = parsed.config, parsed.set_fields
-    configure_logging(launch.rank)
-    store = open_store(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    hardware = inspect_node(config.parallel.distributed_backend, launch.local_rank, launch.local_world_size)
-    check_start(launch, store, settings_of(config), hardware.device_type)
-
-    def choose(weakest: NodeHardware) -> LayoutChoice:
-        known = [*notes, *read_notes(config.checkpoint.save)]
-        return choose_layout(
-            _with_vocabulary(config),
-            set_fields,
-            launch.world_size,
-            weakest,
-            known,
-            must_fit="layout" in set_fields,
-        )
-
-    choice = agreed_layout(launch, store, hardware, choose)
-    chosen = choice.apply(config)
-    prepare_process(chosen, [*parsed.notices, *_unused(chosen, launch.world_size)], launch)
-    for line in choice.lines:
-        log.info("%s", line)
-    return choice, store
-
-
-def _with_vocabulary(config: Config) -> Config:
-    if config.data.resolved_tokenizer_type is None:
-        return config
-    return with_vocab_size(config, configured_tokenizer(config.data, config.model.vocab_size))
-
-
-def task_evaluation(run: RunContext) -> Callable[[Writers], list[Callback]]:
-    """Load the tasks of --eval-tasks; return a function that returns the callback for them, if there are any.
-
-    Raises:
-        UserError: lm_eval is not installed, or a task cannot be evaluated. Every rank raises it.
-    """
-    if run.config.training.eval_tasks is None:
-        return lambda writers: []
-    with run.topology.agreed():
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UserError('--eval-tasks needs lm-evaluation-harness: pip install "megalite[eval]"')
-    from megalite.generate.task_evaluation import TaskEvaluation, load_tasks
-
-    tasks, tokenizer = load_tasks(run), run.tokenizer
-    assert tokenizer is not None
-    return lambda writers: [TaskEvaluation(tasks, tokenizer, writers)]
-
-
-def train_rank(
-    config: Config,
-    launch: Launch,
-    signals: StopSignals,
-    callbacks: Sequence[Callback],
-    providers: Providers,
-    store: Store | None = None,
-) -> int:
-    """Join the other ranks, train, and return the exit status.
+def _check(config: Config, is_first_try: bool) -> None:
+    """Check the config of a run in the layout of its flags.
 
     Args:
-        store: the store of this start, if it is open already.
+        is_first_try: no flag is passed: add a line that says what to pass.
+
+    Raises:
+        ConfigError: lists all mistakes.
     """
-    with Topology.start(config.mesh, launch, must_agree=settings_of(config), store=store) as topology:
-        exit_if_switched_off(config.training, topology)
-        bind_to_cores(config.parallel, topology.device)
-        with hold_folder(config.checkpoint.save, topology) as lease:
-            run = resolve_run(config, topology, lease=lease, providers=providers)
-            evaluates_tasks = task_evaluation(run)
-            check_host_memory(run.config, topology, launch.local_world_size, providers.model)
-            datasets = build_data(run)
-            with (
-                open_writers(run) as writers,
-                explain_out_of_memory(run.config, topology, providers.model),
-                Trainer(
-                    run, datasets, choose_weight_gathering(run.config, topology, providers.model)
-                ) as trainer,
-            ):
-                announce(trainer)
-                warn_if_unverified(run)
-                states = resume(trainer, launch)
-                stop_conditions = StopConditions(config.training, topology, signals, lease)
-                return train(
-                    trainer,
-                    stop_conditions,
-                    [*callbacks, *evaluates_tasks(writers), *default_callbacks(writers, run.config)],
-                    states,
-                )
+    world_size, mode = os.environ.get("WORLD_SIZE", "1"), config.dry_run
+    if mode.dry_run or mode.verify_layouts is not None:
+        return  # the layout and the number of ranks are others
+    if config.parallel.layout == "auto" or not world_size.isdecimal():
+        return
+    problems = problems_of(config, int(world_size))
+    if problems and is_first_try:
+        problems.append(
+            f"no flag is passed: try --preset {config.model.architecture}-tiny --mock-data --vocab-size 256 "
+            "--train-iters 10, which trains on random tokens; --help lists the flags"
+        )
+    if problems:
+        raise ConfigError(problems)

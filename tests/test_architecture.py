@@ -24,7 +24,8 @@ LEVELS = (
     ("recording",),
     ("train", "plan"),
     ("verify", "generate", "report", "dry_run"),
-    ("ladder", "pretraining"),
+    ("ladder", "rank_training"),
+    ("pretraining",),
     ("cli",),
     ("__main__",),
 )

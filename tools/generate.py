@@ -1,10 +1,7 @@
 #!/usr/bin/env python
 """Run `megalite generate` from a checkout: continue prompts with a trained model."""
 
-import sys
-
-from megalite.cli.generate import main
-from megalite.config.entry_point import run_rank
+from megalite.__main__ import run_command
 
 if __name__ == "__main__":
-    run_rank(main, sys.argv[1:])
+    run_command("generate")

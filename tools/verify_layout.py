@@ -1,10 +1,7 @@
 #!/usr/bin/env python
 """Run `megalite verify` from a checkout: verify that a config trains the same run in any layout."""
 
-import sys
-
-from megalite.cli.verify import main
-from megalite.config.entry_point import run_main
+from megalite.__main__ import run_command
 
 if __name__ == "__main__":
-    run_main(main, sys.argv[1:])
+    run_command("verify")

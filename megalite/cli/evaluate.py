@@ -86,8 +86,8 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
     ModelFlags.add_to(parser)
     flags = parser.parse_args(arguments)
     others = ("task_folder", "num_fewshot", "limit")
-    if not flags.tasks and (given := [name for name in others if getattr(flags, name) is not None]):
-        raise UserError(f"--{given[0].replace('_', '-')} is for --tasks: remove it, or pass --tasks")
+    if not flags.tasks and (passed := [name for name in others if getattr(flags, name) is not None]):
+        raise UserError(f"--{passed[0].replace('_', '-')} is for --tasks: remove it, or pass --tasks")
     if flags.tasks and (flags.seq_length or flags.stride):
         raise UserError("--tasks uses the model's own sequence length: remove --seq-length and --stride")
     if flags.split and (flags.seq_length or flags.stride):

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from megalite.config.tool_parser import ToolParser, local_path
 from megalite.errors import UserError
+from megalite.log import configure_logging
 from megalite.report import checkpoint_difference
 from megalite.report.checkpoint_inspection import inspect, lines_of, open_view
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--json", action="store_true", help="print one JSON object")
     add("--diff", type=local_path, metavar="OTHER", help="compare with the checkpoint in this folder")
     flags = parser.parse_args(arguments)
+    configure_logging(rank=0, stream=sys.stderr)  # progress: standard output has the report alone
     sys.exit(0 if (_difference(flags) if flags.diff else _report(flags)) else 1)
 
 

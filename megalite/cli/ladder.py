@@ -20,6 +20,7 @@ from megalite.config.command_line import parse_run
 from megalite.config.tool_parser import ToolParser, local_path, positive_number
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
+from megalite.files import write_output
 from megalite.ladder.finished_runs import read_planned_run, read_runs
 from megalite.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
 from megalite.ladder.sizes import BATCH_EXPONENT, ScalingRules, default_lr_exponent
@@ -112,11 +113,8 @@ def _fit(arguments: Sequence[str], prog: str) -> None:
     runs, notes = read_runs(own.folders, own.dataset)
     ladder = fit_ladder(runs, [read_planned_run(file) for file in own.predict])
     text = fit_page(ladder, own.folders[0].resolve().name)
-    try:
-        page.write_text(text, encoding="utf-8")
-        record.write_text(json.dumps({**fit_record(ladder), "notes": notes}, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--output {page} cannot be written ({error.strerror}): pass another") from None
+    write_output(page, text, "--output")
+    write_output(record, json.dumps({**fit_record(ladder), "notes": notes}, indent=2) + "\n", "--output")
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
     print("\n".join([*fit_lines(ladder), "", str(page), str(record)]))
 

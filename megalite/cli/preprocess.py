@@ -301,8 +301,8 @@ def _chat_problems(args: argparse.Namespace) -> list[str]:
 
 def _passed(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that were passed or have a default, by their name in the namespace."""
-    given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    passed = {name: value for name, value in vars(args).items() if value is not None and value is not False}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in passed.items()}
 
 
 def _notices(args: argparse.Namespace) -> list[str]:

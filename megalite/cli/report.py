@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megalite.config.tool_parser import ToolParser, local_path
 from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.report.page import MAX_RUNS, page
 from megalite.report.panels import X_NAMES
 from megalite.report.plan_comparison import time_comparison
@@ -70,12 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"--against-plan {flags.against_plan} is the plan of one run: pass one RUN")
     comparisons = [time_comparison(run, flags.against_plan) for run in runs]
     text = page(runs, flags.x, comparisons)
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--output {output} cannot be written ({error.strerror}): pass another file"
-        ) from None
+    write_output(output, text, "--output")
     for comparison in comparisons if flags.against_plan else ():
         print("\n".join(comparison.lines() if comparison else ()))
     print(output)

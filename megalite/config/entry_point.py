@@ -75,6 +75,8 @@ def run_rank(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) ->
         run_main(main, arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")  # as Python does
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()

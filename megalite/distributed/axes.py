@@ -296,8 +296,8 @@ class MeshOptions:
         is_whole = world_size is not None and world_size % self.smallest_world == 0
         if world_size is not None and is_whole and None in map(sizes.get, names):
             sizes = self.sizes_in(world_size)
-        given = [sizes.get(name) for name in names]
-        return math.prod(size for size in given if size) if all(given) else None
+        factors = [sizes.get(name) for name in names]
+        return math.prod(size for size in factors if size) if all(factors) else None
 
     @property
     def num_position_slices(self) -> int:

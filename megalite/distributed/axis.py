@@ -111,10 +111,10 @@ class AxisSet:
         Raises:
             KeyError: no process group spans the axes: declare them in `Factoring.groups`.
         """
-        given = self.factoring.ordered(names)
-        large = tuple(name for name in given if self.axes[name].size > 1)
+        ordered = self.factoring.ordered(names)
+        large = tuple(name for name in ordered if self.axes[name].size > 1)
         if len(large) < 2:
-            return self.axes[(large or given)[0]]
+            return self.axes[(large or ordered)[0]]
         if large not in self.combined:
             raise KeyError(f"no process group spans {large}: declare it in the table of axes")
         return self.combined[large]

@@ -6,10 +6,13 @@ import dataclasses
 import gc
 import multiprocessing
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -77,20 +80,35 @@ def run_ranks(
         options = dataclasses.replace(options, backend="gloo")
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            launch = Launch(rank, world_size, rank, world_size)
-            process = context.Process(
-                target=_rank_main,
-                args=(sender, function, options, launch, Path(folder) / "rendezvous", args),
-            )
-            process.start()
-            sender.close()
-            ranks.append((process, receiver))
         try:
+            with _not_interrupted():
+                for rank in range(world_size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    launch = Launch(rank, world_size, rank, world_size)
+                    process = context.Process(
+                        target=_rank_main,
+                        args=(sender, function, options, launch, Path(folder) / "rendezvous", args),
+                    )
+                    process.start()
+                    sender.close()
+                    ranks.append((process, receiver))
             return _collect(ranks, timeout)
         finally:
             _end(ranks)
+
+
+@contextmanager
+def _not_interrupted() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: it ends this process, which ends its ranks.
+
+    Otherwise the fork server and each rank would print a traceback of their own.
+    """
+    resource_tracker.ensure_running()  # it would unblock the signal below when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _rank_main(

@@ -45,13 +45,13 @@ class Launch:
             UserError: only some of the variables that ``env://`` needs are set, or one is not valid.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        given = [name for name in needed if name in os.environ]
+        present = [name for name in needed if name in os.environ]
         restarts = sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
-        if not {"RANK", "WORLD_SIZE"} & set(given):
+        if not {"RANK", "WORLD_SIZE"} & set(present):
             return Launch(0, 1, 0, 1, restarts)
         if missing := [name for name in needed if name not in os.environ]:
             raise UserError(
-                f"{', '.join(given)} set but not {', '.join(missing)}: set all four, or use torchrun"
+                f"{', '.join(present)} set but not {', '.join(missing)}: set all four, or use torchrun"
             )
         rank, world_size, _ = map(_environment_int, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)

@@ -17,7 +17,7 @@ from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
 from megalite.dry_run.repetition import Repetition, repetition_of
-from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.log import log
 from megalite.model.stage import StageProvider
 from megalite.plan.units import whole_model
@@ -44,7 +44,8 @@ def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None 
     for line in report_lines(found):
         log.info("%s", line)
     if config.dry_run.dry_run_json is not None:
-        _write(Path(config.dry_run.dry_run_json), json.dumps(as_object(found), indent=1) + "\n")
+        text = json.dumps(as_object(found), indent=1) + "\n"
+        write_output(Path(config.dry_run.dry_run_json), text, "--dry-run-json")
 
 
 def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider | None = None) -> DryRun:
@@ -112,12 +113,3 @@ def _learning_rates(config: Config, dp: int) -> dict[str, tuple[float, float]]:
     if first.decoupled_learning_rate is not None and last.decoupled_learning_rate is not None:
         rates["decoupled_learning_rate"] = first.decoupled_learning_rate, last.decoupled_learning_rate
     return rates
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--dry-run-json {path} cannot be written ({error.strerror}): pass another file"
-        ) from None

@@ -39,7 +39,7 @@ def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[Finish
         dataset: name of the validation set, for runs with several; None for the only one.
 
     Returns:
-        The runs, and a line for each run that is left out and for each two that have the same compute.
+        The runs, and a line for each run that is skipped and for each two that have the same compute.
 
     Raises:
         UserError: a folder holds no run, or the runs do not suffice for a fit.
@@ -49,7 +49,7 @@ def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[Finish
         try:
             found.append(_finished_run(folder, dataset))
         except UserError as error:
-            notes.append(f"{folder.name} is left out: {error}")
+            notes.append(f"{folder.name} is skipped: {error}")
     found.sort(key=lambda each: each.run.flops)
     by_compute: dict[float, FinishedRun] = {}
     for each in found:

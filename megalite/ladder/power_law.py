@@ -24,16 +24,16 @@ CONFIDENCE = 0.95
 MIN_RUNS_OF_TWO_TERMS = 6
 """Runs that L(N, D) needs: one more than its unknowns."""
 _FLAT = 1e-6
-"""Smallest exponent of a law that is told from 0."""
+"""Smallest exponent of a law that counts as different from 0."""
 _START_EXPONENTS = (0.05, 0.2, 0.6)
 _START_FLOORS = (0.1, 0.5, 0.9)
 """Floors at which fits start, as shares of the lowest loss."""
 _SMALLEST_FLOOR = 1e-3
 """Share of the lowest loss below which a fitted floor is 0: then the losses show none."""
 _SMALLEST_SINGULAR = 1e-12
-"""Smallest singular value of the slopes that is told from 0, relative to the largest."""
+"""Smallest singular value of the slopes that counts as different from 0, relative to the largest."""
 _MIN_SPREAD = 0.05
-"""Smallest spread of log(D / N) over the runs at which the terms of N and D can be told apart."""
+"""Smallest spread of log(D / N) over the runs at which the terms of N and D can be distinguished."""
 
 
 class Estimate(NamedTuple):
@@ -106,7 +106,7 @@ class PowerLaw:
 
 
 def fit_power_law(quantities: Sequence[Sequence[float]], losses: Sequence[float]) -> PowerLaw:
-    """Fit the law to runs. The floor is left out if the losses show none.
+    """Fit the law to runs. The law has no floor if the losses show none.
 
     Args:
         quantities: of each run: its compute, or its parameters and its tokens.

@@ -135,11 +135,11 @@ def check_reference(config: Config) -> None:
         if value != defaults[name]:
             raise UserError(f"{flag_of(name)} would be the same for all sizes of the ladder: remove it")
     optimizer = config.optimizer
-    given = [name for name in _SHARES if getattr(optimizer, name)]
-    if given and config.training.train_iters is None:
+    shares = [name for name in _SHARES if getattr(optimizer, name)]
+    if shares and config.training.train_iters is None:
         raise UserError(
-            f"{flag_of(given[0])} {getattr(optimizer, given[0])} is a share of a run without a length: pass "
-            "--train-iters of the reference too, or --lr-warmup-fraction"
+            f"{flag_of(shares[0])} {getattr(optimizer, shares[0])} is a share of a run without a length: "
+            "pass --train-iters of the reference too, or --lr-warmup-fraction"
         )
     if config.training.eval_iters == 0:
         raise UserError("--eval-iters 0: a ladder compares validation losses, pass at least 1")
@@ -240,11 +240,11 @@ def _scaled_batch(config: Config, factor: float) -> int:
 def _scaled_optimizer(optimizer: OptimizerConfig, lr_factor: float, length: float) -> OptimizerConfig:
     """Return the optimizer with learning rates times `lr_factor`, and with iterations times `length`."""
     rates = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init")
-    given = {name: value for name in rates if (value := getattr(optimizer, name)) is not None}
+    set_rates = {name: value for name in rates if (value := getattr(optimizer, name)) is not None}
     counts = {name: value for name in _SHARES if (value := getattr(optimizer, name))}
     return replace(
         optimizer,
-        **{name: value * lr_factor for name, value in given.items()},
+        **{name: value * lr_factor for name, value in set_rates.items()},
         **{name: max(1, round(value * length)) for name, value in counts.items()},
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.config import Config, to_yaml
 from megalite.errors import UserError
+from megalite.files import replace_file
 from megalite.ladder.sizes import (
     LadderRun,
     ScalingRules,
@@ -63,7 +64,8 @@ def write_configs(runs: Sequence[LadderRun], folder: Path, set_fields: Collectio
     for file, text in texts.items():
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            with replace_file(file) as stream:
+                stream.write(text.encode())
         except OSError as error:
             raise UserError(f"{file} cannot be written ({error.strerror}): pass another --output") from None
         yield file

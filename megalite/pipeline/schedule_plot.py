@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.pipeline.draw_schedule import lanes, timeline_of, title
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, ScheduleName
 from megalite.pipeline.simulator import TimelineSlot
@@ -62,10 +64,9 @@ def save_picture(
         for slot, upper, height in lanes(slots):
             _cell(canvas, slot, y + int(upper * _ROW), int(height * _ROW), num_chunks)
     _legend(canvas, {slot.action.kind for row in timeline.slots for slot in row}, image.height - _LINE)
-    try:
-        image.save(path, "PNG")
-    except OSError as error:
-        raise UserError(f"--png {path} cannot be written ({error}): pass another file") from error
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    write_output(path, content.getvalue(), "--png")
 
 
 def _cell(canvas: ImageDraw, slot: TimelineSlot, y: int, height: int, num_chunks: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.pipeline.draw_schedule import lanes, timeline_of, title
 from megalite.pipeline.schedule_plot import COLOURS, Colour, shade
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
@@ -122,7 +122,4 @@ def save_svg(
     Raises:
         UserError: it cannot be written.
     """
-    try:
-        path.write_text(schedule_svg(schedule, num_ranks, num_microbatches, num_chunks), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--svg {path} cannot be written ({error}): pass another file") from error
+    write_output(path, schedule_svg(schedule, num_ranks, num_microbatches, num_chunks), "--svg")

@@ -258,9 +258,9 @@ def _axis_sizes(request: Request, cluster: Cluster) -> Iterator[dict[str, Any]]:
 
 def _context_sizes(request: Request) -> list[int]:
     """Return the context-parallel sizes to try: powers of two whose ranks have enough tokens of a sample."""
-    model, given = request.config.model, request.config.parallel.cp
+    model, requested_cp = request.config.model, request.config.parallel.cp
     if "context_parallel_size" in request.fixed_fields or request.provider is not None:
-        return [given]
+        return [requested_cp]
     most = max(1, model.seq_length // MIN_SLICE)
     return [2**power for power in range(most.bit_length())]
 

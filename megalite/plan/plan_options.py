@@ -178,8 +178,8 @@ def unused_options(own: argparse.Namespace, config: Config) -> list[str]:
         if getattr(own, name) is not None and not getattr(own, needed):
             lines.append(f"{_flag(name)} has no effect without {_flag(needed)}")
     if own.scaling is not None:
-        given = [name for name in COSTS if getattr(own, name) is not None]
-        lines += [f"{_flag(name)} has no effect with --scaling" for name in given]
+        passed = [name for name in COSTS if getattr(own, name) is not None]
+        lines += [f"{_flag(name)} has no effect with --scaling" for name in passed]
     return lines
 
 

@@ -233,7 +233,7 @@ def _memory_table(plan: RunPlan) -> Iterator[str]:
 
 
 def _part_lines(kind: str, rank: str, parts: Mapping[str, float]) -> list[str]:
-    """Return lines with the parts of a kind of memory, the largest first; those below 5 MB are left out."""
+    """Return lines with the parts of a kind of memory, the largest first; those below 5 MB are omitted."""
     sizes = sorted(parts.items(), key=lambda item: -item[1])
     texts = [f"{part} {size / _GB:.2f}" for part, size in sizes if size >= 0.005 * _GB]
     line = f"{kind:14} {rank}: {', '.join(texts) or 'under 0.01'}"

@@ -134,7 +134,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     layout = config.parallel.layout
     if problems := [problem.text for problem in layout_problems(config, None)]:
         raise ConfigError(problems)
-    given = config
+    parsed = config
     config = replace(config, parallel=replace(config.parallel, layout=None))
     num_layouts = own.top or (DEFAULT_TOP if own.search else 1)
     own.search = own.search or layout == "auto"
@@ -149,9 +149,9 @@ def read_request(arguments: Sequence[str]) -> Request:
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
     if own.program not in PROGRAMS:
-        assigns_documents = given.parallel.dynamic_context_parallel
+        assigns_documents = parsed.parallel.dynamic_context_parallel
         parallel = replace(config.parallel, dynamic_context_parallel=assigns_documents)
-        whole = replace(config, data=given.data, parallel=parallel)
+        whole = replace(config, data=parsed.data, parallel=parallel)
         _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
     cluster = _cluster(own, config)
     if own.calibrate:

@@ -107,8 +107,8 @@ class PlannedRun:
 
     def sizes_in(self, factoring: Factoring) -> dict[str, int]:
         """Return the size of each axis of a factoring of the ranks."""
-        given = self.config.parallel.mesh.sizes
-        fixed = {axis.name: given[axis.name] or 1 for axis in factoring.axes if not axis.takes_rest}
+        sizes = self.config.parallel.mesh.sizes
+        fixed = {axis.name: sizes[axis.name] or 1 for axis in factoring.axes if not axis.takes_rest}
         rest = self.cluster.world_size // math.prod(fixed.values())
         return {name: fixed.get(name, rest) for name in factoring.names}
 

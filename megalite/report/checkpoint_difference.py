@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WRITTEN, dtype_name
-from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView
+from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView, with_progress
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def compare(one: FolderView, other: FolderView) -> CheckpointComparison:
     tensors = list[TensorDifference]()
     num_equal = 0
     names, others = one.names(), other.names()
-    for name in sorted({*names, *others}):
+    for name in with_progress(sorted({*names, *others}), "compared {} of {} tensors"):
         if name not in names or name not in others:
             tensors.append(TensorDifference(name, f"only in the {'first' if name in names else 'second'}"))
         elif difference := _tensor_difference(name, one, other):

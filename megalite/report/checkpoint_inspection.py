@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,9 @@ from megalite.checkpoint.manifest import (
     times_written,
 )
 from megalite.commands import command_name
+from megalite.config import Config
 from megalite.errors import UserError
+from megalite.log import LineInterval, log
 from megalite.report.time_report import format_time
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
@@ -94,7 +96,9 @@ class CheckpointView:
     def damage(self, verify: bool) -> list[str]:
         files = self._manifest.files
         absent = [file for file in files if not (self.folder / file).is_file()]
-        problems = damage_of(self._manifest, files if verify else absent)
+        problems = list[str]()
+        for file in with_progress(files if verify else absent, "verified {} of {} files"):
+            problems += damage_of(self._manifest, [file])
         for name in self.names():
             try:
                 self._reader.pieces(name)
@@ -224,7 +228,7 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
     """
     damage = tuple(view.damage(verify))
     tensors = list[TensorLine]()
-    for name in view.names():
+    for name in with_progress(view.names(), "read {} of {} tensors"):
         try:
             statistics = statistics_of(view.tensor(name)) if norms else None
             line = TensorLine(
@@ -242,18 +246,39 @@ def inspect(view: FolderView, *, verify: bool = False, norms: bool = False) -> C
     )
 
 
+def with_progress(names: Collection[str], text: str) -> Iterator[str]:
+    """Yield the names, and log how many are done in lines that are seconds apart.
+
+    Args:
+        text: the line, with places for two numbers.
+    """
+    interval = LineInterval()
+    for done, name in enumerate(names, 1):
+        yield name
+        if interval.is_over():
+            log.info(text.format(done, len(names)))
+
+
 def lines_of(report: CheckpointReport) -> Iterator[str]:
     """Yield the report as lines of text."""
     yield report.folder
     if report.iterations:
         iterations = ", ".join(map(str, report.iterations))
         yield f"  iterations   {iterations} (latest: {report.latest or 'none is named'})"
+    defaults = Config().values()
     for part, value in report.description.items():
         if part == WRITTEN:
             times = times_written(report.description)
             value = {name.replace("_time", ""): format_time(seconds) for name, seconds in times.items()}
+        text = _in_line(value)
+        if part in OF_A_RUN and isinstance(value, dict):
+            changed = {name: v for name, v in value.items() if name not in defaults or v != defaults[name]}
+            num_defaults = len(value) - len(changed)
+            text = _in_line(changed) + (
+                f"; {num_defaults} at their defaults (--json)" if num_defaults else ""
+            )
         yield from textwrap.wrap(
-            f"{part:<12} {_in_line(value)}",
+            f"{part:<12} {text}",
             _LINE_WIDTH,
             initial_indent="  ",
             subsequent_indent=" " * 15,
@@ -310,10 +335,10 @@ def _beside(folder: Path) -> tuple[tuple[int, ...], str | None]:
 
 def _in_line(value: Any) -> str:
     if isinstance(value, dict):
-        present = ((key, item) for key, item in value.items() if item not in (None, [], ()))
+        present = ((key, item) for key, item in value.items() if item not in (None, "", [], ()))
         return ", ".join(f"{key} {_in_line(item)}" for key, item in present) or "none"
     if isinstance(value, list):
-        items = [str(item) for item in value]
+        items = [_in_line(item) for item in value]
         return " ".join(items[:4]) + (f" … ({len(items)})" if len(items) > 4 else "")
     return str(value)
 

@@ -1,4 +1,4 @@
-"""Record beside a program's file that its own model was verified in tensor-parallel layouts."""
+"""Record beside a program's file that its own model was verified in layouts with --tp and with --cp."""
 
 from __future__ import annotations
 
@@ -20,29 +20,34 @@ FILE_ENDING = ".verified.json"
 
 
 def warn_if_unverified(run: RunContext) -> None:
-    """Warn if the run trains its own model with tensor parallelism and it was not verified in such a layout.
+    """Warn if the run trains its own model over tp or cp and it was not verified in such a layout.
 
-    There a layer that lacks a collective has a wrong gradient, and no error shows it.
+    There a layer that lacks a collective has a wrong output or gradient, and no error shows it.
     """
     model, parallel = run.providers.model, run.config.parallel
-    if model is None or not is_own_model(model) or run.topology.tp.size == 1 or run.topology.rank > 0:
+    if model is None or not is_own_model(model) or run.topology.rank > 0:
         return
-    if _kind_of(parallel) in _verified(model):
+    names = _layouts(parallel)
+    if not names.keys() - _verified(model):
         return
-    layout = f"tp{parallel.tp}{'+sp' if parallel.sequence_parallel else ''}"
     log.warning(
-        "%s trains with --tp %d and was not verified in this layout: a missing collective gives wrong "
-        "gradients without an error. Run once: python %s … --params-dtype fp64 --verify-layouts %s",
+        "%s trains with %s and was not verified in this layout: %s, without an error. Run once: python %s … "
+        "--params-dtype fp64 --verify-layouts %s",
         provider_name(model),
-        parallel.tp,
+        " ".join(
+            f"--{axis} {getattr(parallel, axis)}" for axis in ("tp", "cp") if getattr(parallel, axis) > 1
+        ),
+        "a layer that mixes tokens of one rank alone computes another model"
+        if parallel.cp > 1
+        else "a missing collective gives wrong gradients",
         sys.argv[0],
-        layout,
+        ",".join(names.values()),
     )
 
 
 def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelConfig]) -> None:
     """Record that a model of your own trains the same run in these layouts as on one rank."""
-    kinds = {_kind_of(layout) for layout in layouts if layout.tp > 1}
+    kinds = {kind for layout in layouts for kind in _layouts(layout)}
     if (
         provider is None
         or not is_own_model(provider)
@@ -55,12 +60,18 @@ def record_verified(provider: StageProvider | None, layouts: Iterable[ParallelCo
     try:
         path.write_text(json.dumps(record) + "\n")
     except OSError as error:
-        log.warning("%s cannot be written (%s): runs with --tp will warn", path, first_line(error))
+        log.warning("%s cannot be written (%s): runs with --tp or --cp will warn", path, first_line(error))
 
 
-def _kind_of(parallel: ParallelConfig) -> str:
-    """Return the properties of a tensor-parallel layout that a model's code depends on."""
-    return "tp+sp" if parallel.sequence_parallel else "tp"
+def _layouts(parallel: ParallelConfig) -> dict[str, str]:
+    """Return the layouts to verify for a layout, by the properties of it that a model's code depends on."""
+    names = {}
+    if parallel.tp > 1:
+        sequence = "+sp" if parallel.sequence_parallel else ""
+        names[f"tp{sequence}"] = f"tp{parallel.tp}{sequence}"
+    if parallel.cp > 1:
+        names["cp"] = f"cp{parallel.cp}"
+    return names
 
 
 def _verified(provider: StageProvider) -> set[str]:

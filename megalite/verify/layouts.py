@@ -252,8 +252,8 @@ class Layout:
             )
         _refuse_repeats(name, parts, switches)
         named: dict[str, Any] = {name: int(size) for name, size, _ in parts if name}
-        given = {axis: named.pop(axis) for axis in _NAMES if axis in named}
-        axis_sizes = {axis: size for axis, size in given.items() if size > 1 or axis == "etp"}
+        named_sizes = {axis: named.pop(axis) for axis in _NAMES if axis in named}
+        axis_sizes = {axis: size for axis, size in named_sizes.items() if size > 1 or axis == "etp"}
         schedule = next((schedule for _, _, schedule in parts if schedule), None)
         _refuse_without_effect(name, axis_sizes, schedule, switches)
         switched = dict(_SWITCHES[switch] for switch in switches)

@@ -367,6 +367,13 @@ def test_an_own_model_that_was_verified_trains_without_a_warning(
     assert megalite.verify_layouts(config, [megalite.Layout.parse("tp2")], 1, providers=providers)
     assert warning("--tp", "2") == ""
     assert "--verify-layouts tp2+sp" in warning("--tp", "2", "--sequence-parallel")
+    text = warning("--tp", "2", "--cp", "2")
+    assert (
+        "OwnModel trains with --tp 2 --cp 2 and was not verified in this layout: a layer that mixes" in text
+    )
+    assert text.endswith("--verify-layouts tp2,cp2\n")
+    assert megalite.verify_layouts(config, [megalite.Layout.parse("cp2")], 1, providers=providers)
+    assert warning("--tp", "2", "--cp", "2") == warning("--cp", "4") == ""
     source = Path(program.__file__)
     source.write_text(source.read_text().replace("sigmoid", "tanh"))
     assert "was not verified in this layout" in warning("--tp", "2")

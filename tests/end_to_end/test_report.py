@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
+from megalite.cli import report
 from megalite.config.entry_point import run_main
 from megalite.train.tracing import Lane, TraceSpan, write_trace
 from tests.run_folder import write_restarted_run
-from tools import report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import CONFIG
+from megalite.cli import evaluate, generate
 from megalite.config.entry_point import run_main
 from tests.checkpoint_folder import reseal
-from tools import evaluate, generate
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,16 +19,19 @@ from megalite import (
     FieldSamples,
     LayerContext,
     Microbatch,
+    ModelConfig,
     ParameterSpec,
     Providers,
     RowParallelLinear,
     SequentialStage,
     Topology,
     copy_to_tensor_parallel,
+    gather_from_sequence_parallel,
     new_parameter,
 )
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.axis import Axis
 from megalite.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
@@ -93,6 +96,55 @@ class MeanModel(ScaledModel):
         return super().losses(output, microbatch) / microbatch.labels.numel()
 
 
+class PositionAttention(nn.Module):
+    """Compute x + projection(attention(norm(x))), as docs/python_api.md shows it for --cp."""
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__()
+        h, self.context = config.hidden_size, context
+        self.head_size = h // config.num_attention_heads
+        self.norm = nn.LayerNorm(h)
+        self.qkv = ColumnParallelLinear(h, (3, h), context)
+        self.projection = RowParallelLinear(h, h, context)
+
+    def positions(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        return self.context.positions_of(x, microbatch.samples)
+
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        cp, positions = self.context.cp, self.positions(x, microbatch)  # [s, b]
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, -1, self.head_size))
+        q, k, v = (y.permute(1, 2, 0, 3) for y in heads.unbind(2))  # [b, n/tp, s, d]
+        k, v, of_keys = (_gathered(y, dim, cp) for y, dim in ((k, 2), (v, 2), (positions, 0)))
+        is_seen = of_keys.t()[:, None, :] <= positions.t()[:, :, None]  # [b, s, S]
+        y = functional.scaled_dot_product_attention(q, k, v, is_seen[:, None])
+        return x + self.projection(y.permute(2, 0, 1, 3).flatten(2))
+
+
+def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    return gather_from_sequence_parallel(x.transpose(0, dim).contiguous(), axis).transpose(0, dim)
+
+
+class ContiguousAttention(PositionAttention):
+    """Assumes that rank r holds the r-th part of each sample, a mistake."""
+
+    def positions(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        first = self.context.cp.rank * len(x)
+        return torch.arange(first, first + len(x))[:, None].expand(-1, x.shape[1])
+
+
+class AttentionModel(SequentialStage):
+    """Predict the next token with the layers above."""
+
+    layer: type[PositionAttention] = PositionAttention
+
+    def build_layer(self, number: int) -> nn.Module:
+        return self.layer(self.config, self.context)
+
+
+class ContiguousModel(AttentionModel):
+    layer = ContiguousAttention
+
+
 def _differences(model: type[SequentialStage], name: str) -> list[str]:
     """Return how a run of one iteration in a layout differs from the one on one rank."""
     layout, providers = Layout.parse(name), Providers(model)
@@ -102,6 +154,15 @@ def _differences(model: type[SequentialStage], name: str) -> list[str]:
 
 def test_a_whole_parameter_of_cut_channels() -> None:
     assert _differences(ScaledModel, "tp2") == _differences(ScaledModel, "tp2+sp") == []
+
+
+@pytest.mark.parametrize("layout", ["cp2", "tp2cp2", "cp4+a2a"])
+def test_attention_of_a_user_over_context_parallel_ranks(layout: str) -> None:
+    assert _differences(AttentionModel, layout) == []
+
+
+def test_positions_of_context_parallel_ranks_are_not_contiguous() -> None:
+    assert "lm_loss of iteration 1 differs by" in _differences(ContiguousModel, "cp2")[0]
 
 
 def test_another_micro_batch_size_finds_a_mean_in_place_of_a_sum() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,16 +78,20 @@ def test_the_documentation_lists_the_commands() -> None:
     assert "\n".join(["|---|---|---|", *rows, ""]) in page
 
 
+TRAIN = ("--preset", "gpt-tiny", "--mock-data", "--vocab-size", "256", "--train-iters", "1")
+
+
 @pytest.mark.parametrize("program", [("pretrain_gpt.py",), ("-m", "megalite", "train")], ids=" ".join)
 def test_a_folder_that_is_not_compiled_says_what_to_type(program: tuple[str, ...], tmp_path: Path) -> None:
     """A folder hides the installed package of the same name, whichever way a program is started in it."""
     shutil.copytree(ROOT / "megalite", tmp_path / "megalite", ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
     ended = subprocess.run(
-        [sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, *program, *TRAIN], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
+    first, line = ended.stderr.splitlines()
+    assert first == "importing PyTorch"
     assert line.startswith(f"error: {tmp_path}/megalite is not compiled: run `pip install {tmp_path}`")
 
 
@@ -100,14 +106,13 @@ def test_a_script_only_runs_its_command(name: str) -> None:
     }
     assert isinstance(tree.body[-1], ast.If)
     if name in TRAINED_BY.values():  # a program over the public API
-        model = "GPT" if name == "train" else "BERT"
-        assert imported == {("megalite", model), ("megalite", "pretrain")}
-        assert f"pretrain({model}" in ast.unparse(tree.body[-1])
+        assert imported == {("megalite", "pretrain")}
+        architecture = "" if name == "train" else "architecture='bert'"
+        assert f"pretrain({architecture})" in ast.unparse(tree.body[-1])
         return
-    runner = "run_rank" if COMMANDS[name].is_rank else "run_main"
-    assert imported == {(_module(name), "main"), ("megalite.config.entry_point", runner)}
-    assert len(tree.body) == 5
-    assert f"{runner}(main, sys.argv[1:])" in ast.unparse(tree.body[-1])
+    assert imported == {("megalite.__main__", "run_command")}
+    assert len(tree.body) == 3
+    assert ast.unparse(tree.body[-1]).endswith(f"run_command('{name}')")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -156,6 +161,55 @@ def test_the_program_lists_its_commands_without_importing_torch() -> None:
         assert sum(line.split() == [name, *command.summary.split()] for line in done.stdout.splitlines()) == 1
     assert "megalite.commands" in done.stderr
     assert "torch" not in done.stderr and "megalite.config" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "last"),
+    [
+        ("pretrain_gpt.py", (), "error: no flag is passed: try --preset gpt-tiny --mock-data "),
+        ("pretrain_bert.py", (), "error: no flag is passed: try --preset bert-tiny --mock-data "),
+        (
+            "pretrain_gpt.py",
+            ("--tp", "3", *TRAIN),
+            "error: world size 1 is not a multiple of --tp 3",
+        ),
+        ("pretrain_gpt.py", ("--num-layer", "3", *TRAIN), "error: unknown flag --num-layer; nearest is "),
+    ],
+)
+def test_mistakes_in_flags_are_reported_without_torch(
+    program: str, flags: tuple[str, ...], last: str
+) -> None:
+    command = [sys.executable, "-X", "importtime", program, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    printed = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 1 and printed[-1].startswith(last), printed
+    assert not re.search(r"^import time:.* torch$", done.stderr, re.MULTILINE)
+    assert [line for line in printed if not line.startswith("error: ")] == []
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "printed"),
+    [
+        ("pretrain_gpt.py", TRAIN, "importing PyTorch\nerror: interrupted\n"),
+        ("tools/generate.py", ("--help",), "error: interrupted\n"),
+        ("tools/report.py", ("--help",), "error: interrupted\n"),
+    ],
+)
+def test_an_import_is_interrupted_in_one_line(
+    program: str, flags: tuple[str, ...], printed: str, tmp_path: Path
+) -> None:
+    """Test Ctrl-C while torch is imported, which takes seconds."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, program, *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", printed)
 
 
 def test_the_version_is_the_package_s() -> None:

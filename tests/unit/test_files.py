@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 
 from megalite.errors import UserError
-from megalite.files import make_writable, read_regular, replace_file
+from megalite.files import make_writable, read_regular, replace_file, write_output
 
 
 def test_writable_folders_are_made_and_left_empty(tmp_path):
@@ -47,6 +50,29 @@ def test_a_file_is_replaced_once_the_new_one_is_whole(tmp_path):
         stream.flush()
         assert file.read_text() == "old"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "new"}
+
+
+def test_an_output_that_does_not_fit_on_the_disk_leaves_the_old_file(tmp_path):
+    output = tmp_path / "report.html"
+    output.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # writing fails as on a full disk
+    try:
+        with pytest.raises(
+            UserError, match=rf"^--output {output} cannot be written \(File too large\): pass "
+        ):
+            write_output(output, "a longer page", "--output")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"report.html": "old"}
+
+
+def test_an_output_may_be_a_link_or_a_stream(tmp_path, capfd):
+    (tmp_path / "link").symlink_to("file")
+    write_output(tmp_path / "link", "a page", "--output")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "a page"
+    write_output(Path("/dev/stdout"), b"a page", "--output")
+    assert capfd.readouterr().out == "a page"
 
 
 def _replace(file, error, before_rename=lambda: None):

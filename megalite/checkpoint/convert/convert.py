@@ -109,19 +109,19 @@ class Conversion:
         if importlib.util.find_spec("transformers") is None:
             log.warning("check: skipped, because it needs transformers: pip install transformers")
             return
-        given = CheckInput.of(plan.config.model, plan.dtype)
+        check_input = CheckInput.of(plan.config.model, plan.dtype)
 
         def outputs_of(model: str, its_folder: Path, its_source: ConversionSource) -> ModelOutputs:
             if model == "hf":
-                return run_transformers(its_folder, plan.config.model, given)
-            return run_megalite(its_source, given)
+                return run_transformers(its_folder, plan.config.model, check_input)
+            return run_megalite(its_source, check_input)
 
         written = source if target == "hf" else MegaliteSource(folder, None, Settings())
         flags = " ".join(self.settings.flags)
         check_same(
             outputs_of(kind, self.load, source),
             outputs_of(target, folder, written),
-            given.tokens.shape[1],
+            check_input.tokens.shape[1],
             f", or the flags {flags}" if flags else "",
         )
 

@@ -75,7 +75,7 @@ class CheckInput:
         return stored.to(self.dtype).float()
 
 
-def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
+def run_megalite(source: ConversionSource, check_input: CheckInput) -> ModelOutputs:
     """Yield the outputs of megalite's model with the parameters of a source."""
     config = replace(without_training_buffers(source.config.model), params_dtype="fp32")
     topology = replace(Topology.alone(), device=torch.device("cpu"))
@@ -85,16 +85,16 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
     name_of = {parameter: name for name, parameter in stage.named_parameters()}
 
     def load(parameter: nn.Parameter) -> Tensor:
-        full = given.rounded(source.tensor(name_of[parameter]))
+        full = check_input.rounded(source.tensor(name_of[parameter]))
         padding = full.new_zeros(spec_of(parameter).num_padding, *full.shape[1:])
         return torch.cat((full, padding)) if len(padding) else full
 
     for name, buffer in stage.named_buffers():
         buffer.copy_(source.tensor(name))
-    documents = None if config.is_causal else torch.zeros_like(given.tokens)
-    types = given.token_types if config.num_token_types else None
+    documents = None if config.is_causal else torch.zeros_like(check_input.tokens)
+    types = check_input.token_types if config.num_token_types else None
     batch = Microbatch(
-        *(given.tokens, given.tokens, torch.zeros(1, dtype=torch.long)),
+        *(check_input.tokens, check_input.tokens, torch.zeros(1, dtype=torch.long)),
         document_ids=documents,
         token_types=types,
     )
@@ -116,7 +116,7 @@ def run_megalite(source: ConversionSource, given: CheckInput) -> ModelOutputs:
     yield from outputs
 
 
-def run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> ModelOutputs:
+def run_transformers(folder: Path, config: ModelConfig, check_input: CheckInput) -> ModelOutputs:
     """Yield the outputs of transformers' model of a Hugging Face folder.
 
     Args:
@@ -128,7 +128,7 @@ def run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> Mo
     import transformers
 
     try:
-        yield from _run_transformers(folder, config, given)
+        yield from _run_transformers(folder, config, check_input)
     except UserError:
         raise
     except Exception as error:  # another version, or a damaged folder, can make it raise anything
@@ -138,7 +138,7 @@ def run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> Mo
         ) from error
 
 
-def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> ModelOutputs:
+def _run_transformers(folder: Path, config: ModelConfig, check_input: CheckInput) -> ModelOutputs:
     import transformers
 
     files = HFFolder(folder)
@@ -166,13 +166,13 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
             ((first, *_), *_) = names[parameter][0]
             raise UserError(f"{folder} lacks {first}, which transformers' {class_name} reads")
         whole = [torch.cat([files.tensor(in_file[part]) for part in parts]) for parts in found[0]]
-        return given.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
+        return check_input.rounded(whole[0] if len(whole) == 1 else torch.stack(whole))
 
     for name, buffer in model.named_buffers():
         if (stored := in_file.get(family.full_name(name))) is not None:
             tensor = files.tensor(stored)
             is_parameter = name.endswith("layer_scalar")  # of ours, which the conversion rounds
-            buffer.copy_(given.rounded(tensor) if is_parameter else tensor)
+            buffer.copy_(check_input.rounded(tensor) if is_parameter else tensor)
     in_file_prefix = family.layer[0].theirs[0].split(".{}")[0]
     prefix = f"{model.base_model_prefix}.{in_file_prefix.partition('.')[2]}"  # as the module has it
     layers = list(model.get_submodule(prefix))
@@ -186,9 +186,9 @@ def _run_transformers(folder: Path, config: ModelConfig, given: CheckInput) -> M
         own = list(module.parameters(recurse=False))
         if own and not name.startswith(prefix + "."):
             _fill_in_forward(model, module, own, load)
-    types = {"token_type_ids": given.token_types} if config.num_token_types else {}
+    types = {"token_type_ids": check_input.token_types} if config.num_token_types else {}
     no_cache = {"use_cache": False} if config.is_causal else {}
-    result = model(input_ids=given.tokens, **types, **no_cache)
+    result = model(input_ids=check_input.tokens, **types, **no_cache)
     yield from outputs
     has_order = hasattr(result, "seq_relationship_logits")
     yield LOGITS, (result.prediction_logits if has_order else result.logits)[0]

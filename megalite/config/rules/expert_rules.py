@@ -20,11 +20,11 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     model = config.model
     if model.num_experts is None or model.num_experts <= 1:
         return
-    given = f"--num-experts {model.num_experts}"
+    flag = f"--num-experts {model.num_experts}"
     if model.moe_router_topk > model.num_experts:
         yield Problem(
             ("moe_router_topk", "num_experts"),
-            f"--moe-router-topk {model.moe_router_topk} with {given}: pass at most {model.num_experts}",
+            f"--moe-router-topk {model.moe_router_topk} with {flag}: pass at most {model.num_experts}",
         )
     shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
     if shared is not None and shared % tp:
@@ -62,29 +62,28 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
     model, recompute = config.model, config.recompute
     if not model.has_experts:
         return
-    given = f"--num-experts {model.num_experts}"
+    flag = f"--num-experts {model.num_experts}"
     if model.mup_base_width is not None:
         yield Problem(
             ("num_experts", "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for the router; remove "
-            "it",
+            f"--mup-base-width {model.mup_base_width} with {flag}: muP has no rule for the router; remove it",
         )
     yield from _projections_and_mlps(config)
     if config.training.fp8_format is not None:
         yield Problem(
             ("num_experts", "fp8_format"),
-            f"--fp8-format {config.training.fp8_format} with {given}: experts have no 8-bit GEMMs; remove it",
+            f"--fp8-format {config.training.fp8_format} with {flag}: experts have no 8-bit GEMMs; remove it",
         )
     if "mlp_act" in recompute.modules:
         yield Problem(
             ("num_experts", "recompute_modules"),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {given}: mlp_act is a "
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {flag}: mlp_act is a "
             "part of an MLP; pass mlp",
         )
     if recompute.mlp_chunks > 1:
         yield Problem(
             ("num_experts", "mlp_chunks"),
-            f"--mlp-chunks {recompute.mlp_chunks} with {given}: experts compute all their tokens at once; "
+            f"--mlp-chunks {recompute.mlp_chunks} with {flag}: experts compute all their tokens at once; "
             "remove it, and pass --recompute-granularity selective with --recompute-modules mlp",
         )
 
@@ -224,9 +223,9 @@ def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
     if not model.has_experts:
         if parallel.has_expert_axes:
             sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
-            given = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
+            flag = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
             yield Problem(
-                (_EP, _ETP, "num_experts"), f"{given} without experts: pass --num-experts, or remove it"
+                (_EP, _ETP, "num_experts"), f"{flag} without experts: pass --num-experts, or remove it"
             )
         return
     if model.num_experts is not None and model.num_experts % ep:

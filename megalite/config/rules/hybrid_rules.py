@@ -19,25 +19,25 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
     model, pattern = config.model, config.model.hybrid_override_pattern
     if pattern is None:
         return
-    given = flag_with_value(PATTERN, pattern)
+    setting = flag_with_value(PATTERN, pattern)
     if unknown := sorted({*pattern} - HYBRID_KINDS.keys()):
         yield Problem(
             (PATTERN,),
-            f"{given} has {' '.join(unknown)}: its letters are M (Mamba-2), * (attention), - (MLP) and E "
+            f"{setting} has {' '.join(unknown)}: its letters are M (Mamba-2), * (attention), - (MLP) and E "
             "(experts)",
         )
     elif len(pattern) != model.num_layers:
         yield Problem(
             (PATTERN, "num_layers"),
-            f"{given} has {len(pattern)} letters, not one for each of --num-layers {model.num_layers}: pass "
-            f"--num-layers {len(pattern)}, or another pattern",
+            f"{setting} has {len(pattern)} letters, not one for each of --num-layers {model.num_layers}: "
+            f"pass --num-layers {len(pattern)}, or another pattern",
         )
     if ("E" in pattern) != model.has_experts:
         yield Problem(
             (PATTERN, "num_experts"),
-            f"{given} has layers with experts: pass --num-experts"
+            f"{setting} has layers with experts: pass --num-experts"
             if "E" in pattern
-            else f"{given} leaves no layer with experts: remove --num-experts {model.num_experts}",
+            else f"{setting} leaves no layer with experts: remove --num-experts {model.num_experts}",
         )
 
 
@@ -46,29 +46,29 @@ def hybrid_features(config: Config, world_size: int | None) -> Iterator[Problem]
     model = config.model
     if model.hybrid_override_pattern is None:
         return
-    given = flag_with_value(PATTERN, model.hybrid_override_pattern)
+    setting = flag_with_value(PATTERN, model.hybrid_override_pattern)
     for name in _OTHER_PATTERNS:
         if (value := getattr(model, name)) is not None:
             yield Problem(
                 (PATTERN, name),
-                f"{flag_with_value(name, value)} with {given}, which names each layer: remove it",
+                f"{flag_with_value(name, value)} with {setting}, which names each layer: remove it",
             )
     if model.recurrent_mixer != "none":
         yield Problem(
             (PATTERN, "recurrent_mixer"),
-            f"--recurrent-mixer {model.recurrent_mixer} with {given}, which names each layer: remove one",
+            f"--recurrent-mixer {model.recurrent_mixer} with {setting}, which names each layer: remove one",
         )
     if model.norm_position != "pre" or model.parallel_residual:
         name = "parallel_residual" if model.parallel_residual else "norm_position"
         flag = flag_of(name) if model.parallel_residual else flag_with_value(name, model.norm_position)
         yield Problem(
             (PATTERN, name),
-            f"{flag} with {given}, whose layers have one block with a norm before it: remove it",
+            f"{flag} with {setting}, whose layers have one block with a norm before it: remove it",
         )
     if not model.is_causal:
         yield Problem(
             (PATTERN, "architecture"),
-            f"{given} with a {model.architecture}, whose layers have two blocks: remove it",
+            f"{setting} with a {model.architecture}, whose layers have two blocks: remove it",
         )
 
 

@@ -20,11 +20,11 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
     model = config.model
     if model.recurrent_mixer == "none":
         return
-    given = flag_with_value(_MIXER, model.recurrent_mixer)
+    setting = flag_with_value(_MIXER, model.recurrent_mixer)
     if not model.is_causal:
         yield Problem(
             (_MIXER, "architecture"),
-            f"{given} with a {model.architecture}, whose tokens also see later ones: remove it",
+            f"{setting} with a {model.architecture}, whose tokens also see later ones: remove it",
         )
     if model.linear_attention_freq is None:
         return
@@ -33,7 +33,7 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
         yield from problems
     elif all(kind.mixer == "attention" for kind in model.layer_kinds):
         yield Problem(
-            (_FREQ, _MIXER), f"{pattern} leaves no layer with {given}: remove both it and --recurrent-mixer"
+            (_FREQ, _MIXER), f"{pattern} leaves no layer with {setting}: remove both it and --recurrent-mixer"
         )
 
 
@@ -81,20 +81,20 @@ def recurrent_features(config: Config, world_size: int | None) -> Iterator[Probl
     if not model.has_recurrent_layers:
         return
     name = "hybrid_override_pattern" if model.has_mamba else _MIXER
-    given = flag_with_value(name, getattr(model, name))
+    setting = flag_with_value(name, getattr(model, name))
     if training.compile:
         yield Problem(
             (name, "compile"),
-            f"--compile with {given}: recurrences are not compiled; remove --compile",
+            f"--compile with {setting}: recurrences are not compiled; remove --compile",
         )
     if training.fp8_format is not None:
         yield Problem(
             (name, "fp8_format"),
-            f"--fp8-format {training.fp8_format} with {given}: its decays need more than 8 bits; remove it",
+            f"--fp8-format {training.fp8_format} with {setting}: its decays need more than 8 bits; remove it",
         )
     if model.mup_base_width is not None:
         yield Problem(
             (name, "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {given}: muP has no rule for its decays; remove "
+            f"--mup-base-width {model.mup_base_width} with {setting}: muP has no rule for its decays; remove "
             "it",
         )

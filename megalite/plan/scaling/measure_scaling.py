@@ -179,9 +179,11 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> Request:
         raise UserError(
             f"--ethernet-gbps is an option of {command_name('plan')}: remove it, the network is measured"
         )
-    given = [name for name in _SLURM_FLAGS if getattr(own, name)]
-    if given and own.time is None:
-        raise UserError(f"--{given[0].replace('_', '-')} is for Slurm: pass --time too, Slurm's time limit")
+    slurm_flags = [name for name in _SLURM_FLAGS if getattr(own, name)]
+    if slurm_flags and own.time is None:
+        raise UserError(
+            f"--{slurm_flags[0].replace('_', '-')} is for Slurm: pass --time too, Slurm's time limit"
+        )
     request = read_request(rest)
     if request.scaling is None:
         raise UserError("--scaling is missing: pass numbers of nodes, such as --scaling 1,2,4")

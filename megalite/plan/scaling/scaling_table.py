@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.plan.plan_request import Request
 from megalite.plan.quantities import counted, large
 from megalite.plan.scaling.scaling_plan import MODES, ScalingPoint, efficiencies
@@ -138,7 +138,4 @@ def save_scaling_svg(path: Path, points: Sequence[ScalingPoint], title: str) -> 
     Raises:
         UserError: it cannot be written.
     """
-    try:
-        path.write_text(scaling_svg(points, title), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--svg {path} cannot be written ({error.strerror}): pass another file") from None
+    write_output(path, scaling_svg(points, title), "--svg")

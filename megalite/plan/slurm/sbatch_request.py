@@ -14,6 +14,7 @@ from megalite.config import Config
 from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
+from megalite.files import write_output
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan
 from megalite.plan.kubernetes.pytorch_job import Kubernetes, pytorch_job
@@ -198,22 +199,12 @@ def slurm_job(own: argparse.Namespace, nodes: int, gpus_per_node: int, name: str
 
 
 def write_script(output: Path, text: str, force: bool) -> None:
-    """Write a file; with `force`, replace it if it exists. A new file that cannot be completed is removed."""
-    try:
+    """Write a file, and create its folder; with `force`, replace the file if it exists."""
+    if output.exists() and not force:
+        raise UserError(f"--output {output} exists already: pass another file, or --force to replace it")
+    with suppress(OSError):  # the next line reports it
         output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(
-            f"--output {output} exists already: pass another file, or --force to replace it"
-        ) from None
-    except OSError as error:
-        if not force:
-            with suppress(OSError):
-                output.unlink()
-        raise UserError(
-            f"--output {output} cannot be written ({error.strerror}): pass another file"
-        ) from None
+    write_output(output, text, "--output")
 
 
 def _parser(description: str) -> ToolParser:

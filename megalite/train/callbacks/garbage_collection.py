@@ -26,7 +26,7 @@ class GarbageCollection(Callback):
             yield
             return
         was_enabled = gc.isenabled()
-        # Objects that the program itself has frozen could not be told apart at the end.
+        # Objects that the program itself has frozen could not be distinguished at the end.
         self._may_freeze = gc.get_freeze_count() == 0
         gc.disable()
         self._collect_and_freeze()

@@ -23,11 +23,11 @@ def test_a_ladder_is_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         finish(tmp_path, run, 2.0 + 100 * run.flops**-0.2)
     main(["fit", str(tmp_path), "--predict", str(tmp_path / "depth-8" / "config.yaml")])
     printed = capsys.readouterr()
-    assert printed.err == "note: depth-8 is left out: it has not started\n"
+    assert printed.err == "note: depth-8 is skipped: it has not started\n"
     assert "L(C) = 2.0000 + 100 C^-0.2000 (" in printed.out
     assert printed.out.endswith(f"\n\n{tmp_path / 'ladder.html'}\n{tmp_path / 'ladder.json'}\n")
     record = json.loads((tmp_path / "ladder.json").read_text())
-    assert record["notes"] == ["depth-8 is left out: it has not started"]
+    assert record["notes"] == ["depth-8 is skipped: it has not started"]
     (prediction,) = record["predictions"]
     assert prediction["by_compute"]["value"] == pytest.approx(2.0 + 100 * large.flops**-0.2)
     assert "L(C) = " in (tmp_path / "ladder.html").read_text()

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.entry_point import run_main, run_rank
-
 ROOT = Path(__file__).parents[3]
 MORE_THAN_A_BUFFER = ["--stages", "16", "--microbatches", "256"]
 RUN = "from megalite.config.entry_point import run_main; run_main(main, [])"
@@ -70,10 +68,10 @@ def test_another_broken_pipe_keeps_its_traceback() -> None:
     assert "BrokenPipeError" in done.stderr
 
 
-@pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
-def test_every_tool_starts_by_a_shared_entry_point(tool: Path) -> None:
-    start = tool.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')[2]
-    assert start.strip().startswith((f"{run_main.__name__}(", f"{run_rank.__name__}(")), start
+def test_the_list_of_commands_ends_silently() -> None:
+    for unbuffered in (False, True):
+        done = run_unread("-m", "megalite", unbuffered=unbuffered)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 RANK = """
@@ -121,6 +119,11 @@ def run_program(end: str, **options: object) -> subprocess.CompletedProcess[str]
 def test_the_process_ends_with_its_status_and_output(end: str, status: int) -> None:
     done = run_program(end)
     assert (done.returncode, done.stdout) == (status, "done\nat exit\n")
+
+
+def test_the_text_of_an_exit_is_printed() -> None:
+    done = run_program("raise SystemExit('error: no')")
+    assert (done.returncode, done.stderr) == (1, "error: no\n")
 
 
 def test_an_exception_keeps_its_traceback() -> None:

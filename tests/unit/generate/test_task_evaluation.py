@@ -23,7 +23,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.generate import benchmark_tasks
 from megalite.generate.task_evaluation import load_tasks, scores_of
-from megalite.pretraining import task_evaluation
+from megalite.rank_training import task_evaluation
 from megalite.report.run_history import TASKS, read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train

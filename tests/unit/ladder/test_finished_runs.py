@@ -86,11 +86,11 @@ def test_runs_that_do_not_count_are_named(tmp_path: Path) -> None:
     found, notes = read_runs([tmp_path], None)
     assert [each.name for each in found] == ["depth-1", "depth-2", "depth-3"]
     assert notes == [
-        "depth-4 is left out: its validation loss is nan",
-        f"depth-5 is left out: it has not finished: iteration 10 of {lengths[4]:,}",
-        "depth-6 is left out: it was not evaluated at its end",
-        "depth-7 is left out: it has no checkpoint, which has its config",
-        "depth-8 is left out: it has not started",
+        "depth-4 is skipped: its validation loss is nan",
+        f"depth-5 is skipped: it has not finished: iteration 10 of {lengths[4]:,}",
+        "depth-6 is skipped: it was not evaluated at its end",
+        "depth-7 is skipped: it has no checkpoint, which has its config",
+        "depth-8 is skipped: it has not started",
     ]
 
 

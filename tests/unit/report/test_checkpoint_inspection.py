@@ -12,13 +12,14 @@ import torch
 from megalite.checkpoint.convert.model_settings import parameters_of
 from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.progress import TrainingProgress
+from megalite.cli.inspect import main
 from megalite.config import Config
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.log import LineInterval
 from megalite.report.checkpoint_difference import compare
 from megalite.report.checkpoint_inspection import inspect, lines_of, open_view, statistics_of
 from tests.checkpoint_folder import make_pipe, write_checkpoint
-from tools.inspect_checkpoint import main
 
 MODEL = dataclasses.replace(PRESETS["llama-tiny"], num_layers=2, vocab_size=100)
 NORM = "model.layers.1.mlp_norm.weight"
@@ -181,6 +182,34 @@ def test_values_of_the_run_are_broken_into_lines(tmp_path):
     assert "  written      start 1970-01-01 00:00:00, end 1970-01-01 00:01:00" in lines
     assert any(line.startswith(" " * 15 + "field_") for line in lines)
     assert max(len(line) for line in lines if "field_" in line) <= 100
+
+
+def test_the_text_counts_fields_that_have_their_defaults(tmp_path):
+    view = open_view(save(tmp_path / "run"))
+    run = {"seed": 7, "global_batch_size": None, "lr": 1e-3, "clip_grad": 1.0, "data_path": ["a"], "other": 1}
+    view.description = {**view.description, "run": run, "corpora": {"splits": [{"name": "", "parts": [2]}]}}
+    report = inspect(view)
+    lines = list(lines_of(report))
+    assert "  run          seed 7, lr 0.001, data_path a, other 1; 2 at their defaults (--json)" in lines
+    assert "  corpora      splits parts 2" in lines
+    assert report.record()["description"]["run"] == run
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("--verify", "verified 2 of "),
+        ("--norms", "read 2 of 15 tensors"),
+        ("--diff", "compared 2 of 15 tensors"),
+    ],
+)
+def test_progress_is_on_standard_error(flag, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LineInterval, "is_over", lambda self: True)
+    folder = save(tmp_path / "run")
+    exit_status(folder, flag, *([folder] if flag == "--diff" else []))
+    printed = capsys.readouterr()
+    assert [text for text in printed.err.splitlines() if text.startswith(line)]
+    assert " 2 of " not in printed.out
 
 
 def test_times_of_writing_are_no_difference(tmp_path):

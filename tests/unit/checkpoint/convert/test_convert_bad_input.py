@@ -16,10 +16,10 @@ from megalite.checkpoint.convert.hf_folder import _model_of
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
+from megalite.cli.convert import main
 from megalite.errors import UserError
 from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.convert.foreign_models import build, save, tensors_of
-from tools.convert_checkpoint import main
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.hf_tensors import all_entries
 from megalite.checkpoint.convert.model_check import check_same, filled, parameters_on_meta
 from megalite.checkpoint.convert.model_settings import Settings
+from megalite.cli.convert import main
 from megalite.errors import UserError
 from megalite.log import configure_logging
 from tests.unit.checkpoint.convert.foreign_models import build, save
-from tools.convert_checkpoint import main
 
 
 def exchanged_in_layer_1(config, model_type):

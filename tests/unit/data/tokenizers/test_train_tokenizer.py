@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli.train_tokenizer import main
 from megalite.config.entry_point import run_main
 from megalite.data.tokenizers.tokenizer import build_tokenizer
-from tools.train_tokenizer import main
 
 CORPUS_DIR = Path(__file__).parents[4] / "scripts" / "corpus"
 CORPUS = CORPUS_DIR / "bible.jsonl.gz"

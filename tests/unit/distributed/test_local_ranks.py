@@ -1,0 +1,62 @@
+"""Ranks of a tool on this machine: Ctrl-C ends the tool and its ranks with one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import time
+from megalite import ParallelConfig
+from megalite.config.entry_point import run_main
+from megalite.distributed import local_ranks
+
+def wait(topology):
+    print("a rank runs", flush=True)
+    time.sleep(100)
+
+def main(arguments):
+    print("started", flush=True)
+    local_ranks.run_ranks(wait, ParallelConfig().mesh, 2)
+
+if __name__ == "__main__":
+    run_main(main, [])
+"""
+
+
+@pytest.mark.parametrize(("last_line", "seconds"), [("started", 1.0), ("a rank runs", 0.0)])
+def test_ctrl_c_prints_one_line_and_leaves_no_rank(last_line: str, seconds: float, tmp_path: Path) -> None:
+    """Interrupt the group of processes, as a terminal does, while the fork server starts or ranks run."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as program:
+        assert program.stdout is not None
+        while program.stdout.readline().strip() not in (last_line, ""):
+            pass
+        time.sleep(seconds)
+        os.killpg(program.pid, signal.SIGINT)
+        _, printed = program.communicate(timeout=120)
+        assert (program.returncode, printed) == (130, "error: interrupted\n")
+        for _ in range(100):  # the fork server ends after the program
+            try:
+                os.killpg(program.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+        os.killpg(program.pid, signal.SIGKILL)
+        pytest.fail("a process is left")
