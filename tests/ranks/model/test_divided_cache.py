@@ -36,6 +36,13 @@ MODELS = {
     "bloom, caps": ("bloom-tiny", {**WINDOW, **CAPS}),
     "sinks": ("llama-tiny", {**WINDOW, **QUERIES, "softmax_type": "learnable"}),
     "latent": ("llama-tiny", LATENT),
+    "experts": (
+        "llama-tiny",
+        {
+            **{"num_experts": 5, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16},
+            **{"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"},
+        },
+    ),
     "recurrent": ("llama-tiny", {**RECURRENT, "linear_attention_freq": (2,)}),
     "mamba": (
         "llama-tiny",
