@@ -4,8 +4,9 @@ megalite evaluate --load runs/quickstart/checkpoints --split valid
 megalite evaluate --load runs/llama/checkpoints --tasks hellaswag,arc_easy
 
 The checkpoint's config defines the model and tokenizer. A checkpoint from any layout can be loaded. Under
-torchrun, layers are sharded over --tp ranks, and the text is distributed over the replicas. --tasks needs
-lm-evaluation-harness (pip install "megalite[eval]"), which loads the data of its tasks.
+torchrun, layers are sharded over --tp ranks, samples are cut over --cp ranks, and the text is distributed
+over the replicas. --tasks needs lm-evaluation-harness (pip install "megalite[eval]"), which loads the data of
+its tasks.
 """
 
 from __future__ import annotations

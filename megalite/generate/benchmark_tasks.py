@@ -36,7 +36,7 @@ from megalite.errors import UserError
 from megalite.generate.generator import Generator, Prompt, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
-from megalite.model.kv_cache import CachedCore
+from megalite.model.divided_cache import build_cache
 
 ROWS = 1024
 """Positions whose logits are in memory at a time."""
@@ -212,7 +212,7 @@ class HarnessModel(TaskModel):
         self, trained: TrainedModel, tokenizer: Tokenizer, batch_size: int, topology: Topology
     ) -> None:
         super().__init__(tokenizer, trained.config.model.seq_length)
-        self.stage = load_model(trained, topology, CachedCore)
+        self.stage = load_model(trained, topology, build_cache)
         self.vocab_size = trained.vocab_size
         self.batch_size = batch_size
         self.topology = topology

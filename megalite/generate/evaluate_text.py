@@ -20,7 +20,6 @@ from megalite.errors import UserError
 from megalite.generate.text_loss import LossMeter, TextLoss, windows
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
 from megalite.loss_terms import LM_LOSS
-from megalite.model.attention_core import SdpaCore
 from megalite.train.evaluator import Evaluator
 from megalite.train.run_context import document_ends, resolve_run
 from megalite.train.run_datasets import build_data
@@ -76,12 +75,18 @@ class WindowOptions:
     stride: int
     batch_size: int
 
-    def check(self, config: Config) -> None:
-        """Check the options against the model.
+    def check(self, config: Config, cp: int) -> None:
+        """Check the options against the model, and against the number of context-parallel ranks.
 
         Raises:
-            UserError: the stride skips tokens, or the model has too few positions.
+            UserError: the stride skips tokens, the model has too few positions, or ranks cannot cut a window.
         """
+        if cp > 1 and self.seq_length % (2 * cp):
+            multiple = -(-self.seq_length // (2 * cp)) * 2 * cp
+            raise UserError(
+                f"--cp {cp} cuts a window into {2 * cp} slices, which --seq-length {self.seq_length} is not "
+                f"divisible by: pass --seq-length {multiple}, or another --cp"
+            )
         if self.stride > self.seq_length:
             raise UserError(
                 f"--stride {self.stride} is more than the {self.seq_length} tokens of a window: "
@@ -153,10 +158,10 @@ def _sequences(corpus: IndexedDataset, vocab_size: int) -> Iterator[npt.NDArray[
 
 
 def _meter(trained: TrainedModel, options: WindowOptions, topology: Topology) -> LossMeter:
-    options.check(trained.config)
+    options.check(trained.config, topology.positions.count)
     trained.check_is_gpt("--text and --data-path evaluate")
     ends = _document_ends(trained.config, topology)
-    stage = load_model(trained, topology, SdpaCore)
+    stage = load_model(trained, topology, has_documents=trained.config.data.masks_attention)
     return LossMeter(stage, topology, ends, options.batch_size)
 
 
@@ -190,7 +195,7 @@ def evaluate_split(
     datasets = build_data(run, [split])
     if not datasets.evaluated(split):
         raise UserError(f"the {split} split of the run's data is empty: pass --data-path")
-    stage = load_model(trained, topology)
+    stage = load_model(trained, topology, has_documents=config.data.masks_attention)
     evaluator = Evaluator(run, [stage], build_pipeline([stage], config, topology))
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.generate.sampling import Sampler
 from megalite.generate.stage_chain import broadcast_from_last, run_in_order
@@ -81,7 +83,7 @@ class Generator:
     """Generates tokens after prompts until each sequence ends or has its maximum number of new tokens.
 
     Args:
-        stage: this rank's stage of the model, built with `CachedCore`.
+        stage: this rank's stage of the model, built with `build_cache`.
         eod: token that ends a sequence; None if there is none.
 
     Attributes:
@@ -105,7 +107,7 @@ class Generator:
     ) -> Iterator[dict[int, int]]:
         """Yield the new token of each sequence at each step; ``i * num_samples + j`` is sample j of prompt i.
 
-        The last token of a sequence can be `eod`. All ranks of tp and pp yield the same tokens.
+        The last token of a sequence can be `eod`. All ranks of tp, cp and pp yield the same tokens.
 
         Args:
             is_complete: returns whether a sequence ends with the token that was just yielded.
@@ -114,8 +116,8 @@ class Generator:
             UserError: a logit is NaN or infinite.
         """
         device = self.cache.context.device
-        hidden = self.read([prompt.ids for prompt in prompts], max(each.max_new_tokens for each in prompts))
-        hidden = hidden[-1:]
+        num_new = max(prompt.max_new_tokens for prompt in prompts)
+        hidden = self._read_pieces([prompt.ids for prompt in prompts], num_new)[-1][-1:]
         limits = [prompt.max_new_tokens for prompt in prompts for _ in range(num_samples)]
         numbers = [prompt.number << 24 | sample for prompt in prompts for sample in range(num_samples)]
         sequences = torch.tensor(numbers, device=device)
@@ -149,29 +151,49 @@ class Generator:
             num_new: largest number of tokens that follow.
 
         Returns:
-            The output of the stage's last layer, ``[s, b, h]``.
+            The output of the stage's last layer, ``[s, b, h]``, the same on all context-parallel ranks.
+        """
+        *slices, rest = self._read_pieces(rows, num_new)
+        cp, own = self.cache.context.cp, self.cache.own_positions
+        whole = (own.in_position_order(start_all_gather(x, cp, of="hidden states").wait()) for x in slices)
+        return torch.cat((*whole, rest))
+
+    def _read_pieces(self, rows: Sequence[Sequence[int]], num_new: int) -> list[Tensor]:
+        """Begin new sequences as `read` does, and return the outputs of the pieces that are read.
+
+        Context-parallel ranks have slices of all pieces but the last, ``[s/cp, b, h]``.
         """
         device = self.cache.context.device
         longest = max(map(len, rows))
         padding = torch.tensor([longest - len(row) for row in rows], device=device)
-        self.cache.begin(longest + num_new, padding if bool(padding.any()) else None)
-        return self._hidden_states(
-            torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
-        )
+        num_divided = self.cache.num_divided_of(longest)
+        self.cache.begin(longest + num_new, padding if bool(padding.any()) else None, num_divided)
+        tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
+        lengths = [each for each in (num_divided, longest - num_divided) if each]
+        return [self._hidden_states(piece) for piece in tokens.split(lengths, dim=1)]
 
     def _next(self, hidden: Tensor, sequences: Tensor, position: int) -> Tensor:
-        """Choose the token after the hidden states ``[1, b, h]`` on the last stage; return it on all."""
+        """Choose the token after the hidden states ``[1, b, h]`` on the last stage; return it on all.
+
+        It is the choice of the first context-parallel rank, in case ranks round in other ways.
+        """
         if self.stage.is_last:
             ids = self.sampler(self.stage.logits(hidden)[0], sequences, position)
         else:
             ids = torch.empty_like(sequences)
+        cp = self.cache.context.cp
+        if cp.size > 1 and self.stage.is_last:
+            dist.broadcast(ids, cp.ranks[0], group=cp.group)
         if bool((broadcast_from_last(ids, self.stage) < 0).any()):
             raise UserError("a logit is NaN or infinite: pass --dtype fp32, or load an earlier checkpoint")
         return ids
 
     def _hidden_states(self, tokens: Tensor) -> Tensor:
-        """Return the output ``[s, b, h]`` of the stage's last layer for new tokens ``[b, s]``."""
+        """Return the output ``[s, b, h]`` of the stage's last layer for new tokens ``[b, s]``.
+
+        It is ``[s/cp, b, h]`` if context-parallel ranks read them in slices.
+        """
         numbers = tokens.new_zeros(len(tokens))  # sample numbers for dropout, which is off
         positions = self.cache.positions(*tokens.shape)
         microbatch = Microbatch(tokens, tokens, numbers, position_ids=positions)  # labels are not read
-        return run_in_order(self.stage, microbatch, self.stage.hidden_states)
+        return run_in_order(self.stage, self.cache.own_part(microbatch), self.stage.hidden_states)

@@ -130,10 +130,14 @@ class LossMeter:
         counts = counts.to(self.topology.device)
         if microbatch.loss_mask is not None:
             counts &= microbatch.loss_mask
-        loss = run_in_order(self.stage, replace(microbatch, loss_mask=counts), self.stage)
+        own = self.topology.positions
+        runs = own.runs(counts.shape[1] // own.count)
+        microbatch = replace(microbatch, loss_mask=counts).cut(runs)
+        loss = run_in_order(self.stage, microbatch, self.stage)
         if not self.stage.is_last:
             return torch.zeros(2, dtype=torch.float64, device=counts.device)
-        return torch.stack((loss.double(), counts.sum().double()))
+        assert microbatch.loss_mask is not None
+        return torch.stack((loss.double(), microbatch.loss_mask.sum().double()))
 
 
 def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:

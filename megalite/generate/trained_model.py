@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -41,6 +42,8 @@ from megalite.tensor_parallel.parameter_spec import (
     spec_of,
 )
 
+CP_COMM_TYPE: Final = "p2p"
+"""How the tools' queries reach the keys of other context-parallel ranks, whatever the run's way was."""
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
 
 
@@ -91,6 +94,13 @@ class ModelFlags:
             "they run one after the other (default 1)",
         )
         model.add_argument(
+            "--cp",
+            type=positive_int,
+            default=1,
+            help="context-parallel size, under torchrun, for long sequences: each rank reads a part of the "
+            "tokens, and keeps their keys and values (default 1)",
+        )
+        model.add_argument(
             "--distributed-backend",
             choices=("auto", "gloo", "nccl"),
             default="auto",
@@ -113,6 +123,8 @@ class ModelFlags:
             ParallelConfig(
                 tensor_model_parallel_size=flags.tp,
                 pipeline_model_parallel_size=flags.pp,
+                context_parallel_size=flags.cp,
+                cp_comm_type=CP_COMM_TYPE,
                 distributed_backend=flags.distributed_backend,
             ),
             DataConfig(**tokenizer) if any(tokenizer.values()) else None,
@@ -166,15 +178,16 @@ def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[
         all_flags: all flags of the tool by name; they must be equal on every rank.
 
     Raises:
-        UserError: --tp x --pp does not divide the number of ranks, or ranks have different flags.
+        UserError: --tp x --pp x --cp does not divide the number of ranks, or ranks have different flags.
     """
-    launch, tp, pp = Launch.from_environment(), flags.parallel.tp, flags.parallel.pp
+    launch, parallel = Launch.from_environment(), flags.parallel
     configure_logging(launch.rank, stream=sys.stderr)
-    if launch.world_size % (tp * pp):
-        sizes = f"--tp {tp}" if pp == 1 else f"--tp {tp} x --pp {pp}"
+    if launch.world_size % (smallest := parallel.mesh.smallest_world):
+        given = {"--tp": parallel.tp, "--pp": parallel.pp, "--cp": parallel.cp}
+        sizes = " x ".join(f"{flag} {size}" for flag, size in given.items() if size > 1)
         raise UserError(
-            f"{sizes} does not divide the number of ranks, {launch.world_size}: start {tp * pp} "
-            f"(torchrun --nproc-per-node {tp * pp}), or change it"
+            f"{sizes} does not divide the number of ranks, {launch.world_size}: start {smallest} "
+            f"(torchrun --nproc-per-node {smallest}), or change it"
         )
     must_agree = code_record() | {flag_of(name): str(value) for name, value in all_flags.items()}
     with Topology.start(flags.parallel.mesh, launch, must_agree=must_agree) as topology:
@@ -198,7 +211,7 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
         model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
-        _check_layout(model, flags, topology)
+        _check_layout(model, flags, topology.world_size)
     return TrainedModel(manifest, replace(config, model=model), "ema." if flags.ema else "model.")
 
 
@@ -212,32 +225,42 @@ def _config_of(manifest: Manifest) -> Config:
     return config
 
 
-def _check_layout(model: ModelConfig, flags: ModelFlags, topology: Topology) -> None:
-    """Check that --tp and --pp divide the model, without checking options that only training needs."""
+def _check_layout(model: ModelConfig, flags: ModelFlags, world_size: int) -> None:
+    """Check that --tp, --pp and --cp divide the model, without checking options that only training needs."""
     if flags.parallel.pp > model.num_layers:
         raise UserError(f"--pp {flags.parallel.pp} is more than the model's {model.num_layers} layers")
+    step = 2 * flags.parallel.cp  # that divides samples of training, and not prompts
     config = Config(
-        model=model,
+        model=replace(model, seq_length=max(step, model.seq_length // step * step)),
         parallel=replace(flags.parallel, pipeline_model_parallel_size=1),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1),
     )
-    check_config(config, topology.world_size // flags.parallel.pp)
+    check_config(config, world_size // flags.parallel.pp)
 
 
 def load_model(
     trained: TrainedModel,
     topology: Topology,
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
+    *,
+    has_documents: bool = False,
 ) -> TransformerStage:
     """Build this rank's stage, sharded over tp, and load its weights without additional memory.
+
+    Args:
+        has_documents: attention must hide the keys of other documents.
 
     Raises:
         UserError: the weights belong to another model, or cannot be read. Every rank raises it.
     """
     model = without_training_buffers(trained.config.model)
     context = LayerContext(
-        topology, DTYPES[model.params_dtype], has_weights=False, has_documents=not model.is_causal
+        topology,
+        DTYPES[model.params_dtype],
+        has_weights=False,
+        has_documents=has_documents or not model.is_causal,
+        cp_comm_type=CP_COMM_TYPE,
     )
     pp = topology.pp
     layers = layers_of_stages(model.num_layers, even_partition(model.num_layers, pp.size))[pp.rank]

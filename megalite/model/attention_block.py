@@ -140,7 +140,7 @@ class PlainBlocks:
             scores = _scores(q[:, :, rows], k[:, :, columns], softmax)
             _hide_(scores, part.queries, seen, softmax)
             sums = scores.logsumexp(-1)
-            weights = scores.sub_(sums.clamp(min=_LEAST)[..., None]).exp_()
+            weights = scores.sub_(sums.clamp(min=LEAST)[..., None]).exp_()
             _drop_(weights, part.queries, seen, softmax)
             out[:, :, rows] = _times_keys(weights.to(q.dtype), v[:, :, columns])
             log_sums[:, :, rows] = sums
@@ -288,12 +288,13 @@ def _of_one_size(*heads: Tensor) -> list[Tensor]:
 def merge_(out: Tensor, log_sums: Tensor, more: Tensor, more_sums: Tensor) -> None:
     """Merge the results of another block into `out` and `log_sums`."""
     total = torch.logaddexp(log_sums, more_sums)
-    finite = total.clamp(min=_LEAST)  # of queries that see no key in both blocks
+    finite = total.clamp(min=LEAST)  # of queries that see no key in both blocks
     out.mul_((log_sums - finite).exp_()[..., None]).addcmul_(more, (more_sums - finite).exp_()[..., None])
     log_sums.copy_(total)
 
 
-_LEAST = -1e30  # instead of the -inf of a query without keys, since -inf - -inf is no number
+LEAST = -1e30
+"""Smallest logarithm of a sum, instead of the -inf of a query without keys: -inf - -inf is no number."""
 
 
 def _products(x: Tensor, k: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.kernels import Drop, VisibleKeys
+from megalite.kernels import Drop, VisibleKeys, add_sinks_
 from megalite.microbatch import Microbatch
+from megalite.model.attention_block import LEAST
 from megalite.model.attention_core import SdpaCore
 from megalite.model.positions import Angles, PositionInfo
 from megalite.model.recurrent_state import RecurrentState
@@ -56,14 +57,20 @@ class CachedCore(SdpaCore):
         """Return what a recurrent layer keeps between the pieces of a sequence."""
         return self.states.setdefault(layer, RecurrentState())
 
-    def begin(self, capacity: int, padding: Tensor | None = None) -> None:
+    def num_divided_of(self, num_tokens: int) -> int:
+        """Return how many of the first tokens of sequences the ranks should read in slices: none."""
+        return 0
+
+    def begin(self, capacity: int, padding: Tensor | None = None, num_divided: int = 0) -> None:
         """Empty the cache for new sequences.
 
         Args:
             capacity: largest number of tokens in a sequence, including padding.
             padding: int64 ``[b]``, number of padding tokens before each sequence; None without padding.
+            num_divided: tokens of the first piece, if context-parallel ranks read it in slices; 0 if each
+                rank reads all pieces. `num_divided_of` says how many they can be.
         """
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.length, self.num_divided = capacity, 0, num_divided
         self.padding = padding
         for layer in self.layers.values():
             layer.forget()
@@ -78,6 +85,18 @@ class CachedCore(SdpaCore):
         for number, layer in held:
             if number < self.config.num_layers:  # modules of multi-token prediction do not run
                 layer.select(rows)
+
+    def own_part(self, microbatch: Microbatch) -> Microbatch:
+        """Return the part of the next piece that this rank reads: all of it."""
+        return microbatch
+
+    def num_held(self, num_tokens: int) -> int:
+        """Return how many of the first tokens of sequences have their keys on this rank: all of them."""
+        return num_tokens
+
+    def held(self, x: Tensor) -> Tensor:
+        """Return what this rank holds of new keys or values ``[b, g', s, d]``: all of them."""
+        return x
 
     def positions(self, num_sequences: int, num_tokens: int) -> Tensor:
         """Return the positions of the next tokens, ``[b, s]``: from 0 after the padding, and 0 in padding."""
@@ -110,7 +129,8 @@ class CachedCore(SdpaCore):
         ids = microbatch.position_ids
         angles = {own: each.compute(ids) for own, each in self.rotations.items()}
         starts = self._starts(range(first, self.length)) if self.config.has_recurrent_layers else None
-        return PositionInfo(visible, angles, self.query_factors(num_tokens, ids), starts)
+        factors = self.query_factors(num_tokens, ids)
+        return PositionInfo(visible, angles, factors, starts, is_replicated=True)
 
     def _starts(self, new: range) -> Tensor | None:
         """Return where the sequences of new tokens start, counted from the first of these, ``[b, s]``.
@@ -129,9 +149,37 @@ class CachedCore(SdpaCore):
         positions = torch.arange(self.length, device=self.context.device)
         return VisibleKeys(torch.minimum(self.padding[:, None], positions))
 
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Map new queries ``[b, n/tp, s, d]`` to ``[b, n/tp, s, d']``.
+
+        Args:
+            k, v: all keys and values that this rank holds, ``[b, g', l, d]`` and ``[b, g', l, d']``.
+            scale: factor of the products.
+        """
+        if self.is_plain:
+            assert visible.bias is not None
+            out, log_sums = attention_and_sums(q, k, v, visible.bias, scale, self.cap)
+            if sinks is not None:
+                add_sinks_(out, log_sums, sinks)
+            return out.to(q.dtype)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=visible.bias,
+            is_causal=visible.bias is None and q.shape[2] > 1,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
 
 class CachedLayer:
-    """Holds one layer's keys and values, ``[b, g', capacity, d]``; `CachedCore.length` are filled."""
+    """Holds one layer's keys and values, ``[b, g', capacity, d]``; those of `CachedCore.length` are filled.
+
+    With context parallelism, they are those that the rank holds.
+    """
 
     def __init__(self, shared: CachedCore, scale: float) -> None:
         self.shared, self.scale = shared, scale
@@ -153,17 +201,17 @@ class CachedLayer:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values ``[b, g', s, d]``, and return all, ``[b, g', l, d]``."""
+        """Append the new keys and values ``[b, g', s, d]``, and return those that the rank holds."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self.allocated(k), self.allocated(v)
-        length = self.shared.length
-        new = slice(length - k.shape[2], length)
-        self.keys[:, :, new], self.values[:, :, new] = k, v
-        return self.keys[:, :, :length], self.values[:, :, :length]
+        new, held = self.shared.held(k), self.shared.num_held(self.shared.length)
+        places = slice(held - new.shape[2], held)
+        self.keys[:, :, places], self.values[:, :, places] = new, self.shared.held(v)
+        return self.keys[:, :, :held], self.values[:, :, :held]
 
     def allocated(self, x: Tensor) -> Tensor:
         """Allocate space for all keys or values of sequences with new ones ``[b, g', s, d]``."""
-        return x.new_empty((*x.shape[:2], self.shared.capacity, x.shape[3]))
+        return x.new_empty((*x.shape[:2], self.shared.num_held(self.shared.capacity), x.shape[3]))
 
     def __call__(
         self,
@@ -179,20 +227,8 @@ class CachedLayer:
         A layer that shares them with an earlier one writes them a second time. Dropout is ignored: the cache
         is not used in training.
         """
-        num_tokens = k.shape[2]
         keys, values = self.append(k, v)
-        if self.shared.is_plain:
-            assert visible.bias is not None
-            return plain_attention(q, keys, values, visible.bias, self.scale, self.shared.cap, sinks)
-        return F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            attn_mask=visible.bias,
-            is_causal=visible.bias is None and num_tokens > 1,
-            scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        return self.shared.attend(q, keys, values, visible, self.scale, sinks)
 
 
 class CachedLatents(CachedLayer):
@@ -207,36 +243,36 @@ class CachedLatents(CachedLayer):
         self.keys = self.keys[rows]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys ``[b, 1, s, c + r]``, and return all, and all values, ``[b, 1, l, c]``."""
+        """Append new keys ``[b, 1, s, c + r]``, and return those that the rank holds, and their values."""
         if self.keys is None:
             self.keys = self.allocated(k)
-        length = self.shared.length
-        self.keys[:, :, length - k.shape[2] : length] = k
-        keys = self.keys[:, :, :length]
+        new, held = self.shared.held(k), self.shared.num_held(self.shared.length)
+        self.keys[:, :, held - new.shape[2] : held] = new
+        keys = self.keys[:, :, :held]
         return keys, keys[..., : v.shape[3]]
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """Return softmax(scale q k^T + bias) v, ``[b, n, s, d']``, with all scores in memory.
+def attention_and_sums(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return softmax(scale q k^T + bias) v, and the logarithms of the softmax's sums, in at least fp32.
+
+    They are ``[b, n, s, d']`` and ``[b, n, s]``; 0 and -inf for a query that sees none of the keys. All
+    scores are in memory.
 
     Args:
         q: ``[b, n, s, d]``.
-        k, v: ``[b, g', l, d]`` and ``[b, g', l, d']``.
+        k, v: ``[b, g', l, d]`` and ``[b, g', l, d']``; l may be 0.
         bias: ``[b or 1, n or 1, s, l]``.
         cap: c, if c tanh(x / c) replaces each scaled score x.
-        sinks: ``[n]``, one more logit of each head in the softmax's sums; None without.
     """
-    shared = q.shape[1] // k.shape[1]
+    shared, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
     factor = scale if cap is None else scale / cap
     scores = (q.unflatten(1, (-1, shared)) @ k[:, :, None].mT * factor).flatten(1, 2)  # [b, n, s, l]
     if cap is not None:
         scores.tanh_().mul_(cap)
-    scores = scores + bias
-    if sinks is not None:
-        column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, column), dim=-1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    weights = weights[..., : k.shape[2]].unflatten(1, (-1, shared))
-    return (weights @ v[:, :, None]).flatten(1, 2)
+    scores = scores.to(wide) + bias
+    log_sums = scores.logsumexp(-1)
+    weights = scores.sub_(log_sums.clamp(min=LEAST)[..., None]).exp_().to(q.dtype)
+    out = (weights.unflatten(1, (-1, shared)) @ v[:, :, None]).flatten(1, 2)
+    return out.to(wide), log_sums

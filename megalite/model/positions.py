@@ -41,6 +41,8 @@ class PositionInfo(NamedTuple):
             earlier.
         rank_order: int64 ``[s, b]``, for recurrent layers: positions of the tokens of all context-parallel
             ranks, those of one rank after those of another; None if they are the same in all samples.
+        is_replicated: whether each context-parallel rank has all of the tokens, instead of its slices, as all
+            have in generation after the prompt.
     """
 
     visible: dict[int | None, VisibleKeys]
@@ -48,6 +50,7 @@ class PositionInfo(NamedTuple):
     query_factors: Tensor | None = None
     document_starts: Tensor | None = None
     rank_order: Tensor | None = None
+    is_replicated: bool = False
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""

@@ -40,19 +40,19 @@ class RecurrentMixer(nn.Module, ABC):
 
     def forward(self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
-        projected = self.project_in(x, positions.rank_order)
-        y = self.keep_own_tokens(self.recur(projected, positions), positions.rank_order)
+        projected = self.project_in(x, positions)
+        y = self.keep_own_tokens(self.recur(projected, positions), positions)
         return BlockOutput(self.projection(y), self.projection.bias)
 
     @communication_point
-    def project_in(self, x: Tensor, rank_order: Tensor | None) -> Tensor:
+    def project_in(self, x: Tensor, positions: PositionInfo) -> Tensor:
         """Map ``[s, b, h]`` to the features of this rank's heads for all tokens, ``[s, b, c/cp]``."""
-        return self.exchange.to_heads(self.in_projection(x), rank_order)
+        return self.exchange.to_heads(self.in_projection(x), positions)
 
     @communication_point
-    def keep_own_tokens(self, y: Tensor, rank_order: Tensor | None) -> Tensor:
+    def keep_own_tokens(self, y: Tensor, positions: PositionInfo) -> Tensor:
         """Return all heads of this rank's tokens, ``[s, b, c]``, of the result of `recur`."""
-        return self.exchange.to_tokens(y, rank_order)
+        return self.exchange.to_tokens(y, positions)
 
     @abstractmethod
     def recur(self, projected: Tensor, positions: PositionInfo) -> Tensor:

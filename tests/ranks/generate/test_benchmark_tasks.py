@@ -1,7 +1,8 @@
-"""Losses, texts and answers to lm-evaluation-harness are the same on ranks of tp, pp and dp."""
+"""Losses, texts and answers to lm-evaluation-harness are the same on ranks of tp, pp, cp and dp."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lm_eval.api.instance import Instance
@@ -9,27 +10,25 @@ from lm_eval.api.instance import Instance
 from megalite.checkpoint.convert.model_settings import parameters_of
 from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config, DataConfig, ParallelConfig
+from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.generate.benchmark_tasks import HarnessModel
 from megalite.generate.evaluate_text import WindowOptions, evaluate_texts
-from megalite.generate.trained_model import ModelFlags, open_trained
+from megalite.generate.trained_model import CP_COMM_TYPE, ModelFlags, open_trained
 from tests.stages import build_stage
 
-MODEL = dataclasses.replace(
-    PRESETS["llama-tiny"], num_layers=3, vocab_size=257, params_dtype="fp64", init_method_std=0.3
-)
+MODEL = replace(PRESETS["llama-tiny"], num_layers=3, vocab_size=257, params_dtype="fp64", init_method_std=0.3)
 TEXTS = ("In the beginning", "God created the heaven and the earth." * 4)
 WINDOWS = WindowOptions(seq_length=64, stride=32, batch_size=2)
 
 
-def write_checkpoint(topology: Topology, folder: Path) -> None:
-    stage = build_stage(MODEL, topology, range(MODEL.num_layers), seed=3)
-    specs = parameters_of(MODEL)
-    plan = ConversionPlan(Config(model=MODEL, data=DataConfig()), TrainingProgress(), specs, 10**9, folder)
+def write_checkpoint(topology: Topology, folder: Path, model: ModelConfig = MODEL) -> None:
+    stage = build_stage(model, topology, range(model.num_layers), seed=3)
+    specs = parameters_of(model)
+    plan = ConversionPlan(Config(model=model, data=DataConfig()), TrainingProgress(), specs, 10**9, folder)
     weights = ((name, stage.get_parameter(name).data[: spec.used_shape[0]]) for name, spec in specs.items())
     with whole_folder(folder, 0) as aside:
         write_megalite(aside, plan, weights)
@@ -60,15 +59,39 @@ def answers(
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "num_ranks"),
-    [(1, 1, 2), (2, 1, 2), (1, 2, 2), pytest.param(2, 2, 8, marks=pytest.mark.slow)],
+    "changes", [{"attn_logit_softcapping": 0.5}, {"softmax_type": "learnable"}], ids=["caps", "sinks"]
+)
+def test_a_text_has_the_loss_of_its_tokens(
+    changes: dict[str, Any], tmp_path: Path, one_rank: Topology
+) -> None:
+    """Two ways to one number: attention to whole windows, and to the keys in a cache."""
+    write_checkpoint(one_rank, tmp_path / "run", replace(MODEL, **changes))
+    trained = open_trained(ModelFlags(tmp_path / "run", None, None, ParallelConfig(), None), one_rank)
+    model, text = HarnessModel(trained, ByteTokenizer(), 2, one_rank), TEXTS[0]
+    ((value, _),) = model.scores([([ByteTokenizer().eod], [*text.encode()])])
+    (result,) = evaluate_texts(trained, {"": text}, ByteTokenizer(), WINDOWS, one_rank)
+    assert result.loss == pytest.approx(-value / len(text), rel=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp", "num_ranks"),
+    [
+        *((1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2)),
+        *(pytest.param(2, 2, cp, 8, marks=pytest.mark.slow) for cp in (1, 2)),
+        pytest.param(1, 1, 2, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_same_answers_in_any_layout(
-    tp: int, pp: int, num_ranks: int, tmp_path: Path, one_rank: Topology
+    tp: int, pp: int, cp: int, num_ranks: int, tmp_path: Path, one_rank: Topology
 ) -> None:
     write_checkpoint(one_rank, tmp_path / "run")
     pairs, sums, texts, losses = answers(one_rank, tmp_path / "run", ParallelConfig())
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        cp_comm_type=CP_COMM_TYPE,
+    )
     for found in run_ranks(answers, parallel.mesh, num_ranks, tmp_path / "run", parallel):
         assert [value for value, _ in found[0]] == pytest.approx([value for value, _ in pairs], rel=1e-11)
         assert [is_best for _, is_best in found[0]] == [is_best for _, is_best in pairs]

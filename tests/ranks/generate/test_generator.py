@@ -1,4 +1,4 @@
-"""Generation on tensor-parallel ranks has the logits and the text of one rank."""
+"""Generation on ranks of tp, pp and cp has the logits and the text of one rank."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from megalite.generate.completions import CompletionWriter
 from megalite.generate.generator import Generator, Prompt
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.microbatch import Microbatch
+from megalite.model.divided_cache import build_cache
 from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
 
@@ -75,15 +76,54 @@ def texts(topology, preset):
     return results
 
 
-def text_of_stages(topology):
-    """Greedy text of a model whose layers have embeddings of their own, on this rank's stage."""
-    layers = {"hidden_size_per_layer_input": 6, "norm_position": "sandwich", "activation": "geglu"}
-    config = dataclasses.replace(config_of("llama-tiny"), **layers)
+LAYERS = {"hidden_size_per_layer_input": 6, "norm_position": "sandwich", "activation": "geglu"}
+"""Layers that have embeddings of their own."""
+LONG = [
+    Prompt(number, torch.randint(256, (length,), generator=torch.Generator().manual_seed(number)).tolist(), 9)
+    for number, length in enumerate((23, 1, 12, 16))
+]
+"""Prompts of which four context-parallel ranks read the longest in slices, together with another or not."""
+
+
+def steps(topology, changes, sampling, batches, norm_factors=(1.0,)):
+    """Steps of generation after batches of prompts, of a model on this rank's stage.
+
+    Args:
+        norm_factors: factors of the logits on each context-parallel rank, or on all.
+    """
+    config = dataclasses.replace(config_of("llama-tiny"), **changes)
     count = config.num_layers // topology.pp.size
     first = topology.pp.rank * count
-    stage = build_stage(config, topology, range(first, first + count), seed=3, attention=CachedCore).eval()
-    generator = Generator(stage, Sampler(Sampling(temperature=0.0), VOCAB, topology.tp), eod=256)
-    return list(generator(PROMPTS))
+    stage = build_stage(
+        config,
+        topology,
+        range(first, first + count),
+        seed=3,
+        cp_comm_type="p2p",
+        attention=build_cache,
+    ).eval()
+    if stage.is_last:
+        with torch.no_grad():
+            stage.final_norm.weight.mul_(norm_factors[topology.positions.index % len(norm_factors)])
+    generator = Generator(stage, Sampler(sampling, VOCAB, topology.tp), eod=256)
+    return [list(generator(prompts, num_samples=num_samples)) for prompts, num_samples in batches]
+
+
+DIVIDED = {
+    "gqa": {},
+    "sinks": {"window_size": (5, 0), "window_attn_skip_freq": (2,), "softmax_type": "learnable"},
+    "embeddings of layers": LAYERS,
+    "recurrent": RECURRENT,
+}
+
+
+def divided_steps(topology):
+    batches = [(LONG, 2), (LONG[:1], 1), (LONG[1:2], 3), ([LONG[0], LONG[3]], 1)]
+    return {
+        (name, sampling): steps(topology, changes, sampling, batches)
+        for name, changes in DIVIDED.items()
+        for sampling in SAMPLINGS[:2]
+    }
 
 
 def everything(topology):
@@ -104,7 +144,29 @@ def replicas(topology):
 
 def test_stages_pass_the_embeddings_of_layers_on(one_rank):
     mesh = ParallelConfig(pipeline_model_parallel_size=2).mesh
-    assert run_ranks(text_of_stages, mesh, 2) == [text_of_stages(one_rank)] * 2
+    arguments = LAYERS, SAMPLINGS[0], [(PROMPTS, 1)]
+    assert run_ranks(steps, mesh, 2, *arguments) == [steps(one_rank, *arguments)] * 2
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "cp"),
+    [
+        (1, 1, 2),
+        (1, 2, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1, 2), (1, 1, 4))),
+    ],
+)
+def test_context_parallel_ranks_write_the_text_of_one(tp, pp, cp, one_rank):
+    expected = divided_steps(one_rank)
+    mesh = ParallelConfig(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        cp_comm_type="p2p",
+    ).mesh
+    for result in run_ranks(divided_steps, mesh, tp * pp * cp):
+        for case, found in expected.items():
+            assert result[case] == found, case
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -114,6 +176,15 @@ def test_ranks_write_the_text_of_one(tp, one_rank):
         for preset, (logits, made) in expected.items():
             torch.testing.assert_close(result[preset][0], logits, rtol=1e-12, atol=1e-12)
             assert result[preset][1] == made, preset
+
+
+def test_all_ranks_continue_with_the_token_of_the_first(one_rank):
+    """Ranks may round logits in other ways, and the next token that they read must be the same."""
+    arguments = {}, SAMPLINGS[0], [(LONG, 1)]
+    mesh = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p").mesh
+    found = run_ranks(steps, mesh, 2, *arguments, (1.0, -1.0))
+    assert found == [steps(one_rank, *arguments)] * 2
+    assert steps(one_rank, *arguments, (-1.0,)) != found[0]
 
 
 def test_replicas_share_prompts(one_rank):

@@ -78,6 +78,7 @@ def flags_of(folder: Path) -> ModelFlags:
             dtype=None,
             tp=1,
             pp=1,
+            cp=1,
             distributed_backend="gloo",
             ema=False,
             **tokenizer,

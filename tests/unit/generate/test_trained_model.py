@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint the tools load: the model's, or their average."""
+"""Which weights of a checkpoint the tools load, the model's or their average, and in which layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from megalite.config import (
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.generate.trained_model import ModelFlags, load_model, open_trained
+from megalite.generate.evaluate_text import WindowOptions
+from megalite.generate.trained_model import ModelFlags, _check_layout, load_model, open_trained, start_ranks
 from megalite.train.trainer import start_trainer
 
 
@@ -71,3 +72,24 @@ def test_a_checkpoint_without_an_average_is_one_line(one_rank: Topology, tmp_pat
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(UserError, match="--ema: only checkpoints of megalite hold an average"):
         Conversion(tmp_path / "hf", tmp_path / "new", ema=True).run()
+
+
+def test_context_parallel_ranks_that_do_not_fit_are_one_line(
+    one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p")
+    flags = ModelFlags(tmp_path, None, None, parallel, None)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    message = r"--cp 2 does not divide the number of ranks, 1: start 2 \(torchrun --nproc-per-node 2\)"
+    with pytest.raises(UserError, match=message), start_ranks(flags, {}):
+        pass
+    with pytest.raises(
+        UserError, match=r"--cp 2 cuts a window into 4 slices.*--seq-length 18 .*length 20, or"
+    ):
+        WindowOptions(18, 18, 1).check(Config(), 2)
+    recurrent = {"recurrent_mixer": "gated_delta_net", "linear_num_key_heads": 3, "linear_num_value_heads": 3}
+    heads = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    odd = replace(PRESETS["llama-tiny"], vocab_size=128, seq_length=7)  # of samples, not of prompts
+    _check_layout(odd, flags, world_size=2)
+    with pytest.raises(UserError, match="--linear-num-key-heads 3 with --cp 2"):
+        _check_layout(replace(odd, **recurrent, **heads), flags, world_size=2)
