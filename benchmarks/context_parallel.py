@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import truediv
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
-from megalite.model.context_parallel import KEY_ACCESS
+from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -64,8 +65,9 @@ def way(topology: Topology, kind: str, case: Case) -> Run:
         seq_length=case.s,
         attention_dropout=0.0,
     )
+    topology = replace(topology, is_zigzag=CONTEXT_WAYS[kind].is_zigzag)  # as in a run with this way alone
     context = LayerContext(topology, torch.float32, cp_comm_type=kind)
-    core, access, ranks = build_core(config, context), KEY_ACCESS[kind], context.head_ranks or context.cp
+    core, access, ranks = build_core(config, context), KEY_ACCESS[kind], KeyRanks.of(context)
     visible = core.visible_keys((1, case.s), None, [None])[None]
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:

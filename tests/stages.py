@@ -9,7 +9,7 @@ from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
-from megalite.model.attention_backends import build_core
+from megalite.model.attention_backends import build_stage_core
 from megalite.model.attention_core import Core
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES
@@ -23,7 +23,7 @@ def build_stage(
     *,
     recompute: RecomputeConfig | None = None,
     offload: ActivationOffload | None = None,
-    attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
+    attention: Callable[[ModelConfig, LayerContext], Core] = build_stage_core,
     **context: Any,
 ) -> Any:
     """Return this rank's stage: the first and last rank of pp have the first and last stage.

@@ -127,7 +127,8 @@ def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
     if kind.is_many:
         if not tokens:
             raise ValueError(f"needs at least one value, {_KIND_NAMES[kind.item]}")
-        return tuple(_parse_item(field, item) for token in tokens for item in _listed(token, kind.item))
+        items = tuple(_parse_item(field, item) for token in tokens for item in _listed(token, kind.item))
+        return items[0] if kind.unpacks_one and len(items) == 1 else items
     if kind.item is bool and not tokens:
         return True
     if len(tokens) != 1:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
+CpCommTypes = CpCommType | tuple[CpCommType, ...]
+"""A way for all layers, or one for each layer."""
 
 
 class ContextWay(NamedTuple):
@@ -39,3 +41,12 @@ CONTEXT_WAYS: Mapping[str, ContextWay] = {
     "a2a+p2p": ContextWay(exchanges_heads=True, passes_keys=True),
 }
 """The ways by --cp-comm-type."""
+
+
+def way_of_layer(ways: CpCommTypes, layer: int) -> CpCommType:
+    """Return the way of a layer; modules of multi-token prediction have that of the last layer.
+
+    Args:
+        layer: number of the layer in the whole model.
+    """
+    return ways if isinstance(ways, str) else ways[min(layer, len(ways) - 1)]

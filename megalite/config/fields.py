@@ -108,6 +108,7 @@ class ValueKind(NamedTuple):
         item: type of the value, or of an element of a tuple.
         choices: the allowed values; empty if any value is allowed.
         is_many: the field is a tuple.
+        unpacks_one: a single value is not in a tuple.
         is_optional: the field may be None.
     """
 
@@ -115,6 +116,7 @@ class ValueKind(NamedTuple):
     choices: tuple[str, ...]
     is_many: bool
     is_optional: bool
+    unpacks_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,14 +189,18 @@ def _fields_of(group: str, part: type) -> list[ConfigField]:
 
 
 def _kind(hint: Any) -> ValueKind:
-    """Read a type hint such as `int`, `int | None`, `tuple[int, ...] | None` or `Literal[...]`."""
-    is_optional = is_many = False
+    """Read a type hint such as `int`, `int | None`, `tuple[int, ...] | None`, `Literal[...]`.
+
+    `T | tuple[T, ...]` is one or more values: a tuple of several.
+    """
+    is_optional = is_many = unpacks_one = False
     if typing.get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
-        is_optional = True
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        is_optional, unpacks_one = len(members) < len(typing.get_args(hint)), len(members) > 1
+        hint = members[-1]
     if typing.get_origin(hint) is tuple:
         hint, _ = typing.get_args(hint)
         is_many = True
     if typing.get_origin(hint) is Literal:
-        return ValueKind(str, typing.get_args(hint), is_many, is_optional)
-    return ValueKind(hint, (), is_many, is_optional)
+        return ValueKind(str, typing.get_args(hint), is_many, is_optional, unpacks_one)
+    return ValueKind(hint, (), is_many, is_optional, unpacks_one)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType
+from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType, CpCommTypes
 from megalite.config.flags import flags
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
@@ -44,9 +44,9 @@ class ParallelConfig:
     world size / (tp x pp x cp)."""
     context_parallel_size: int = field(default=1, metadata=flags("--cp"))
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
-    cp_comm_type: CpCommType = "all_gather"
-    """Let queries reach the keys of other ranks: gather keys and values (all_gather), exchange heads for
-    tokens (a2a), pass keys around a ring (p2p), or do both (a2a+p2p)."""
+    cp_comm_type: CpCommTypes = "all_gather"
+    """How queries reach other ranks' keys, for all layers or for each: gather keys (all_gather), exchange
+    heads for tokens (a2a), pass keys in a ring (p2p), or both (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
     default, as many as a node of 8 GPUs holds, in 2 or more groups."""
@@ -190,18 +190,31 @@ class ParallelConfig:
         return self.pipeline_schedule
 
     @property
-    def context_way(self) -> ContextWay:
-        """Return how queries reach the keys of other context-parallel ranks."""
-        return CONTEXT_WAYS[self.cp_comm_type]
+    def cp_comm_types(self) -> tuple[CpCommType, ...]:
+        """Return the values of `cp_comm_type`: one for all layers, or one for each."""
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     @property
-    def cp_levels(self) -> tuple[int, int]:
-        """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring."""
-        if self.context_way.has_levels:
+    def context_ways(self) -> Mapping[CpCommType, ContextWay]:
+        """Return the ways in which queries of some layers reach the keys of other context-parallel ranks."""
+        return {name: CONTEXT_WAYS[name] for name in self.cp_comm_types}
+
+    @property
+    def has_cp_levels(self) -> bool:
+        """Return whether neighbouring cp ranks exchange heads, and groups of them form a ring."""
+        return self.cp > 1 and any(way.has_levels for way in self.context_ways.values())
+
+    def cp_levels(self, name: CpCommType) -> tuple[int, int]:
+        """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring.
+
+        Args:
+            name: the way of a layer.
+        """
+        way = CONTEXT_WAYS[name]
+        if way.has_levels:
             given = self.hierarchical_context_parallel_sizes
             heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
-        way = self.context_way
         return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
 
     @property
@@ -211,8 +224,8 @@ class ParallelConfig:
 
     @property
     def has_ring(self) -> bool:
-        """Return whether a rank's attention receives keys and values from one rank after another."""
-        return self.cp_levels[1] > 1
+        """Return whether attention of some layers receives keys and values from one rank after another."""
+        return any(self.cp_levels(name)[1] > 1 for name in self.cp_comm_types)
 
     @property
     def num_hidden_slices(self) -> int:
@@ -226,14 +239,13 @@ class ParallelConfig:
     @cached_property
     def mesh(self) -> MeshOptions:
         """Return the sizes of the axes and how the ranks communicate, as a `Topology` takes them."""
-        of_levels = self.context_way.has_levels and self.cp > 1
-        table = (*self.table, *[EXPERTS] * self.has_expert_axes, *[CONTEXT] * of_levels)
+        table = (*self.table, *[EXPERTS] * self.has_expert_axes, *[CONTEXT] * self.has_cp_levels)
         axes = (axis for each in table for axis in each.axes if axis.field)
         sizes = {axis.name: getattr(self, axis.field) for axis in axes}
         if self.has_expert_axes:
             sizes["etp"] = self.etp
-        if of_levels:
-            sizes["cp_heads"], sizes["cp_ring"] = self.cp_levels
+        if self.has_cp_levels:
+            sizes["cp_heads"], sizes["cp_ring"] = self.cp_levels("a2a+p2p")
         return MeshOptions(
             sizes=sizes,
             table=table,
@@ -245,7 +257,7 @@ class ParallelConfig:
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
-            is_zigzag=self.cp > 1 and self.context_way.is_zigzag,
+            is_zigzag=self.cp > 1 and any(way.is_zigzag for way in self.context_ways.values()),
             assigns_documents=self.has_ring and self.dynamic_context_parallel,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, DataConfig
-from megalite.config.flags import flag_with_value
+from megalite.config.flags import flag_with_value, format_value
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.model_fields import MAMBA_OPTIONS, inactive_options
@@ -106,9 +106,9 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     if config.parallel.cp == 1:
         for name in ("cp_comm_type", "dynamic_context_parallel"):
             yield name, "there is one context-parallel rank (--cp 1)"
-    if not config.parallel.context_way.has_levels or config.parallel.cp == 1:
-        way = config.parallel.cp_comm_type
-        reason = f"--cp-comm-type is {way}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
+    if not config.parallel.has_cp_levels:
+        ways = format_value(config.parallel.cp_comm_type)
+        reason = f"--cp-comm-type is {ways}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:
         yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"

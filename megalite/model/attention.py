@@ -19,7 +19,7 @@ from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.microbatch import SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
-from megalite.model.context_parallel import KEY_ACCESS
+from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.model.norm import HeadRMSNorm, build_head_norm
 from megalite.model.positions import Angles, PositionInfo
 from megalite.model.sinks import SINKS
@@ -49,7 +49,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.key_access, self.key_ranks = KEY_ACCESS[context.cp_comm_type], context.head_ranks or context.cp
+        self.key_access, self.key_ranks = KEY_ACCESS[context.way], KeyRanks.of(context)
         self.num_ring_ranks = 1 if context.ring is None else context.ring.size
         self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
+from megalite.config.context_way import CpCommType, way_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
 from megalite.model.attention_block import FlashBlocks, PlainBlocks, TritonBlocks
-from megalite.model.attention_core import AttentionCore, SdpaCore, TritonCore, UnfusedCore
+from megalite.model.attention_core import AttentionCore, SdpaCore, StageCore, TritonCore, UnfusedCore
 from megalite.model.blockwise_attention import Blocking
+from megalite.model.core_by_way import CoreByWay
 from megalite.model.flex_attention import FlexCore
 from megalite.model.gathered_attention import GatheredCore
 from megalite.model.ring_attention import RingCore
@@ -39,10 +42,16 @@ _MIN_CAPABILITY = (8, 0)  # of attention kernels in Triton, FlexAttention's and 
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a run's requirements on attention."""
+    """Describes a run's requirements on attention.
+
+    Attributes:
+        context: context of the layers that compute it.
+        layers: numbers of these layers; None for all.
+    """
 
     config: ModelConfig
     context: LayerContext
+    layers: tuple[int, ...] | None = None
 
     @property
     def device(self) -> str:
@@ -53,7 +62,8 @@ class Case:
     def has_bias(self) -> bool:
         """Return whether the scores have a bias besides the causal mask, in some layers."""
         config = self.config
-        has_window = any(kind.window is not None for kind in config.layer_kinds)
+        layers = range(config.num_layers) if self.layers is None else self.layers
+        has_window = any(config.layer_kind(number).window is not None for number in layers)
         has_distances = config.position_embedding_type == "alibi"
         return has_window or has_distances or self.context.has_documents or not config.is_causal
 
@@ -135,7 +145,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
 
 def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     """Return why PyTorch's kernels do not compute attention in blocks; empty if they do."""
-    need = f"in blocks, as --cp-comm-type {case.context.cp_comm_type} needs"
+    need = f"in blocks, as --cp-comm-type {case.context.way} needs"
     if kernels != (_FLASH,):
         return f"it does not compute attention {need}"
     if case.has_bias:
@@ -317,8 +327,33 @@ def choose(case: Case) -> tuple[str, str]:
     )
 
 
-def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
-    """Build the attention core of a stage.
+def build_stage_core(config: ModelConfig, context: LayerContext) -> StageCore:
+    """Build the attention core of a stage: one for all layers, or one for each --cp-comm-type.
+
+    Raises:
+        UserError: the backend of --attention-backend does not support the run.
+    """
+    with_attention = (n for n, kind in enumerate(config.layer_kinds) if kind.mixer == "attention")
+    layers: dict[CpCommType, list[int]] = {}
+    for number in with_attention if context.cp.size > 1 else ():
+        layers.setdefault(way_of_layer(context.cp_comm_type, number), []).append(number)
+    if len(layers) < 2:
+        return build_core(config, context.of_layer(next(chain(*layers.values()), 0)))
+    cores = {
+        way: build_core(config, context.of_layer(numbers[0]), tuple(numbers))
+        for way, numbers in layers.items()
+    }
+    return CoreByWay(config, context, cores)
+
+
+def build_core(
+    config: ModelConfig, context: LayerContext, layers: tuple[int, ...] | None = None
+) -> AttentionCore:
+    """Build the attention core of layers with one way to reach the keys of other ranks.
+
+    Args:
+        context: their context.
+        layers: their numbers; None for all.
 
     Raises:
         UserError: the backend of --attention-backend does not support the run.
@@ -326,7 +361,7 @@ def build_core(config: ModelConfig, context: LayerContext) -> AttentionCore:
     assert context.topology.positions.is_zigzag or not context.gathers_keys, (
         "gathered keys need zigzag slices"
     )
-    case = Case(config, context)
+    case = Case(config, context, layers)
     name, line = choose(case)
     core = BACKENDS[name].build(config, context)
     kernels = BACKENDS[name].kernels

@@ -90,12 +90,11 @@ class Core(Protocol):
     def recurrent_state(self, layer: int) -> RecurrentState | None: ...
 
 
-class AttentionCore(ABC):
-    """Is the base class of the backends for training: all layers share one set of tables.
+class StageCore(ABC):
+    """Is the base class of the cores for training: all layers share one set of tables.
 
     Attributes:
         windows: windows of the layers that use the core.
-        scales: factors of the products of queries and keys, by head size.
     """
 
     choice = ""
@@ -104,8 +103,6 @@ class AttentionCore(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
         self.context = context
-        of_kinds = map(config.for_kind, config.head_kinds)
-        self.scales = {each.head_dim: each.score_scale for each in of_kinds}
         self.rotations = build_rotations(config, context)
         self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
@@ -170,12 +167,17 @@ class AttentionCore(ABC):
 
     def prepare(self, seq_length: int) -> None:
         """Build the tables for samples of this length, for layers that are then compiled."""
+        self.leave_graphs()
         for rotation in self.rotations.values():
             rotation.table(seq_length)
         self.query_factors(seq_length, None)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)
+
+    @abstractmethod
+    def leave_graphs(self) -> None:
+        """Compute attention between the graphs of compiled layers, if it cannot be in them."""
 
     def tables(self) -> Iterable[Tensor]:
         """Yield the tables that all layers share and that autograd may save."""
@@ -187,15 +189,39 @@ class AttentionCore(ABC):
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
+    @abstractmethod
     def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
-        """Return the core of one layer: this object, because it has no state per layer."""
-        if kind.window not in self.windows:
-            self.windows.append(kind.window)
-        return self
+        """Return the core of one layer, and count its window among `windows`."""
+
+    def add_window(self, window: int | None) -> None:
+        """Count the window of a layer among `windows`."""
+        if window not in self.windows:
+            self.windows.append(window)
 
     def recurrent_state(self, layer: int) -> RecurrentState | None:
         """Return what a recurrent layer keeps between the pieces of a sequence: nothing in training."""
         return None
+
+
+class AttentionCore(StageCore):
+    """Is the base class of the backends for training.
+
+    Attributes:
+        scales: factors of the products of queries and keys, by head size.
+    """
+
+    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        of_kinds = map(config.for_kind, config.head_kinds)
+        self.scales = {each.head_dim: each.score_scale for each in of_kinds}
+
+    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
+        """Return the core of one layer: this object, because it has no state per layer."""
+        self.add_window(kind.window)
+        return self
+
+    def leave_graphs(self) -> None:
+        """Compute attention in the graphs of compiled layers."""
 
     @abstractmethod
     def __call__(

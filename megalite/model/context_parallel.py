@@ -4,11 +4,13 @@ A context-parallel rank computes queries, keys and values of its own tokens. Bef
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
 (DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`). With
 both, neighbouring ranks exchange heads for tokens, and each of them is in a ring with one rank of every other
-group of neighbours (Fang and Zhao 2024, arXiv 2405.07719).
+group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer of a run may have its own way. All hold
+the same tokens: two slices in zigzag order, unless no layer needs them.
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size. If neighbours exchange heads, s is
-the number of tokens that they hold together, and cp their number.
+the number of tokens that they hold together, and cp their number. Functions that return all of s tokens order
+them by position.
 """
 
 from __future__ import annotations
@@ -23,6 +25,33 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_to_all, gather_from_sequence_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels.packed_heads import Heads
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+
+class KeyRanks(NamedTuple):
+    """Describes the ranks that queries, keys and values are exchanged with before attention.
+
+    Attributes:
+        order: positions of the rank's tokens among those that these ranks hold together.
+    """
+
+    axis: Axis
+    order: HeldPositions
+
+    @staticmethod
+    def of(context: LayerContext) -> KeyRanks:
+        """Return the ranks of a layer: those that exchange heads with each other, or all."""
+        axis = context.head_ranks or context.cp
+        return KeyRanks(axis, _order_of_ranks(axis, context.topology.positions.is_zigzag))
+
+
+def _order_of_ranks(cp: Axis, is_zigzag: bool) -> HeldPositions:
+    """Return the positions of a rank's tokens among those that the ranks hold together.
+
+    In a sample in zigzag order, the first slices of neighbours follow each other, and their last ones follow
+    in reverse.
+    """
+    return HeldPositions(cp.rank, cp.size, is_zigzag)
 
 
 class KeyAccess(NamedTuple):
@@ -34,77 +63,65 @@ class KeyAccess(NamedTuple):
         leave: maps the core's output to ``[s/cp, b, n, d]``.
     """
 
-    enter: Callable[[Tensor, Tensor, Tensor, Axis], Heads]
-    leave: Callable[[Tensor, Axis], Tensor]
+    enter: Callable[[Tensor, Tensor, Tensor, KeyRanks], Heads]
+    leave: Callable[[Tensor, KeyRanks], Tensor]
 
 
-def gather_keys(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
-    """Return the rank's queries with all keys and values ``[s, b, g, d]``, in the order of positions.
+def gather_keys(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) -> Heads:
+    """Return the rank's queries with all keys and values ``[s, b, g, d]``.
 
     Backward reduce-scatters the gradients of keys and values.
     """
-    if cp.size == 1:
+    if ranks.axis.size == 1:
         return q, k, v
-    gathered = gather_from_sequence_parallel(torch.cat((k, v), dim=3), cp)
-    k, v = _order_of_ranks(cp).in_position_order(gathered).split((k.shape[3], v.shape[3]), dim=3)
+    gathered = gather_from_sequence_parallel(torch.cat((k, v), dim=3), ranks.axis)
+    k, v = ranks.order.in_position_order(gathered).split((k.shape[3], v.shape[3]), dim=3)
     return q, k, v
 
 
-def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
+def exchange_tokens_for_heads(q: Tensor, k: Tensor, v: Tensor, ranks: KeyRanks) -> Heads:
     """Return all tokens of a part of the heads: ``[s, b, n/cp, d]``, and twice ``[s, b, max(1, g/cp), d]``.
 
     Several ranks get a copy of a key/value head if there are fewer of them than ranks.
     """
+    cp = ranks.axis
     if cp.size == 1:
         return q, k, v
     if q.shape[2] == k.shape[2]:
-        q, k, v = _ToHeads.apply(torch.cat((q, k, v), dim=3), cp).split(
-            [x.shape[3] for x in (q, k, v)], dim=3
-        )
-        return q, k, v
-    copies = max(1, cp.size // k.shape[2])
-    heads = q, *(x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-    parts = [x.unflatten(2, (cp.size, -1)) for x in heads]  # [s/cp, b, cp, n/cp, d]
-    whole = _ToHeads.apply(torch.cat(parts, dim=3).flatten(2, 3), cp)
-    q, k, v = whole.split([part.shape[3] for part in parts], dim=2)
+        whole = all_tokens_of_heads(torch.cat((q, k, v), dim=3), cp)
+        sizes, dim = [x.shape[3] for x in (q, k, v)], 3
+    else:
+        copies = max(1, cp.size // k.shape[2])
+        heads = q, *(x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+        parts = [x.unflatten(2, (cp.size, -1)) for x in heads]  # [s/cp, b, cp, n/cp, d]
+        whole = all_tokens_of_heads(torch.cat(parts, dim=3).flatten(2, 3), cp)
+        sizes, dim = [part.shape[3] for part in parts], 2
+    q, k, v = ranks.order.in_position_order(whole).split(sizes, dim)
     return q, k, v
 
 
+def return_heads_for_tokens(y: Tensor, ranks: KeyRanks) -> Tensor:
+    """Return the rank's tokens of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    return exchange_heads_for_tokens(ranks.order.in_rank_order(y), ranks.axis)
+
+
 def all_tokens_of_heads(x: Tensor, cp: Axis) -> Tensor:
-    """Return all tokens of a part of the heads: ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``."""
+    """Return all tokens of a part of the heads: ``[s/cp, b, n, d]`` to ``[s, b, n/cp, d]``.
+
+    They are in the order of the ranks that held them.
+    """
     return x if cp.size == 1 else _ToHeads.apply(x, cp)
 
 
 def exchange_heads_for_tokens(y: Tensor, cp: Axis) -> Tensor:
-    """Return the rank's tokens of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
+    """Undo `all_tokens_of_heads`: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
     return y if cp.size == 1 else _ToTokens.apply(y, cp)
 
 
-def exchange_slices_for_heads(q: Tensor, k: Tensor, v: Tensor, cp: Axis) -> Heads:
-    """Return what `exchange_tokens_for_heads` returns, with zigzag slices in the order of positions."""
-    order = _order_of_ranks(cp)
-    q, k, v = (order.in_position_order(x) for x in exchange_tokens_for_heads(q, k, v, cp))
-    return q, k, v
-
-
-def exchange_heads_for_slices(y: Tensor, cp: Axis) -> Tensor:
-    """Return the rank's two slices of all heads: ``[s, b, n/cp, d]`` to ``[s/cp, b, n, d]``."""
-    return exchange_heads_for_tokens(_order_of_ranks(cp).in_rank_order(y), cp)
-
-
-def _order_of_ranks(cp: Axis) -> HeldPositions:
-    """Return the positions of a rank's slices among those that the ranks hold together.
-
-    In a sample, the first slices of neighbours follow each other, and their last ones follow in reverse.
-    """
-    return HeldPositions(cp.rank, cp.size, is_zigzag=True)
-
-
 KEY_ACCESS: Mapping[str, KeyAccess] = {
-    "all_gather": KeyAccess(gather_keys, lambda y, cp: y),
-    "a2a": KeyAccess(exchange_tokens_for_heads, exchange_heads_for_tokens),
-    "p2p": KeyAccess(lambda q, k, v, cp: (q, k, v), lambda y, cp: y),
-    "a2a+p2p": KeyAccess(exchange_slices_for_heads, exchange_heads_for_slices),
+    "all_gather": KeyAccess(gather_keys, lambda y, ranks: y),
+    "p2p": KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y),
+    **dict.fromkeys(("a2a", "a2a+p2p"), KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)),
 }
 """Ways to reach the keys of other ranks, by --cp-comm-type."""
 

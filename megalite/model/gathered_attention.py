@@ -88,9 +88,8 @@ class GatheredCore(SoftmaxCore):
         self.blocks = blocks
         self.attend = attend_in_blocks
 
-    def prepare(self, seq_length: int) -> None:
-        """Build the tables, and compute attention between the graphs of compiled layers."""
-        super().prepare(seq_length)
+    def leave_graphs(self) -> None:
+        """Compute attention between the graphs of compiled layers."""
         self.attend = torch.compiler.disable(self.attend)
 
     def __call__(

@@ -41,7 +41,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
         super().__init__()
         self.kind = config.layer_kind(layer)
-        config = config.for_kind(self.kind)
+        config, context = config.for_kind(self.kind), context.of_layer(layer)
         is_pre_norm = config.norm_position in ("pre", "sandwich")
         if self.kind.mixer != "none":
             self.attention_norm = build_norm(config, context, with_residual=is_pre_norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from megalite.config.context_way import CpCommType
 from megalite.distributed.axes import EXPERTS
 from megalite.plan.communication import Group
 from megalite.plan.planned_run import PlannedRun
@@ -55,20 +56,20 @@ def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -
     Args:
         attention_seconds: seconds of the computation.
     """
-    if run.cp == 1 or not run.program.is_own:
+    if call.way is None or not run.program.is_own:
         return 0.0
-    return CP_SECONDS[run.config.parallel.cp_comm_type](run, call, attention_seconds)
+    return CP_SECONDS[call.way](run, call, run.config.parallel.cp_levels(call.way), attention_seconds)
 
 
-def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
+def _gather_seconds(run: PlannedRun, call: AttentionCall, levels: tuple[int, int], _: float) -> float:
     """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
     group = Group(run.cluster, run.cp, run.tp)
     return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
 
 
-def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
+def _exchange_seconds(run: PlannedRun, call: AttentionCall, levels: tuple[int, int], _: float) -> float:
     """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
-    heads, _ring = run.config.parallel.cp_levels
+    heads, _ring = levels
     group = Group(run.cluster, heads, run.tp)
     element = run.element_bytes
     entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
@@ -76,16 +77,20 @@ def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
     return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
 
 
-def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+def _ring_seconds(
+    run: PlannedRun, call: AttentionCall, levels: tuple[int, int], attention_seconds: float
+) -> float:
     """Pass keys and values around the ring under the computation."""
-    heads, ring = run.config.parallel.cp_levels
+    heads, ring = levels
     group = Group(run.cluster, ring, heads * run.tp)
     return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
 
 
-def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+def _levels_seconds(
+    run: PlannedRun, call: AttentionCall, levels: tuple[int, int], attention_seconds: float
+) -> float:
     """Exchange heads between neighbours, and pass keys and values around the ring of their groups."""
-    return _exchange_seconds(run, call, 0.0) + _ring_seconds(run, call, attention_seconds)
+    return _exchange_seconds(run, call, levels, 0.0) + _ring_seconds(run, call, levels, attention_seconds)
 
 
 def _key_elements(call: AttentionCall) -> int:
@@ -93,7 +98,7 @@ def _key_elements(call: AttentionCall) -> int:
     return call.kv_heads * (call.size + call.value_size)
 
 
-CP_SECONDS: Mapping[str, Callable[[PlannedRun, AttentionCall, float], float]] = {
+CP_SECONDS: Mapping[CpCommType, Callable[[PlannedRun, AttentionCall, tuple[int, int], float], float]] = {
     "all_gather": _gather_seconds,
     "a2a": _exchange_seconds,
     "p2p": _ring_seconds,

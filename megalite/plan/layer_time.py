@@ -10,6 +10,7 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
+from megalite.config.context_way import CONTEXT_WAYS
 from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
@@ -206,8 +207,9 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
     if not run.program.fused_attention:
         return _unfused_attention(run, call)
     program = run.program
-    kernel: FusedKernel = "cudnn" if program.cudnn_attention else "flash"
-    if program.triton_blocks or (program.triton_attention and call.kernel == "triton"):
+    in_blocks = program.is_own and call.way is not None and CONTEXT_WAYS[call.way].is_zigzag
+    kernel: FusedKernel = "cudnn" if program.cudnn_attention and not in_blocks else "flash"
+    if (program.triton_blocks and in_blocks) or (program.triton_attention and call.kernel == "triton"):
         kernel = "triton"
     forward, backward = fused_attention_seconds(
         run.cluster.gpu,
@@ -422,7 +424,6 @@ def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
         run.cluster,
         run.tp_comm_chunks,
         parallel.requests_symmetric_memory,
-        parallel.cp_levels,
         parallel.gradient_accumulation_fusion,
         _sum_bytes(run),
     )

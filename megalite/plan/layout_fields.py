@@ -76,7 +76,10 @@ def routing_line(config: Config) -> str | None:
 
 
 def layout_name(run: PlannedRun) -> str:
-    """Return the layout as --verify-layouts names it, such as ``tp2pp4zbdp8mbs1+zero1``."""
+    """Return the layout as --verify-layouts names it, such as ``tp2pp4zbdp8mbs1+zero1``.
+
+    The name does not contain a list of --cp-comm-type: a layout without one in its name keeps the config's.
+    """
     parallel, recompute = run.config.parallel, run.config.recompute
     suffix = SCHEDULES[parallel.schedule].layout_suffix
     if parallel.schedule == "interleaved":
@@ -86,9 +89,10 @@ def layout_name(run: PlannedRun) -> str:
     sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
     if parallel.has_expert_axes:
         sizes += f"ep{parallel.ep}etp{parallel.etp}"
+    way = parallel.cp_comm_types[0]
     switches = {
         "sp": parallel.sequence_parallel,
-        parallel.cp_comm_type: run.cp > 1 and parallel.cp_comm_type != "all_gather",
+        way: run.cp > 1 and way != "all_gather" and isinstance(parallel.cp_comm_type, str),
         "dynamic": parallel.mesh.assigns_documents,
         "allgather": parallel.has_expert_axes and parallel.moe_token_dispatcher_type == "allgather",
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,

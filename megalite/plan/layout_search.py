@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from megalite.config import Config
-from megalite.config.context_way import CONTEXT_WAYS
+from megalite.config.context_way import CpCommTypes
 from megalite.config.parallel import num_neighbours
 from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
@@ -311,13 +311,13 @@ def _exchanges(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
     """Yield the ways to try in which ranks exchange positions: sequence parallelism, and those of cp."""
     parallel = request.config.parallel
     slices = [True] if run.config.parallel.has_expert_axes else [False, True]
-    types = list(CP_SECONDS) if run.cp > 1 else [parallel.cp_comm_type]
+    types: list[CpCommTypes] = [*CP_SECONDS] if run.cp > 1 else [parallel.cp_comm_type]
     for values, cp_values in product(
         _unless_fixed(request, "sequence_parallel", slices if run.tp > 1 else [False]),
         _unless_fixed(request, "cp_comm_type", types),
     ):
         levels = {}
-        if CONTEXT_WAYS[cp_values.get("cp_comm_type", parallel.cp_comm_type)].has_levels:
+        if replace(run.config.parallel, **cp_values).has_cp_levels:
             levels = _levels(request, run)
         yield {**values, **cp_values, **levels}
 

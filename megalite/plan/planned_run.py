@@ -227,7 +227,9 @@ class PlannedRun:
             triton_recurrence=self.program.triton_recurrence,
             provider=self.provider,
         )
-        return units_of(UnitsKey(key, self.program, self.cp, drops, config.parallel.cp_levels))
+        parallel = config.parallel
+        levels = tuple((way, parallel.cp_levels(way)) for way in parallel.context_ways)
+        return units_of(UnitsKey(key, self.program, self.cp, drops, parallel.cp_comm_type, levels))
 
     @property
     def _expert_axes(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ class Program:
 
     Attributes:
         fused_attention: attention scores are never stored in GPU memory.
-        cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's.
+        cudnn_attention: fused attention is cuDNN's, not FlashAttention-2's. megalite's is not in blocks of
+            context-parallel ranks' queries and keys.
         triton_attention: with dropout, ALiBi or documents, fused attention is megalite's own.
-        triton_blocks: so it is without them, because FlashAttention does not compute the blocks.
+        triton_blocks: in blocks it is so without them, because FlashAttention does not compute the blocks.
         triton_recurrence: recurrences are computed by megalite's kernels, not in plain PyTorch.
         attention_slowdown: time of fused attention, relative to FlashAttention-2 or cuDNN.
         keeps_scores: the outputs of softmax and of its dropout are saved for backward.
@@ -88,7 +89,7 @@ def own_program(
     """Return megalite as a program, with the attention that this GPU runs.
 
     Args:
-        has_blocks: attention is computed in blocks of the queries and keys of context-parallel ranks.
+        has_blocks: some layers compute attention in blocks of context-parallel ranks' queries and keys.
         has_documents: attention stays within the documents of a sample.
     """
     has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
@@ -98,14 +99,13 @@ def own_program(
     is_written_out |= has_dropout and not can_run_triton
     if has_blocks and not can_run_triton:
         is_written_out |= has_documents or not _has_flash_blocks(model)
-    has_cudnn = model.attention_backend not in ("flash", "efficient") and not has_blocks
     return Program(
         fused_attention=not is_written_out,
         is_own=True,
         copies_heads=False,
-        cudnn_attention=has_cudnn,
+        cudnn_attention=model.attention_backend not in ("flash", "efficient"),
         triton_attention=can_run_triton,
-        triton_blocks=has_blocks and can_run_triton and not _has_flash_blocks(model),
+        triton_blocks=can_run_triton and not _has_flash_blocks(model),
         triton_recurrence=gpu.has_triton and _fits_recurrence_kernels(model),
         overlaps_tp=True,
         stops_recomputing=True,

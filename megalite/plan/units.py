@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
+from megalite.config.context_way import CpCommType, CpCommTypes, way_of_layer
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.plan.programs import Program
 from megalite.recording.records import kinds_of_layers, unit_record
@@ -28,14 +29,16 @@ class UnitsKey(NamedTuple):
             those of the run.
         cp: context-parallel size: a rank's queries attend to the keys of all ranks.
         drops_weights: attention weights are dropped.
-        cp_levels: how many of these ranks exchange heads, and how many groups of them form a ring.
+        ways: how queries reach the keys of other context-parallel ranks, in all layers or in each.
+        cp_levels: by these ways, how many ranks exchange heads, and how many groups of them form a ring.
     """
 
     any_unit: UnitKey
     program: Program
     cp: int
     drops_weights: bool
-    cp_levels: tuple[int, int] = (1, 1)
+    ways: CpCommTypes = "all_gather"
+    cp_levels: tuple[tuple[CpCommType, tuple[int, int]], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,16 +197,35 @@ def units_of(key: UnitsKey) -> ModelUnits:
     if whole.model.mtp_num_layers:
         head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
-    kinds = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
+    recorded = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
+    kinds = _kinds_by_way(recorded, key)
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
         head_as_executed(unit_record(head), key),
         kinds,
         {
-            kind: as_executed(unit_record(replace(layer, unit=kind, cp=_exchanging_ranks(key, kind))), key)
+            kind: as_executed(
+                unit_record(replace(layer, unit=recorded[kind], cp=_exchanging_ranks(key, kind))), key, kind
+            )
             for kind in set(kinds)
         },
+    )
+
+
+def _kinds_by_way(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
+    """Return the kinds of layers, which are others for other ways to reach the keys of other ranks."""
+    if key.cp == 1:
+        return tuple(kinds)
+    first: dict[tuple[int, CpCommType | None], int] = {}
+    model = key.any_unit.model
+    ways = (
+        way_of_layer(key.ways, number) if model.layer_kind(number).mixer == "attention" else None
+        for number in range(len(kinds))
+    )
+    return tuple(
+        first.setdefault((kind, way), number)
+        for number, (kind, way) in enumerate(zip(kinds, ways, strict=True))
     )
 
 
@@ -217,10 +239,14 @@ def _whole_vocabulary(model: ModelConfig) -> ModelConfig:
     return replace(model, pad_vocab_size_to=None)
 
 
-def as_executed(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
-    """Return the record of a layer, with what a program other than megalite does differently."""
+def as_executed(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
+    """Return the record of a layer, with what a program other than megalite does differently.
+
+    Args:
+        number: number of the layer in the whole model.
+    """
     if key.cp > 1:
-        layer = _with_all_keys(layer, key)
+        layer = _with_all_keys(layer, key, number)
     program = key.program
     if program.is_own:
         return layer
@@ -258,7 +284,7 @@ def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
     """
     program = key.program
     if key.cp > 1 and head.forward.attention:  # of multi-token prediction
-        head = _with_all_keys(head, key)
+        head = _with_all_keys(head, key, key.any_unit.model.num_layers)
     if program.logit_copy_bytes == 0:
         return head
     gemm = head.forward.gemms[-1]
@@ -272,10 +298,10 @@ def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
     return replace(head, forward=forward, backward=backward).saving(copies)
 
 
-def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
-    """Return the record of a layer whose queries attend to the keys of all context-parallel ranks."""
-    is_own = key.program.is_own
-    neighbours, ring = key.cp_levels if is_own else (1, 1)
+def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
+    """Return the record of layer `number` whose queries attend to the keys of all context-parallel ranks."""
+    is_own, way = key.program.is_own, way_of_layer(key.ways, number)
+    neighbours, ring = dict(key.cp_levels)[way] if is_own else (1, 1)
 
     def exchanged(call: AttentionCall) -> AttentionCall:
         """Return a call with the tokens of all ranks that exchange heads, and a part of the heads."""
@@ -288,7 +314,7 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey) -> UnitRecord:
         )
 
     def extended(call: AttentionCall) -> AttentionCall:
-        return exchanged(call)._replace(keys=call.keys * key.cp)
+        return exchanged(call)._replace(keys=call.keys * key.cp, way=way)
 
     forward, backward = (
         replace(phase, attention=tuple(map(extended, phase.attention)))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.config.context_way import CONTEXT_WAYS, ContextWay
+from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType, CpCommTypes, way_of_layer
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import part_of, positions_in
@@ -169,7 +169,8 @@ class LayerContext:
         fp8_format: FP8 format of the linear layers' GEMMs; None for GEMMs in `dtype`.
         fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
         overlap: how the linear layers' collectives overlap with their GEMMs.
-        cp_comm_type: how queries reach the keys of other context-parallel ranks.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each;
+            `of_layer` has that of a layer.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
         moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         turns: lets another action of the pipeline run while rows of experts are in flight; None without.
@@ -187,10 +188,16 @@ class LayerContext:
     fp8_format: str | None = None
     fp8_weights: Fp8Weights | None = None
     overlap: Overlap = SEPARATE
-    cp_comm_type: str = "all_gather"
+    cp_comm_type: CpCommTypes = "all_gather"
     moe_imbalance: float = 1.0
     moe_token_dispatcher_type: str = "alltoall"
     turns: Turns | None = None
+
+    def of_layer(self, layer: int) -> LayerContext:
+        """Return the context of a layer, by its number in the whole model."""
+        if isinstance(self.cp_comm_type, str):
+            return self
+        return replace(self, cp_comm_type=way_of_layer(self.cp_comm_type, layer))
 
     @property
     def tp(self) -> Axis:
@@ -239,8 +246,14 @@ class LayerContext:
         return self.cp.size > 1 and self._context_way.gathers_keys
 
     @property
+    def way(self) -> CpCommType:
+        """Return how queries reach the keys of other context-parallel ranks, in the context of a layer."""
+        assert isinstance(self.cp_comm_type, str), "each layer has its own: read it from `of_layer`"
+        return self.cp_comm_type
+
+    @property
     def _context_way(self) -> ContextWay:
-        return CONTEXT_WAYS[self.cp_comm_type]
+        return CONTEXT_WAYS[self.way]
 
     def _ranks_of_level(self, name: str) -> Axis | None:
         """Return an axis of the two levels of context parallelism, or all ranks; None if there is one."""

@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
+from megalite.config import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainingConfig,
+)
+from megalite.config.context_way import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.data.mock_dataset import MockDataset
 from megalite.distributed.local_ranks import run_ranks
@@ -146,6 +154,18 @@ def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
     config = layout.apply(_config(model, DROPOUT.get(model, 0.0), *options), GLOBAL_BATCH_SIZE)
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
+
+
+@pytest.mark.parametrize(
+    "name", ["cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp4", "tp2pp2cp2+sp+full"))]
+)
+@pytest.mark.parametrize("model", ["gpt-tiny", pytest.param("bloom-tiny", marks=pytest.mark.slow)])
+def test_same_run_with_a_way_for_each_layer(model: str, name: str) -> None:
+    layout, config = Layout.parse(name), _config(model, DROPOUT.get(model, 0.0), *OPTIONS)
+    ways: tuple[CpCommType, ...] = ("a2a", "p2p", "all_gather", "a2a")
+    config = replace(config, parallel=ParallelConfig(cp_comm_type=ways))
+    run = record_run(layout.apply(config, GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
+    assert not compare(run, _reference(model, *OPTIONS)).excesses(TOLERANCES["fp64"])
 
 
 def _short_sample(dataset: MockDataset, index: int) -> npt.NDArray[np.int64]:

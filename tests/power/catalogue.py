@@ -704,7 +704,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("sinks of a ring count twice", "cp2+p2p", attention_block, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         context_parallel, "_order_of_ranks", instead(lambda cp: HeldPositions(cp.rank, cp.size))),
+         context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(

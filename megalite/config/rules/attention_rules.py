@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megalite.config.config import Config
+from megalite.config.context_way import CpCommType, way_of_layer
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import ModelConfig
@@ -80,8 +81,8 @@ def _shares(model: ModelConfig, number: int) -> bool:
 
 
 def _has_patterns(config: Config) -> bool:
-    """Return whether the patterns of layers with windows and rotation fit the model."""
-    names = ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
+    """Return whether the patterns of layers fit the model."""
+    names = ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
     patterns = ((name, getattr(config.model, name)) for name in names)
     return not any(
         list(pattern_problems(config, name, pattern)) for name, pattern in patterns if pattern is not None
@@ -143,9 +144,10 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
 
 def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Refuse features that ring attention does not have."""
-    way = config.parallel.cp_comm_type
+    ways = config.parallel.context_ways
     if not config.parallel.has_ring:
         return
+    way = next(name for name, each in ways.items() if each.passes_keys)
     for name, is_on in (("qk_clip", config.model.qk_clip), ("compile", config.training.compile)):
         if is_on:
             yield Problem(
@@ -161,11 +163,11 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
     flag = flag_of(_ASSIGNS)
-    if parallel.cp_comm_type != "p2p":
+    if others := [name for name in parallel.context_ways if name != "p2p"]:
         yield Problem(
             (_ASSIGNS, "cp_comm_type"),
-            f"{flag} with --cp-comm-type {parallel.cp_comm_type}, whose messages do not depend on documents: "
-            "pass --cp-comm-type p2p",
+            f"{flag} with --cp-comm-type {others[0]}, whose messages do not depend on documents: pass "
+            "--cp-comm-type p2p",
         )
     if not (model.is_causal and data.masks_attention):
         yield Problem(
@@ -175,16 +177,42 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
         )
 
 
+def ways_of_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a list of ways to reach the keys of other ranks has one for each layer."""
+    ways, num_layers = config.parallel.cp_comm_types, config.model.num_layers
+    if len(ways) not in (1, num_layers):
+        yield Problem(
+            ("cp_comm_type", "num_layers"),
+            f"--cp-comm-type has {len(ways)} values, not one for each of --num-layers {num_layers}: pass one "
+            "for all layers, or one for each",
+        )
+
+
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
-    for kind in config.model.head_kinds:
-        yield from _exchanged_heads(config, kind)
+    for way, exchange in config.parallel.context_ways.items():
+        for kind in config.model.head_kinds if exchange.exchanges_heads else ():
+            if _has_layers(config, way, kind):
+                yield from _exchanged_heads(config, way, kind)
 
 
-def _exchanged_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
+def _has_layers(config: Config, way: CpCommType, kind: LayerKind) -> bool:
+    """Return whether some layers with this way have as many key/value heads as those of a kind."""
+    model, parallel = config.model, config.parallel
+    if len(parallel.context_ways) == 1 or not _has_patterns(config):
+        return True
+    return any(
+        way_of_layer(parallel.cp_comm_type, number) == way
+        and model.for_kind(each).num_kv_heads == model.for_kind(kind).num_kv_heads
+        for number, each in enumerate(model.layer_kinds)
+        if each.mixer == "attention"
+    )
+
+
+def _exchanged_heads(config: Config, way: CpCommType, kind: LayerKind) -> Iterator[Problem]:
     parallel, model = config.parallel, config.model.for_kind(kind)
     tp, heads = parallel.tp, model.num_attention_heads
-    ranks, groups_of_ranks = parallel.cp_levels
+    ranks, groups_of_ranks = parallel.cp_levels(way)
     if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % model.num_kv_heads:
         return  # or reported by other rules
     heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
@@ -199,6 +227,6 @@ def _exchanged_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
     rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield Problem(
         ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(kind)),
-        f"--cp-comm-type {parallel.cp_comm_type} with {given}, over which the {heads} query and {groups} "
+        f"--cp-comm-type {way} with {given}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
     )

@@ -17,7 +17,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
-from megalite.model.context_parallel import KEY_ACCESS
+from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
 
@@ -41,13 +41,13 @@ def _attend(topology: Topology, kind: str, num_groups: int, dtype: torch.dtype) 
         seq_length=S,
     )
     context = LayerContext(topology, dtype, cp_comm_type=kind)
-    cp, access, core = context.cp, KEY_ACCESS[kind], build_core(config, context)
+    ranks, access, core = KeyRanks.of(context), KEY_ACCESS[kind], build_core(config, context)
     q, k, v, grad = (topology.positions.take(x, dim=0) for x in _inputs(num_groups, dtype))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*leaves, cp))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*leaves, ranks))
     visible = core.visible_keys((B, S), None, [None])[None]
     y = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B))).permute(2, 0, 1, 3)
-    out = access.leave(y, cp)
+    out = access.leave(y, ranks)
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 

@@ -18,7 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import BACKENDS, build_core
-from megalite.model.context_parallel import KEY_ACCESS
+from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -121,7 +121,7 @@ def _attend(topology: Topology, name: str, dtype: torch.dtype, way: str, of_trit
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
     visible = core.visible_keys((B, S), _documents(case), [case.window])[case.window]
     drop = Drop(case.p, 5, torch.arange(B) + 3, heads.index * HEADS // heads.count * S**2)
-    access, ranks = KEY_ACCESS[way], context.head_ranks or context.cp
+    access, ranks = KEY_ACCESS[way], KeyRanks.of(context)
     entered = access.enter(*(x.permute(2, 0, 1, 3) for x in (q, k, v)), ranks)
     own_sinks = [x.chunk(heads.count)[heads.index] for x in of_sinks]
     out = core(*(x.permute(1, 2, 0, 3) for x in entered), visible, drop, *own_sinks)
@@ -297,6 +297,7 @@ def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
     )
     context = LayerContext(topology, torch.float32, cp_comm_type="a2a+p2p")
     core, device, access = build_core(config, context), topology.device, KEY_ACCESS["a2a+p2p"]
+    ranks = KeyRanks.of(context)
     assert context.head_ranks is not None and context.ring is not None
     own = [
         torch.randn(S // context.cp.size, B, n, SIZE, device=device, requires_grad=True)
@@ -304,9 +305,9 @@ def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
     ]
     visible = core.visible_keys((B, S), None, [None])[None]
     with Traffic(topology) as traffic:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*own, context.head_ranks))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*own, ranks))
         out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
-        access.leave(out.permute(2, 0, 1, 3), context.head_ranks).sum().backward()
+        access.leave(out.permute(2, 0, 1, 3), ranks).sum().backward()
     axes = context.head_ranks, context.ring
     return {axis.name: ring_bytes(traffic.calls, axis.name, axis.size) for axis in axes}
 

@@ -64,6 +64,8 @@ def test_one_field_has_several_names(flag: str, join: bool) -> None:
         ("pipeline_layers", ["--pipeline-layers", "([2]*2+[1])*2"], (2, 2, 1, 2, 2, 1)),
         ("data_path", ["--data-path", ".3", "a", "0.7", "b"], (".3", "a", "0.7", "b")),
         ("data_path", ["--data-path=--odd"], ("--odd",)),
+        ("cp_comm_type", ["--cp-comm-type", "p2p"], "p2p"),
+        ("cp_comm_type", ["--cp-comm-type", "p2p", "a2a+p2p"], ("p2p", "a2a+p2p")),
         ("clip_grad", ["--clip-grad", "-1"], -1.0),
         ("profile_execution", ["--profile-execution", "True"], True),
         ("profile_execution", ["--profile-execution"], True),

@@ -23,7 +23,7 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.attention_rules import assigned_documents, exchanged_heads, ring
+from megalite.config.rules.attention_rules import assigned_documents, exchanged_heads, ring, ways_of_layers
 from megalite.config.rules.parallel_rules import (
     batch,
     context_levels,
@@ -752,6 +752,12 @@ def test_options_without_effect_name_the_other_option() -> None:
     )
 
 
+OWN_GROUPS = (
+    "--cp 4 --num-attention-heads 12 --num-query-groups 3 --full-attention-query-groups 1 --window-size 8 0 "
+    "--window-attn-skip-freq 2"
+)
+
+
 @pytest.mark.parametrize(
     ("tp", "cp", "heads", "groups", "expected"),
     [
@@ -805,6 +811,42 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
         f"--preset gpt-tiny --num-attention-heads 8 --seq-length 96 --cp-comm-type a2a+p2p {line}".split()
     )
     rules = context_levels, exchanged_heads, ring, assigned_documents, sequence
+    problems = [problem.text for rule in rules for problem in rule(config, None)]
+    assert len(problems) == bool(expected)
+    assert all(re.search(expected, problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--cp 2 --cp-comm-type p2p a2a p2p all_gather", ""),
+        (
+            "--cp 2 --cp-comm-type p2p a2a",
+            "^--cp-comm-type has 2 values, not one for each of --num-layers 4: pass one for all layers, or",
+        ),
+        ("--cp-comm-type p2p a2a p2p", "^--cp-comm-type has 3 values, not one for each of --num-layers 4: "),
+        ("--cp 2 --compile --cp-comm-type a2a a2a p2p a2a", "^--compile with --cp-comm-type p2p is not supp"),
+        (
+            "--cp 2 --reset-attention-mask --dynamic-context-parallel --cp-comm-type p2p p2p p2p a2a",
+            "^--dynamic-context-parallel with --cp-comm-type a2a, whose messages .* pass --cp-comm-type p2p",
+        ),
+        ("--cp 4 --cp-comm-type a2a a2a a2a a2a+p2p --seq-length 36", "in 2 slices .* a2a\\+p2p"),
+        ("--cp 2 --cp-comm-type a2a a2a a2a a2a+p2p", "^--cp-comm-type a2a\\+p2p with --cp 2: it needs two"),
+        (
+            "--cp 4 --cp-comm-type a2a p2p p2p p2p --num-attention-heads 6",
+            "a2a with --cp 4, over which the ",
+        ),
+        # Two layers have a window, and the others one key/value head, which any number of ranks can share.
+        (f"{OWN_GROUPS} --cp-comm-type p2p a2a p2p a2a", ""),
+        (
+            f"{OWN_GROUPS} --cp-comm-type a2a p2p a2a p2p",
+            "a2a with --cp 4, over which the 12 query and 3",
+        ),
+    ],
+)
+def test_each_layer_may_have_a_way_of_its_own(line: str, expected: str) -> None:
+    config, _ = parse(f"--preset gpt-tiny --hidden-size 96 --seq-length 96 {line}".split())
+    rules = context_levels, ways_of_layers, exchanged_heads, ring, assigned_documents, sequence
     problems = [problem.text for rule in rules for problem in rule(config, None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)

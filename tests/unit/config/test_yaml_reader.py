@@ -58,6 +58,8 @@ def test_flags_go_over_yaml_over_preset(written) -> None:
         ("data_path: []", "data_path", ()),
         ("data_path:\n- a\n- b", "data_path", ("a", "b")),
         ("pipeline_layers: [3, 5]", "pipeline_layers", (3, 5)),
+        ("cp_comm_type: p2p", "cp_comm_type", "p2p"),
+        ("cp_comm_type: [p2p, a2a]", "cp_comm_type", ("p2p", "a2a")),
         ("embed_layernorm: yes", "embed_layernorm", True),
         ("add_bias_linear: false", "add_bias_linear", False),
         ("split: 90,5,5", "split", "90,5,5"),

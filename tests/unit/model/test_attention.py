@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import LayerKind, ModelConfig
+from megalite.config.context_way import CpCommType
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -27,6 +28,7 @@ from megalite.model.attention_backends import (
     BACKENDS,
     Case,
     build_core,
+    build_stage_core,
     by_speed,
     choose,
     cudnn_version,
@@ -34,8 +36,10 @@ from megalite.model.attention_backends import (
     preference,
 )
 from megalite.model.attention_core import AttentionCore, Blocking, SdpaCore, TritonCore, UnfusedCore
+from megalite.model.core_by_way import CoreByWay
 from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes
+from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_bytes import LiveBytes
 
@@ -497,6 +501,37 @@ def test_auto_computes_blocks_of_slices(way: str, one_rank: Topology) -> None:
     assert [choose(Case(config_of(**twelve), each))[0] for each in (on_cpu, on_gpu)] == ["flash", "triton"]
     in_fp64 = slices_of(one_rank, torch.float64, "meta", way)
     assert choose(Case(config_of(window_size=(8, 0)), in_fp64))[0] == "unfused"
+
+
+def test_each_way_has_a_core_for_its_own_layers(one_rank: Topology) -> None:
+    """Windows of layers that pass keys around do not keep layers that exchange heads from fused kernels."""
+    config = config_of(num_layers=4, window_size=(8, 0), window_attn_skip_freq=(2,))
+    ways: tuple[CpCommType, ...] = ("p2p", "a2a", "p2p", "a2a")
+    context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
+    core = build_stage_core(config, dataclasses.replace(context, cp_comm_type=ways))
+    assert isinstance(core, CoreByWay)
+    kinds = [type(core.for_layer(number, config.layer_kind(number))) for number in range(5)]
+    assert kinds == [RingCore, SdpaCore, RingCore, SdpaCore, SdpaCore]  # with one of multi-token prediction
+    assert core.choice.startswith("with --cp-comm-type p2p, triton, chosen for meta in fp32; not flash: ")
+    assert core.choice.endswith("with --cp-comm-type a2a, fused, chosen for meta in fp32")
+    visible = core.visible_keys((2, 16), None, core.windows)
+    assert visible[8].starts is not None and visible[8].bias is None
+    assert visible[None] == VisibleKeys()
+    documents = core.visible_keys((2, 16), torch.zeros(2, 16, dtype=torch.int64, device="meta"), core.windows)
+    assert (documents[8].bias is None, documents[None].bias is None) == (True, False)
+    assert documents[None].starts is not None
+    flex = dataclasses.replace(config, attention_backend="flex")
+    with pytest.raises(UserError, match=r"^--attention-backend flex .*--cp-comm-type a2a"):
+        build_stage_core(flex, dataclasses.replace(context, cp_comm_type=ways))
+
+
+def test_ways_of_layers_without_attention_have_no_core(one_rank: Topology) -> None:
+    context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
+    recurrent = {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "num_layers": 2}
+    exchanged = dataclasses.replace(context, cp_comm_type=("p2p", "a2a"))
+    assert isinstance(build_stage_core(config_of(**recurrent), exchanged), SdpaCore)
+    passed = dataclasses.replace(context, cp_comm_type=("a2a", "p2p"))
+    assert isinstance(build_stage_core(config_of(**recurrent), passed), RingCore)
 
 
 def test_auto_prefers_our_kernels_for_gathered_keys_in_bf16_on_a_cpu(one_rank: Topology) -> None:

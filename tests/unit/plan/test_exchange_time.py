@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.context_way import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
@@ -15,9 +16,10 @@ from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import PROTOCOLS, Group
 from megalite.plan.exchange_time import ep_seconds
 from megalite.plan.iteration_time import time_iteration
-from megalite.plan.layer_time import phase_work
+from megalite.plan.layer_time import model_work, phase_work
+from megalite.plan.layout_fields import layout_flags, layout_name
 from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.programs import OWN, own_program, program_named
 from megalite.plan.rank_memory import RankMemory, rank_memories
 from megalite.recording.unit_record import CollectiveCall
 from megalite.verify.layouts import Layout
@@ -108,6 +110,45 @@ def test_messages_of_recurrent_layers_are_those_of_a_dry_run() -> None:
     assert sum(phase_work(run, phase, "forward").cp for phase in phases) == pytest.approx(
         sum(Group(run.cluster, 2, 2).all_to_all_seconds(call.num_bytes) * planned[call] for call in planned)
     )
+
+
+WAYS: tuple[CpCommType, ...] = ("p2p", "a2a", "all_gather", "a2a")
+OF_WAYS = {"p2p": {"send", "receive"}, "a2a": {"all-to-all"}, "all_gather": {"all-gather", "reduce-scatter"}}
+"""Kinds of the messages over cp that attention has with each way."""
+
+
+def dense_of(ways: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRun, Counts]:
+    """Return the plan of a dense run whose layers have these ways, and the counts of rank 1."""
+    parallel = ParallelConfig(context_parallel_size=4, cp_comm_type=ways)
+    model = replace(MODEL, num_experts=None, moe_ffn_hidden_size=None, moe_layer_freq=None)
+    training = TrainingConfig(train_iters=1, micro_batch_size=2, global_batch_size=8)
+    data, optimizer = DataConfig(mock_data=True), OptimizerConfig(lr=1e-3)
+    config = Config(model=model, optimizer=optimizer, data=data, parallel=parallel, training=training)
+    cluster = Cluster(GPU, 4, 8, GPU.node_gbps, GPU.network_gbps)
+    return PlannedRun(config, cluster, program_named(OWN, config, GPU)), dry_run_of(config, 4, 1).counts
+
+
+def test_each_layer_is_planned_by_its_way() -> None:
+    """A layer sends, saves and takes what it does in a run in which all layers have its way."""
+    run, counts = dense_of(WAYS)
+    kinds, work = run.units.kinds, model_work(run)
+    assert kinds == (0, 1, 2, 1)
+    for way, of_way in OF_WAYS.items():
+        alone, all_counts = dense_of(way)  # type: ignore[arg-type]
+        numbers = [number for number, each in enumerate(WAYS) if each == way]
+        own = {call: n for call, n in counts.calls.items() if call.axis == "cp" and call.kind in of_way}
+        of_all = {
+            call: n for call, n in all_counts.calls.items() if call.axis == "cp" and call.kind in of_way
+        }
+        assert own and own == {call: n * len(numbers) // 4 for call, n in of_all.items()}
+        for number in numbers:
+            assert run.units.layers[kinds[number]] == alone.units.layers[0]
+            assert work.layers[kinds[number]] == model_work(alone).layers[0]
+        (call,) = alone.units.layers[0].forward.attention
+        assert call.way == way
+    assert len({saved.saved_bytes for saved in run.units.layers.values()}) == 3
+    assert "+" not in layout_name(run)
+    assert "--cp-comm-type p2p a2a all_gather a2a" in " ".join(layout_flags(run.config))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,46 @@
+"""The attention core of layers that reach the keys of other context-parallel ranks in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.config.context_way import CpCommType
+from megalite.kernels import VisibleKeys
+from megalite.model.attention_core import AttentionCore, LayerCore, StageCore
+from megalite.tensor_parallel.parameter_spec import LayerContext
+
+
+class CoreByWay(StageCore):
+    """Shares positions and visible keys among cores that compute attention, one for each --cp-comm-type.
+
+    Args:
+        cores: computes attention of the layers with a way.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: LayerContext, cores: Mapping[CpCommType, AttentionCore]
+    ) -> None:
+        super().__init__(config, context)
+        self.cores = cores
+        self.choice = "; ".join(f"with --cp-comm-type {way}, {core.choice}" for way, core in cores.items())
+
+    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
+        """Return the core of one layer, by its way."""
+        self.add_window(kind.window)
+        return self.cores[self.context.of_layer(layer).way].for_layer(layer, kind)
+
+    def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
+        """Return the keys in the representations of all cores whose layers have their window."""
+        found = visible
+        for core in self.cores.values():
+            if visible.window in core.windows:
+                own = core.translate(visible, s)
+                found = found if own.bias is None else found._replace(bias=own.bias)
+                found = found if own.blocks is None else found._replace(blocks=own.blocks)
+        return found
+
+    def leave_graphs(self) -> None:
+        """Compute attention between the graphs of compiled layers, where a core cannot be in them."""
+        for core in self.cores.values():
+            core.leave_graphs()
