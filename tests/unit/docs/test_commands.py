@@ -50,5 +50,11 @@ def test_the_programs_that_commands_name_exist() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_the_scripts_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"\b(?:benchmarks|examples|tools)/[\w/]+\.py\b", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_the_commands_are_found() -> None:
     assert sum(map(len, COMMANDS_OF.values())) > 90
