@@ -9,9 +9,10 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -28,8 +29,6 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.torch_private import COMPILER
 
-_PRELOADED = ("megalite.distributed.topology", "megalite.train.trainer", "megalite.cli.train", "pytest")
-"""Modules that ranks import. The fork server imports those that this process uses."""
 _FIRST_STEP = (
     "torch.fx.experimental.symbolic_shapes",  # by torch's first backward
     COMPILER,
@@ -45,15 +44,84 @@ def forked_with_torch(*modules: str) -> ForkServerContext:
     """Return a context whose processes are forked from a server that has already imported their modules.
 
     A process then starts in hundredths of a second instead of seconds. The first process that starts
-    determines what the server imports for all later ones.
+    determines what the server imports for all later ones: torch, and what this process has of megalite.
 
     Args:
         modules: additional modules to import.
     """
     context = multiprocessing.get_context("forkserver")
-    imported = [name for name in _PRELOADED if name in sys.modules]
-    context.set_forkserver_preload(["torch", *imported, *_FIRST_STEP, *modules])
+    ours = sorted(name for name in sys.modules if name.partition(".")[0] == "megalite")
+    tests = ["pytest"] if "pytest" in sys.modules else []
+    context.set_forkserver_preload(["torch", *ours, *tests, *_FIRST_STEP, *modules])
     return context
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalRank:
+    """Holds a rank's process, which calls what arrives over the connection and answers over it."""
+
+    process: BaseProcess
+    connection: Connection
+
+
+class LocalRanks:
+    """Runs functions on ranks of this machine in processes that stay alive until the block ends.
+
+    A later run needs no new processes, and its first iteration is as fast as others. A process keeps what an
+    earlier function changed in it, such as attributes of modules: pass only functions that change nothing.
+    After a failure, the next run starts new processes.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_LocalRank] = []
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end(seconds=5.0)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        options: MeshOptions,
+        world_size: int,
+        *args: Any,
+        timeout: float = 300.0,
+    ) -> list[Any]:
+        """Call the function on each of `world_size` ranks; see `run_ranks`."""
+        context = forked_with_torch(function.__module__)
+        if options.backend != "nccl":
+            options = dataclasses.replace(options, backend="gloo")
+        if not all(rank.process.is_alive() for rank in self._ranks):  # killed since the last run
+            self._end(seconds=5.0)
+        with _not_interrupted():
+            while len(self._ranks) < world_size:
+                self._ranks.append(_start(context))
+        ranks = self._ranks[:world_size]
+        try:
+            with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
+                for number, rank in enumerate(ranks):
+                    launch = Launch(number, world_size, number, world_size)
+                    call = (function, options, launch, Path(folder) / "rendezvous", args)
+                    with suppress(BrokenPipeError):  # it could not start, and has no answer
+                        rank.connection.send_bytes(pickle.dumps(call))
+                return _collect(ranks, timeout)
+        except BaseException:
+            self._end(seconds=0.5)  # others may hang
+            raise
+
+    def _end(self, seconds: float) -> None:
+        """End all processes; kill those that run longer than this."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.connection.close()  # a rank that waits for a call ends
+        deadline = time.monotonic() + seconds
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
 
 
 def run_ranks(
@@ -63,7 +131,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 300.0,
 ) -> list[Any]:
-    """Call ``function(topology, *args)`` on each of `world_size` ranks and return their results by rank.
+    """Call ``function(topology, *args)`` on each of `world_size` new ranks and return their results by rank.
 
     Args:
         function: function that can be imported by name, because it, its arguments and results are pickled.
@@ -75,26 +143,8 @@ def run_ranks(
         UserError: a rank raised a UserError.
         RankError: a rank raised another exception, or did not answer in time.
     """
-    context = forked_with_torch(function.__module__)
-    if options.backend != "nccl":
-        options = dataclasses.replace(options, backend="gloo")
-    with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
-        ranks: list[tuple[BaseProcess, Connection]] = []
-        try:
-            with _not_interrupted():
-                for rank in range(world_size):
-                    receiver, sender = context.Pipe(duplex=False)
-                    launch = Launch(rank, world_size, rank, world_size)
-                    process = context.Process(
-                        target=_rank_main,
-                        args=(sender, function, options, launch, Path(folder) / "rendezvous", args),
-                    )
-                    process.start()
-                    sender.close()
-                    ranks.append((process, receiver))
-            return _collect(ranks, timeout)
-        finally:
-            _end(ranks)
+    with LocalRanks() as ranks:
+        return ranks.run(function, options, world_size, *args, timeout=timeout)
 
 
 @contextmanager
@@ -111,43 +161,56 @@ def _not_interrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _rank_main(
-    sender: Connection,
-    function: Callable[..., Any],
-    options: MeshOptions,
-    launch: Launch,
-    init_file: Path,
-    args: tuple[Any, ...],
-) -> None:
+def _start(context: ForkServerContext) -> _LocalRank:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    return _LocalRank(process, ours)
+
+
+def _serve(connection: Connection) -> None:
+    """Answer each call, until the other end of the connection is closed."""
     gc.freeze()  # the server's imports are never garbage; visiting them would copy their pages
+    with suppress(EOFError):
+        call = connection.recv_bytes()
+        while True:
+            connection.send_bytes(pickle.dumps(_answer(*pickle.loads(call))))
+            call = connection.recv_bytes()
+            gc.collect()  # the process groups of the last run, which have threads and sockets
+
+
+def _answer(
+    function: Callable[..., Any], options: MeshOptions, launch: Launch, init_file: Path, args: tuple[Any, ...]
+) -> tuple[bool, Any]:
+    """Return whether the call succeeded, and its result or its error."""
     torch.set_num_threads(options.num_threads or 1)
     try:
         with Topology.start(options, launch, init_file) as topology:
             result = function(topology, *args)
             dist.barrier()
-        answer = (True, result)
+        return True, result
     except UserError as error:
-        answer = (False, error)
+        return False, error
     except BaseException:
-        answer = (False, RankError(f"rank {launch.rank}:\n{traceback.format_exc()}"))
-    sender.send_bytes(pickle.dumps(answer))
+        return False, RankError(f"rank {launch.rank}:\n{traceback.format_exc()}")
 
 
-def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float) -> list[Any]:
+def _collect(ranks: list[_LocalRank], timeout: float) -> list[Any]:
     """Wait for every rank's answer. Raise the first failure immediately: other ranks may hang on it."""
     results: dict[int, Any] = {}
-    pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    pending = {rank.connection: number for number, rank in enumerate(ranks)}
     while pending:
         ready = wait(list(pending), timeout)
         if not ready:
             raise RankError(f"ranks {sorted(pending.values())} did not answer in {timeout:.0f} s")
-        for receiver in ready:
-            assert isinstance(receiver, Connection)
-            rank = pending.pop(receiver)
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
             try:
-                succeeded, answer = pickle.loads(receiver.recv_bytes())
-            except EOFError:
-                process = ranks[rank][0]
+                succeeded, answer = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                process = ranks[rank].process
                 process.join(timeout=5.0)
                 raise RankError(
                     f"rank {rank} ended without an answer (exit {process.exitcode}): its error is above. A "
@@ -157,12 +220,3 @@ def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout: float) -> lis
                 raise answer
             results[rank] = answer
     return [results[rank] for rank in range(len(ranks))]
-
-
-def _end(ranks: list[tuple[BaseProcess, Connection]]) -> None:
-    for process, receiver in ranks:
-        process.join(timeout=5.0 if receiver.poll() else 0.5)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        receiver.close()

@@ -348,8 +348,14 @@ class GradReducer:
         is_followed = any(axis.replicate for axis in axes) or on_complete is not None
         self._stream = torch.cuda.Stream() if is_on_gpu and is_followed else None
         self._group_of = {id(buffer): number for number, group in enumerate(groups) for buffer in group}
-        for _, entry, hook in self._hooks():
-            entry.parameter.register_post_accumulate_grad_hook(hook)
+        self._handles = [
+            entry.parameter.register_post_accumulate_grad_hook(hook) for _, entry, hook in self._hooks()
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks of the parameters. Python's collector does not see the cycle that they close."""
+        for handle in self._handles:
+            handle.remove()
 
     def main_grads(self) -> dict[nn.Parameter, MainGrad]:
         """Return each parameter's `main_grad`, for linear layers that add to the buffers without autograd."""

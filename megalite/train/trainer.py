@@ -255,8 +255,12 @@ class Trainer:
         return loaded
 
     def close(self, *, waits: bool = True) -> None:
-        """Stop reading training data ahead; see `BatchLoader.close`. A second call does nothing."""
+        """Stop reading training data ahead, and let go of the parameters; the trainer can no longer train.
+
+        See `BatchLoader.close` and `GradReducer.close`. A second call does nothing.
+        """
         self.load_batch.close(waits=waits)
+        self.optimizer.reducer.close()
 
     def __enter__(self) -> Trainer:
         return self

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.local_ranks import LocalRanks, run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
@@ -54,12 +54,14 @@ def record_run(
     world_size: int,
     providers: Providers | None = None,
     routing: RoutingRecord | None = None,
+    ranks: LocalRanks | None = None,
 ) -> RunRecord:
     """Train `num_iterations` iterations on `world_size` ranks of this machine.
 
     Args:
         providers: providers of a custom model and datasets, from a module that the ranks can import.
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
+        ranks: ranks that stay alive between runs; by default new ones are started.
 
     Raises:
         UserError: the config's data or tokenizer cannot be read, or it skips all iterations.
@@ -70,7 +72,7 @@ def record_run(
             f"--iterations-to-skip {' '.join(training.iterations_to_skip)} skips the first {num_iterations} "
             "iterations: pass more --iterations, or remove it"
         )
-    stages = run_ranks(
+    stages = (run_ranks if ranks is None else ranks.run)(
         record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
     )
     return merge_stages(stages)

@@ -19,7 +19,8 @@ from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.record_run import RunRecord
+from tests.parity.live_ranks import record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")

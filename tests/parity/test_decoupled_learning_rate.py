@@ -18,7 +18,8 @@ from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.record_run import RunRecord
+from tests.parity.live_ranks import record_run
 
 NUM_ITERATIONS = 4
 OPTIMIZER = OptimizerConfig(

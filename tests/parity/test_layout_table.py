@@ -21,7 +21,9 @@ from megalite.config.context_way import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.record_run import RunRecord
+from megalite.verify.record_run import record_run as record_anew
+from tests.parity.live_ranks import record_run
 
 NUM_ITERATIONS = 2  # the second one has weights and moments of the first
 GLOBAL_BATCH_SIZE = 8
@@ -448,7 +450,10 @@ def test_same_run_with_rings_of_all_ranks_and_of_groups(name: str, third: CpComm
 def test_same_command_twice_is_bitwise_the_same(name: str, corpus: str) -> None:
     layout = Layout.parse(name)
     config = layout.apply(_config("gpt-tiny", "fp32", corpus), GLOBAL_BATCH_SIZE)
-    first, second = (record_run(config, NUM_ITERATIONS, layout.world_size) for _ in range(2))
+    # Also on ranks that are alive since earlier tests, and on new ones.
+    first, second = (
+        record(config, NUM_ITERATIONS, layout.world_size) for record in (record_run, record_anew)
+    )
     assert first.losses == second.losses
     assert all(first.weights[key].equal(second.weights[key]) for key in first.weights)
 

@@ -112,7 +112,7 @@ def _run(topology: Topology, config: Config, callbacks: Sequence[Callback]) -> E
             failure = error
         held = held_tensors(trainer)
         tensors = {
-            name: bytes(each.tensor.contiguous().view(-1).view(torch.uint8).tolist())
+            name: each.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             for name, each in held.items()
         }
         return Ended(failure.finding, str(failure), trainer.progress.iteration, losses.losses, tensors)
@@ -124,6 +124,8 @@ def _with_and_without(topology: Topology, config: Config) -> tuple[Ended, Ended]
 
 
 def _check_same(config: Config, world_size: int) -> None:
+    micro_batch_size = 4 // world_size  # each rank has two microbatches or more, of which the first is audited
+    config = replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
     for audited, plain in run_ranks(_with_and_without, config.parallel.mesh, world_size, config):
         assert audited.finding is None
         assert len(audited.losses) == 4

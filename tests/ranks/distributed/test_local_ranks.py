@@ -1,0 +1,114 @@
+"""Ranks that stay alive from run to run, and their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
+from megalite.distributed.topology import Topology
+from megalite.errors import UserError
+from megalite.verify.record_run import record_run
+
+ALONE = ParallelConfig().mesh
+TENSOR_PARALLEL = ParallelConfig(tensor_model_parallel_size=2).mesh
+
+
+def _process(topology: Topology) -> tuple[int, int]:
+    topology.tp.group.barrier().wait()
+    return os.getpid(), topology.tp.size
+
+
+def _fail(topology: Topology, kind: str) -> None:
+    if topology.rank == 0:
+        topology.tp.group.barrier().wait()  # rank 1 never comes
+    elif kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "refused":
+        raise UserError("a mistake")
+    raise ZeroDivisionError("of rank 1")
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process exists; the fork server reaps those that ended."""
+    for _ in range(50):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_processes_serve_runs_of_other_layouts_and_sizes() -> None:
+    with LocalRanks() as ranks:
+        (first, size), (second, _) = ranks.run(_process, TENSOR_PARALLEL, 2)
+        assert size == 2 and first != second
+        assert ranks.run(_process, ALONE, 1) == [(first, 1)]
+        found = ranks.run(_process, ALONE, 3)
+        assert found[:2] == [(first, 1), (second, 1)] and found[2][0] not in (first, second)
+    assert not any(_is_alive(process) for process, _ in found)
+
+
+def _num_threads(topology: Topology) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_run_leaves_no_groups_or_parameters_behind() -> None:
+    """Each process group has threads: a process with those of earlier runs becomes slow."""
+    config = Config(
+        model=replace(PRESETS["gpt-tiny"], num_layers=1, vocab_size=64, seq_length=8),
+        optimizer=OptimizerConfig(lr=1e-3),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=2, train_iters=2, eval_iters=0),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
+    )
+    with LocalRanks() as ranks:
+        numbers = []
+        for _ in range(3):
+            record_run(config, 1, 2, ranks=ranks)
+            numbers.append(ranks.run(_num_threads, TENSOR_PARALLEL, 2))
+    assert numbers[0] == numbers[1] == numbers[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("raised", RankError, r"(?s)rank 1:.*ZeroDivisionError: of rank 1"),
+        ("refused", UserError, "a mistake"),
+        ("killed", RankError, r"rank 1 ended without an answer \(exit -9\)"),
+    ],
+)
+def test_a_failure_ends_its_processes_and_the_next_run_has_others(
+    kind: str, error: type[Exception], message: str
+) -> None:
+    with LocalRanks() as ranks:
+        before = [process for process, _ in ranks.run(_process, TENSOR_PARALLEL, 2)]
+        with pytest.raises(error, match=message):
+            ranks.run(_fail, TENSOR_PARALLEL, 2, kind)
+        assert not any(map(_is_alive, before))
+        after = [process for process, _ in ranks.run(_process, TENSOR_PARALLEL, 2)]
+    assert not {*before} & {*after}
+
+
+def test_a_rank_that_dies_between_runs_is_replaced() -> None:
+    with LocalRanks() as ranks:
+        before = [process for process, _ in ranks.run(_process, TENSOR_PARALLEL, 2)]
+        os.kill(before[1], signal.SIGKILL)
+        assert not _is_alive(before[1])
+        after = [process for process, _ in ranks.run(_process, TENSOR_PARALLEL, 2)]
+    assert not {*before} & {*after}
+
+
+def test_each_run_by_itself_has_new_processes() -> None:
+    ((first, _),) = run_ranks(_process, ALONE, 1)
+    assert not _is_alive(first)
