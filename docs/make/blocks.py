@@ -6,6 +6,7 @@ as a user would run them in the repository root.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import re
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.cli import train, train_bert
+from megalite.commands import COMMANDS
 from megalite.config.entry_point import run_main
 
 ROOT = Path(__file__).parents[2]
@@ -84,13 +85,16 @@ def run(example: Example) -> str:
     return printed.getvalue()
 
 
-_TRAINING = {"pretrain_gpt.py": train.main, "pretrain_bert.py": train_bert.main}
-"""The programs that call `pretrain` directly, with the commands that are the same."""
+_MODULES = {ROOT / each.script: name.replace("-", "_") for name, each in COMMANDS.items()}
+"""The modules of the commands that scripts run."""
 
 
 def _main_of(path: Path) -> Callable[[Sequence[str]], Any]:
-    if path.name in _TRAINING:
-        return _TRAINING[path.name]
+    if path in _MODULES:
+        command: Callable[[Sequence[str]], Any] = importlib.import_module(
+            f"megalite.cli.{_MODULES[path]}"
+        ).main
+        return command
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -31,7 +31,6 @@ from megalite import (
 )
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.axis import Axis
 from megalite.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
@@ -108,20 +107,18 @@ class PositionAttention(nn.Module):
         self.projection = RowParallelLinear(h, h, context)
 
     def positions(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        return self.context.positions_of(x, microbatch.samples)
+        positions = self.context.positions_of(x, microbatch.samples)  # int64 [s/cp, b]
+        return positions
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        cp, positions = self.context.cp, self.positions(x, microbatch)  # [s, b]
+        positions = self.positions(x, microbatch)
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, -1, self.head_size))
-        q, k, v = (y.permute(1, 2, 0, 3) for y in heads.unbind(2))  # [b, n/tp, s, d]
-        k, v, of_keys = (_gathered(y, dim, cp) for y, dim in ((k, 2), (v, 2), (positions, 0)))
-        is_seen = of_keys.t()[:, None, :] <= positions.t()[:, :, None]  # [b, s, S]
+        q, k, v = heads.unbind(2)  # [s/cp, b, n/tp, d]
+        k, v, of_keys = (gather_from_sequence_parallel(y, self.context.cp) for y in (k, v, positions))
+        is_seen = of_keys.t()[:, None, :] <= positions.t()[:, :, None]  # [b, s/cp, s], for causal attention
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (q, k, v))  # [b, n/tp, s, d]
         y = functional.scaled_dot_product_attention(q, k, v, is_seen[:, None])
         return x + self.projection(y.permute(2, 0, 1, 3).flatten(2))
-
-
-def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    return gather_from_sequence_parallel(x.transpose(0, dim).contiguous(), axis).transpose(0, dim)
 
 
 class ContiguousAttention(PositionAttention):
