@@ -70,8 +70,8 @@ class RecomputeConfig:
     @property
     def modules(self) -> frozenset[Module]:
         """Return the parts of every layer that are recomputed; empty unless the granularity is selective."""
-        chosen = frozenset(self.recompute_modules if self.recompute_granularity == "selective" else ())
-        return chosen | {"core_attn"} if "mla_up_proj" in chosen else chosen
+        chosen = self.recompute_modules if self.recompute_granularity == "selective" else ()
+        return frozenset((*chosen, "core_attn") if "mla_up_proj" in chosen else chosen)
 
     def groups(self, num_layers: int) -> list[tuple[range, bool]]:
         """Return the groups of a stage's layers (counted from 0), and whether each group is fully recomputed.
