@@ -64,7 +64,11 @@ def test_parts_that_are_recomputed():
             "--recompute-activations --recompute-modules mlp_act mlp",
             "--recompute-modules mlp_act mlp names mlp and its part mlp_act: remove one of them",
         ),
-        ("--recompute-modules moe_act", "choose one of core_attn, mlp, mlp_act, layernorm"),
+        (
+            "--recompute-modules moe_act",
+            "remove it: experts always compute their activation again in backward",
+        ),
+        ("--recompute-modules norms", "choose one of core_attn, mla_up_proj, mlp, mlp_act, layernorm"),
         ("--checkpoint-activations --recompute-activations", "set the same option: remove one"),
         ("--recompute-num-layers 0 --checkpoint-activations", "must be greater than 0"),
         (

@@ -609,21 +609,21 @@ def test_every_field_that_names_a_path_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "words"),
+    ("command", "words"),
     [
-        ("convert_checkpoint", "--load here --save s3://bucket/model"),
+        ("convert", "--load here --save s3://bucket/model"),
         ("train_tokenizer", "--input here --output gs://bucket/tokenizer.json"),
         ("show_schedule", "--svg file:///tmp/a.svg"),
         ("autotune", "--folder s3://bucket/tuning"),
-        ("measure_scaling", "--folder s3://bucket/scaling"),
+        ("scaling", "--folder s3://bucket/scaling"),
         ("plan", "--gpu h100 --scaling 1,2 --svg s3://bucket/scaling.svg"),
-        ("make_sbatch", "--nodes 1 --time 1:00:00 --output s3://bucket/job.sbatch"),
+        ("launch", "--nodes 1 --time 1:00:00 --output s3://bucket/job.sbatch"),
     ],
 )
-def test_a_tool_refuses_a_url_too(tool: str, words: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_tool_refuses_a_url_too(command: str, words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is a URL: pass a path on this machine"):
-        importlib.import_module(f"tools.{tool}").main(words.split())
+        importlib.import_module(f"megalite.cli.{command}").main(words.split())
     assert not list(tmp_path.iterdir())
 
 
