@@ -16,6 +16,7 @@ from megalite.data.document_ends import DocumentEnds
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.generate.stage_chain import broadcast_from_last, run_in_order
+from megalite.log import LineInterval, log
 from megalite.microbatch import Microbatch
 from megalite.model.transformer_stage import TransformerStage
 
@@ -107,9 +108,13 @@ class LossMeter:
         """Return the loss of the counted tokens; batches are distributed over data-parallel replicas."""
         ranks, device = self.topology.sample_ranks, self.topology.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # losses and tokens
+        interval, num_windows = LineInterval(), 0
         for number, batch in enumerate(_batches(windows, self.batch_size)):
             if number % ranks.size == ranks.rank:
                 sums += self._sums(batch)
+            num_windows += len(batch)
+            if interval.is_over():
+                log.info("evaluated %s windows", f"{num_windows:,}")
         sums = broadcast_from_last(all_reduce(sums, self.topology.loss_ranks), self.stage)
         total, num_tokens = sums.tolist()
         return TextLoss(total, int(num_tokens))

@@ -16,6 +16,7 @@ import pytest
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli import evaluate, generate
 from megalite.config.entry_point import run_main
+from megalite.log import LineInterval
 from tests.checkpoint_folder import reseal
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +63,9 @@ def test_a_split_has_the_loss_that_training_told(trained: Path, use: Any) -> Non
         assert json.loads(output)["loss"] == pytest.approx(logged[split, iteration], rel=1e-9)
 
 
-def test_text_and_corpus(trained: Path, use: Any, corpus: str) -> None:
+def test_text_and_corpus(trained: Path, use: Any, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text as a file and in a corpus of the same tokens; windows with more context."""
+    monkeypatch.setattr(LineInterval, "is_over", lambda self: True)
     text = trained / "text.txt"
     text.write_bytes(b"".join(f"document {i}: ".encode() * 20 for i in range(40)))
     _, output, _ = use(evaluate, "--text", str(text), "--json", "--micro-batch-size", "64")
@@ -71,9 +73,10 @@ def test_text_and_corpus(trained: Path, use: Any, corpus: str) -> None:
     assert of_text["num_tokens"] == text.stat().st_size
     assert of_text["bits_per_byte"] == pytest.approx(of_text["loss"] / math.log(2.0))
     assert of_text["perplexity"] == pytest.approx(math.exp(of_text["loss"]))
-    _, output, _ = use(
+    _, output, progress = use(
         evaluate, "--data-path", corpus, "--json", "--stride", "16", "--micro-batch-size", "64"
     )
+    assert progress[:2] == ["evaluated 64 windows", "evaluated 128 windows"]
     of_corpus = json.loads(output)
     assert of_corpus["num_tokens"] == text.stat().st_size - 1  # nothing predicts the first
     assert of_corpus["loss"] == pytest.approx(of_text["loss"], rel=0.05)
