@@ -79,9 +79,8 @@ def _pretrain(
         with refusal_reported():  # to the other ranks
             raise
     if "torch" not in sys.modules and is_first_rank():
-        sys.stderr.write(
-            "importing PyTorch\n"
-        )  # nothing else is printed for seconds, or longer from a busy disk
+        # The import takes seconds, or longer from a busy disk, and nothing else is printed meanwhile.
+        sys.stderr.write("importing PyTorch\n")
     from megalite.rank_training import train_parsed_run
 
     train_parsed_run(parsed, provided, callbacks)

@@ -97,7 +97,8 @@ def _table(topic: str, title: str) -> Iterator[str]:
     for flag in CONVERTED.get(topic, ()):
         yield f"| {_code(flag)} | {_first_sentence(TOKEN_FLAGS[flag])}; converted to samples |"
     for flag, text in LATENT_ROTARY_FLAGS.items() if topic == "model" else ():
-        yield f"| {_code(flag)} | {text.rstrip('.')}; in other attention only `{OFF_WITHOUT_LATENTS[flag]}` |"
+        off = f"without --multi-latent-attention, only `{OFF_WITHOUT_LATENTS[flag]}` is accepted"
+        yield f"| {_code(flag)} | {text.rstrip('.')}; {off} |"
     for flag, text in FSDP_FLAGS.items() if topic == "parallel" else ():
         yield f"| {_code(flag)} | {text.rstrip('.')} |"
     for accepted in ACCEPTED:

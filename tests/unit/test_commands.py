@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import megalite
+from megalite.__main__ import run_command
 from megalite.commands import (
     COMMANDS,
     command_lines,
@@ -22,6 +23,7 @@ from megalite.commands import (
     torchrun_arguments,
     with_command_names,
 )
+from megalite.config import entry_point
 from megalite.config.command_line import TRAINED_BY
 from megalite.plan.plan_report import answer
 
@@ -113,6 +115,15 @@ def test_a_script_only_runs_its_command(name: str) -> None:
     assert imported == {("megalite.__main__", "run_command")}
     assert len(tree.body) == 3
     assert ast.unparse(tree.body[-1]).endswith(f"run_command('{name}')")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_entry_point_of_its_kind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for runner in ("run_rank", "run_main"):
+        monkeypatch.setattr(entry_point, runner, lambda *_, runner=runner: called.append(runner))
+    run_command(name)
+    assert called == ["run_rank" if COMMANDS[name].is_rank else "run_main"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
@@ -58,8 +60,10 @@ def test_processes_serve_runs_of_other_layouts_and_sizes() -> None:
     assert not any(_is_alive(process) for process, _ in found)
 
 
-def _num_threads(topology: Topology) -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def _held(topology: Topology) -> tuple[int, int, int]:
+    """Return the numbers of threads, open files and parameters of this process."""
+    threads, files = (len(list(Path(f"/proc/self/{name}").iterdir())) for name in ("task", "fd"))
+    return threads, files, sum(isinstance(each, torch.nn.Parameter) for each in gc.get_objects())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -74,10 +78,11 @@ def test_a_run_leaves_no_groups_or_parameters_behind() -> None:
     )
     with LocalRanks() as ranks:
         numbers = []
-        for _ in range(3):
+        for _ in range(4):
             record_run(config, 1, 2, ranks=ranks)
-            numbers.append(ranks.run(_num_threads, TENSOR_PARALLEL, 2))
-    assert numbers[0] == numbers[1] == numbers[2]
+            numbers.append(ranks.run(_held, TENSOR_PARALLEL, 2))
+    assert numbers[1] == numbers[2] == numbers[3]  # the first one also starts threads of torch
+    assert all(held == 0 for of_ranks in numbers for *_, held in of_ranks)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import PROTOCOLS, Group
 from megalite.plan.exchange_time import ep_seconds
 from megalite.plan.iteration_time import time_iteration
-from megalite.plan.layer_time import model_work, phase_work
+from megalite.plan.layer_time import attention_seconds, model_work, phase_work
 from megalite.plan.layout_fields import layout_flags, layout_name
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import OWN, own_program, program_named
@@ -149,6 +149,14 @@ def test_each_layer_is_planned_by_its_way() -> None:
     assert len({saved.saved_bytes for saved in run.units.layers.values()}) == 3
     assert "+" not in layout_name(run)
     assert "--cp-comm-type p2p a2a all_gather a2a" in " ".join(layout_flags(run.config))
+
+
+@pytest.mark.parametrize(("way", "in_blocks"), [("p2p", True), ("all_gather", True), ("a2a", False)])
+def test_blocks_of_queries_are_not_timed_as_cudnn(way: CpCommType, in_blocks: bool) -> None:
+    run, _ = dense_of(way)
+    without = replace(run, program=replace(run.program, cudnn_attention=False))
+    (call,) = run.units.layers[0].forward.attention
+    assert (attention_seconds(run, call) == attention_seconds(without, call)) == in_blocks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -124,9 +124,7 @@ def _with_and_without(topology: Topology, config: Config) -> tuple[Ended, Ended]
 
 
 def _check_same(config: Config, world_size: int) -> None:
-    micro_batch_size = (
-        4 // world_size
-    )  # each rank has two microbatches or more, of which the first is audited
+    micro_batch_size = 4 // world_size  # two microbatches or more: the audit computes the first again
     config = replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
     for audited, plain in run_ranks(_with_and_without, config.parallel.mesh, world_size, config):
         assert audited.finding is None
