@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -154,7 +155,8 @@ def replace_file(
 def write_output(path: Path, content: str | bytes, flag: str) -> None:
     """Write a whole file that the user has named; if that fails, an old file of this name stays.
 
-    A symbolic link is followed. What is not a regular file, such as /dev/stdout, is written in place.
+    A symbolic link is followed, and a file keeps its mode. What is not a regular file, such as /dev/stdout,
+    is written in place, and so is a file in a folder without write permission.
 
     Args:
         flag: the option that names the file.
@@ -163,14 +165,22 @@ def write_output(path: Path, content: str | bytes, flag: str) -> None:
         UserError: the file cannot be written.
     """
     content = content.encode() if isinstance(content, str) else content
+    is_device = path.parts[:2] in (("/", "dev"), ("/", "proc")) or (path.exists() and not path.is_file())
+    final = path.resolve()
     try:
-        if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
+        if is_device or (path.exists() and not os.access(final.parent, os.W_OK)):
             path.write_bytes(content)
-        else:
-            with replace_file(path.resolve()) as stream:
-                stream.write(content)
+            return
+        partial = partial_name(final)
+        with replace_file(final, partial=partial, before_rename=lambda: _copy_mode(final, partial)) as stream:
+            stream.write(content)
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written ({error.strerror}): pass another file") from None
+
+
+def _copy_mode(source: Path, target: Path) -> None:
+    with suppress(FileNotFoundError):
+        shutil.copymode(source, target)
 
 
 def file_system_of(descriptor: int) -> str:

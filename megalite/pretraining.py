@@ -72,8 +72,8 @@ def _pretrain(
         parsed = _parse(architecture, has_datasets, arguments)
         _check(parsed.config, is_first_try=not arguments and not has_datasets)
     except UserError:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            raise
+        if is_first_rank():
+            raise  # and prints it; no other rank waits for it
         from megalite.distributed.rendezvous import refusal_reported
 
         with refusal_reported():  # to the other ranks

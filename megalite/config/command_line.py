@@ -170,7 +170,8 @@ def _config(
         from_flags = [*from_deepspeed, *from_flags]
         soft = {each.field.name: each for each in deepspeed.soft_settings(diagnostics)}
         from_file = {**soft, **from_file}
-    settings = {**from_file, **diagnostics.by_field(from_flags)}
+    by_flags = diagnostics.by_field(from_flags)
+    settings = {**from_file, **by_flags}
     config = _with_full_batch(_with(base, settings))
     if config.checkpoint.use_checkpoint_args:
         model = read_checkpoint_model(config.checkpoint, diagnostics)
@@ -178,8 +179,8 @@ def _config(
         if any(flag.flag == "--preset" for flag in flags):
             diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
     of_megatron = {
-        **latent_rotary_settings(config.model, settings, flags, diagnostics),
-        **fsdp_settings(settings, flags, diagnostics),
+        **latent_rotary_settings(config.model, by_flags, flags, diagnostics),
+        **fsdp_settings(by_flags, flags, diagnostics),
     }
     config, settings = _with(config, of_megatron), {**settings, **of_megatron}
     if deepspeed is not None:

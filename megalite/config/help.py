@@ -105,8 +105,9 @@ def _all_lines(program: str) -> Iterator[str]:
             group, docs = field.group, field_docs(field.group)
             yield from ("", f"{group}:")
         yield from _entry(_names(field), f"{docs[field.name]} {_default(field)}")
+    unneeded = [flag for flag in accepted_flags() if flag not in LATENT_ROTARY_FLAGS | FSDP_FLAGS]
     for title, flags in (
-        ("accepted from existing command lines, but not needed (the log says why)", accepted_flags()),
+        ("accepted from existing command lines, but not needed (the log says why)", unneeded),
         ("not supported yet: an error says what to use instead", sorted(refused_flags())),
     ):
         yield from ("", f"{title}:")

@@ -67,9 +67,10 @@ class _LocalRank:
 class LocalRanks:
     """Runs functions on ranks of this machine in processes that stay alive until the block ends.
 
-    A later run needs no new processes, and its first iteration is as fast as others. A process keeps what an
-    earlier function changed in it, such as attributes of modules: pass only functions that change nothing.
-    After a failure, the next run starts new processes.
+    Use it in a ``with`` block: a process of Python does not end before its ranks. A later run needs no new
+    processes, and its first iteration is as fast as others. A process keeps what an earlier function changed
+    in it, such as attributes of modules, and with NCCL its environment: pass only functions that change
+    nothing. After a failure, the next run starts new processes.
     """
 
     def __init__(self) -> None:
@@ -172,7 +173,7 @@ def _start(context: ForkServerContext) -> _LocalRank:
 def _serve(connection: Connection) -> None:
     """Answer each call, until the other end of the connection is closed."""
     gc.freeze()  # the server's imports are never garbage; visiting them would copy their pages
-    with suppress(EOFError):
+    with suppress(EOFError, ConnectionError):  # it may be closed before this rank has answered
         call = connection.recv_bytes()
         while True:
             connection.send_bytes(pickle.dumps(_answer(*pickle.loads(call))))

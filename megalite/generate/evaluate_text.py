@@ -195,7 +195,8 @@ def evaluate_split(
     datasets = build_data(run, [split])
     if not datasets.evaluated(split):
         raise UserError(f"the {split} split of the run's data is empty: pass --data-path")
-    stage = load_model(trained, topology, has_documents=config.data.masks_attention)
+    has_documents = config.data.masks_attention
+    stage = load_model(trained, topology, has_documents=has_documents, has_router_losses=True)
     evaluator = Evaluator(run, [stage], build_pipeline([stage], config, topology))
     first = evaluator.first_sample(split, trained.iteration)
     for name, dataset in datasets.evaluated(split):
@@ -215,5 +216,7 @@ def _run_config(trained: TrainedModel, parallel: ParallelConfig, micro_batch_siz
             training,
             micro_batch_size=micro_batch_size or training.micro_batch_size,
             global_batch_size=saved or training.global_batch_size,
+            compile=False,
+            seq_length_schedule=None,
         ),
     )

@@ -153,10 +153,10 @@ class Generator:
         Returns:
             The output of the stage's last layer, ``[s, b, h]``, the same on all context-parallel ranks.
         """
-        *slices, rest = self._read_pieces(rows, num_new)
+        *slices, last_piece = self._read_pieces(rows, num_new)
         cp, own = self.cache.context.cp, self.cache.own_positions
         whole = (own.in_position_order(start_all_gather(x, cp, of="hidden states").wait()) for x in slices)
-        return torch.cat((*whole, rest))
+        return torch.cat((*whole, last_piece))
 
     def _read_pieces(self, rows: Sequence[Sequence[int]], num_new: int) -> list[Tensor]:
         """Begin new sequences as `read` does, and return the outputs of the pieces that are read.
@@ -166,10 +166,10 @@ class Generator:
         device = self.cache.context.device
         longest = max(map(len, rows))
         padding = torch.tensor([longest - len(row) for row in rows], device=device)
-        num_divided = self.cache.num_divided_of(longest)
-        self.cache.begin(longest + num_new, padding if bool(padding.any()) else None, num_divided)
+        num_sliced = self.cache.max_sliced_tokens(longest)
+        self.cache.begin(longest + num_new, padding if bool(padding.any()) else None, num_sliced)
         tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
-        lengths = [each for each in (num_divided, longest - num_divided) if each]
+        lengths = [each for each in (num_sliced, longest - num_sliced) if each]
         return [self._hidden_states(piece) for piece in tokens.split(lengths, dim=1)]
 
     def _next(self, hidden: Tensor, sequences: Tensor, position: int) -> Tensor:
@@ -196,4 +196,4 @@ class Generator:
         numbers = tokens.new_zeros(len(tokens))  # sample numbers for dropout, which is off
         positions = self.cache.positions(*tokens.shape)
         microbatch = Microbatch(tokens, tokens, numbers, position_ids=positions)  # labels are not read
-        return run_in_order(self.stage, self.cache.own_part(microbatch), self.stage.hidden_states)
+        return run_in_order(self.stage, self.cache.local_microbatch(microbatch), self.stage.hidden_states)

@@ -17,6 +17,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.generate.stage_chain import broadcast_from_last, run_in_order
 from megalite.log import LineInterval, log
+from megalite.loss_terms import LM_LOSS, WithTerms
 from megalite.microbatch import Microbatch
 from megalite.model.transformer_stage import TransformerStage
 
@@ -138,11 +139,17 @@ class LossMeter:
         own = self.topology.positions
         runs = own.runs(counts.shape[1] // own.count)
         microbatch = replace(microbatch, loss_mask=counts).cut(runs)
-        loss = run_in_order(self.stage, microbatch, self.stage)
+        loss = run_in_order(self.stage, microbatch, self._output)
         if not self.stage.is_last:
             return torch.zeros(2, dtype=torch.float64, device=counts.device)
         assert microbatch.loss_mask is not None
         return torch.stack((loss.double(), microbatch.loss_mask.sum().double()))
+
+    def _output(self, microbatch: Microbatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return what the next stage reads; on the last stage, the summed loss of the predicted tokens."""
+        if not self.stage.is_last:
+            return self.stage.hidden_states(microbatch, hidden)
+        return WithTerms.of_last(self.stage(microbatch, hidden)).terms[LM_LOSS].total
 
 
 def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:

@@ -43,7 +43,7 @@ from megalite.tensor_parallel.parameter_spec import (
 )
 
 CP_COMM_TYPE: Final = "p2p"
-"""How the tools' queries reach the keys of other context-parallel ranks, whatever the run's way was."""
+"""How the tools' queries reach the keys of other context-parallel ranks, whatever the run has used."""
 _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tokenizer_name_or_path")
 
 
@@ -183,8 +183,8 @@ def start_ranks(flags: ModelFlags, all_flags: Mapping[str, object]) -> Iterator[
     launch, parallel = Launch.from_environment(), flags.parallel
     configure_logging(launch.rank, stream=sys.stderr)
     if launch.world_size % (smallest := parallel.mesh.smallest_world):
-        given = {"--tp": parallel.tp, "--pp": parallel.pp, "--cp": parallel.cp}
-        sizes = " x ".join(f"{flag} {size}" for flag, size in given.items() if size > 1)
+        axes = {"--tp": parallel.tp, "--pp": parallel.pp, "--cp": parallel.cp}
+        sizes = " x ".join(f"{flag} {size}" for flag, size in axes.items() if size > 1)
         raise UserError(
             f"{sizes} does not divide the number of ranks, {launch.world_size}: start {smallest} "
             f"(torchrun --nproc-per-node {smallest}), or change it"
@@ -207,8 +207,8 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
         config = _config_of(manifest)
         if flags.ema:
             check_averages(manifest)
-        # Vocabulary padding and attention backend can differ from the run.
-        model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto")
+        # Vocabulary padding and attention backend can differ from the run, and only training clips scores.
+        model = replace(config.model, pad_vocab_size_to=None, attention_backend="auto", qk_clip=False)
         if flags.dtype is not None:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
         _check_layout(model, flags, topology.world_size)
@@ -245,16 +245,20 @@ def load_model(
     attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
     *,
     has_documents: bool = False,
+    has_router_losses: bool = False,
 ) -> TransformerStage:
     """Build this rank's stage, sharded over tp, and load its weights without additional memory.
 
     Args:
         has_documents: attention must hide the keys of other documents.
+        has_router_losses: routers compute their terms of the loss.
 
     Raises:
         UserError: the weights belong to another model, or cannot be read. Every rank raises it.
     """
     model = without_training_buffers(trained.config.model)
+    if not has_router_losses:
+        model = replace(model, moe_router_load_balancing_type="none", moe_z_loss_coeff=0.0)
     context = LayerContext(
         topology,
         DTYPES[model.params_dtype],

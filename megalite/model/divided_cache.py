@@ -33,7 +33,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 class DividedCore(CachedCore):
     """Computes attention as `CachedCore` does, with 1/cp of the keys and values on each rank.
 
-    The places of a rank's cache have the tokens of its slices of the first piece, and then every cp-th token.
+    A rank's cache holds the keys of its slices of the first piece, and then those of every cp-th token.
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -47,7 +47,7 @@ class DividedCore(CachedCore):
         )
         self.blocks = _blocks_for(config, context)
 
-    def num_divided_of(self, num_tokens: int) -> int:
+    def max_sliced_tokens(self, num_tokens: int) -> int:
         """Return how many of the first tokens the ranks should read in slices: two slices for each rank.
 
         At least one token remains, which all ranks read: they all get the hidden states that the next token
@@ -56,29 +56,32 @@ class DividedCore(CachedCore):
         step = 2 * self.cp.size
         return (num_tokens - 1) // step * step
 
-    def own_part(self, microbatch: Microbatch) -> Microbatch:
+    def local_microbatch(self, microbatch: Microbatch) -> Microbatch:
         """Return the part of the next piece that this rank reads."""
-        if self.length >= self.num_divided:
+        if self.length >= self.num_sliced:
             return microbatch
-        assert microbatch.tokens.shape[1] == self.num_divided, (microbatch.tokens.shape, self.num_divided)
-        return microbatch.cut(self.own_positions.runs(self.num_divided // self.cp.size))
+        assert microbatch.tokens.shape[1] == self.num_sliced, (
+            microbatch.tokens.shape,
+            self.num_sliced,
+        )
+        return microbatch.cut(self.own_positions.runs(self.num_sliced // self.cp.size))
 
-    def num_held(self, num_tokens: int) -> int:
+    def num_local_keys(self, num_tokens: int) -> int:
         """Return how many of the first tokens of sequences have their keys on this rank."""
-        later = range(self.num_divided + self.cp.rank, num_tokens, self.cp.size)
-        return min(self.num_divided, num_tokens) // self.cp.size + len(later)
+        later = range(self.num_sliced + self.cp.rank, num_tokens, self.cp.size)
+        return min(self.num_sliced, num_tokens) // self.cp.size + len(later)
 
-    def held(self, x: Tensor) -> Tensor:
+    def local_keys(self, x: Tensor) -> Tensor:
         """Return what this rank holds of new keys or values ``[b, g', s, d]``."""
         if self._reads_slices:
             return x
-        num_before = self.length - x.shape[2] - self.num_divided  # tokens that all ranks have read
+        num_before = self.length - x.shape[2] - self.num_sliced  # tokens that all ranks have read
         return x[:, :, (self.cp.rank - num_before) % self.cp.size :: self.cp.size]
 
     @property
     def _reads_slices(self) -> bool:
         """Return whether the newest piece is the first one, in slices: every other one makes it longer."""
-        return 0 < self.num_divided == self.length
+        return 0 < self.num_sliced == self.length
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Append the new tokens, and return their angles and the keys that they see.
@@ -86,9 +89,9 @@ class DividedCore(CachedCore):
         The keys of the first piece are those of all ranks. For later pieces they are the rank's own, as a
         bias ``[b or 1, n/tp or 1, s, l]``.
         """
-        if self.length >= self.num_divided:
+        if self.length >= self.num_sliced:
             return super().position_info(microbatch)
-        ids, s, device = microbatch.position_ids, self.num_divided, self.context.device
+        ids, s, device = microbatch.position_ids, self.num_sliced, self.context.device
         assert ids is not None
         self.length = s
         whole = self._after_padding()
@@ -99,10 +102,10 @@ class DividedCore(CachedCore):
 
     def _bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
         """Return the bias of these queries for the keys that this rank holds, ``[b or 1, n or 1, m, l]``."""
-        slices = self.own_positions.runs(self.num_divided // self.cp.size)  # none if the first piece has none
+        slices = self.own_positions.runs(self.num_sliced // self.cp.size)  # none if the first piece has none
         bias = super()._bias(visible, s, queries)
         of_slices = (bias[..., run.start : run.stop] for run in slices)
-        return torch.cat((*of_slices, bias[..., self.num_divided + self.cp.rank :: self.cp.size]), dim=-1)
+        return torch.cat((*of_slices, bias[..., self.num_sliced + self.cp.rank :: self.cp.size]), dim=-1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, scale: float, sinks: Tensor | None
@@ -135,7 +138,7 @@ def _merged(out: Tensor, log_sums: Tensor, cp: Axis) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_for(config: ModelConfig, context: LayerContext) -> Blocks:
-    """Return the fastest kernels of a ring that know padding; those of latents are in plain PyTorch."""
+    """Return the fastest kernels of a ring that support padding; latents have plain PyTorch."""
     if config.multi_latent_attention:  # the latents of a head are too wide for the kernels
         return PlainBlocks(Blocking.for_device(context.device, context.dtype))
     ring = build_core(replace(config, attention_backend="auto"), replace(context, has_documents=True))

@@ -57,20 +57,20 @@ class CachedCore(SdpaCore):
         """Return what a recurrent layer keeps between the pieces of a sequence."""
         return self.states.setdefault(layer, RecurrentState())
 
-    def num_divided_of(self, num_tokens: int) -> int:
+    def max_sliced_tokens(self, num_tokens: int) -> int:
         """Return how many of the first tokens of sequences the ranks should read in slices: none."""
         return 0
 
-    def begin(self, capacity: int, padding: Tensor | None = None, num_divided: int = 0) -> None:
+    def begin(self, capacity: int, padding: Tensor | None = None, num_sliced: int = 0) -> None:
         """Empty the cache for new sequences.
 
         Args:
             capacity: largest number of tokens in a sequence, including padding.
             padding: int64 ``[b]``, number of padding tokens before each sequence; None without padding.
-            num_divided: tokens of the first piece, if context-parallel ranks read it in slices; 0 if each
-                rank reads all pieces. `num_divided_of` says how many they can be.
+            num_sliced: tokens of the first piece, if context-parallel ranks read it in slices; 0 if each
+                rank reads all pieces. `max_sliced_tokens` says how many they can be.
         """
-        self.capacity, self.length, self.num_divided = capacity, 0, num_divided
+        self.capacity, self.length, self.num_sliced = capacity, 0, num_sliced
         self.padding = padding
         for layer in self.layers.values():
             layer.forget()
@@ -86,15 +86,15 @@ class CachedCore(SdpaCore):
             if number < self.config.num_layers:  # modules of multi-token prediction do not run
                 layer.select(rows)
 
-    def own_part(self, microbatch: Microbatch) -> Microbatch:
+    def local_microbatch(self, microbatch: Microbatch) -> Microbatch:
         """Return the part of the next piece that this rank reads: all of it."""
         return microbatch
 
-    def num_held(self, num_tokens: int) -> int:
+    def num_local_keys(self, num_tokens: int) -> int:
         """Return how many of the first tokens of sequences have their keys on this rank: all of them."""
         return num_tokens
 
-    def held(self, x: Tensor) -> Tensor:
+    def local_keys(self, x: Tensor) -> Tensor:
         """Return what this rank holds of new keys or values ``[b, g', s, d]``: all of them."""
         return x
 
@@ -204,14 +204,14 @@ class CachedLayer:
         """Append the new keys and values ``[b, g', s, d]``, and return those that the rank holds."""
         if self.keys is None or self.values is None:
             self.keys, self.values = self.allocated(k), self.allocated(v)
-        new, held = self.shared.held(k), self.shared.num_held(self.shared.length)
+        new, held = self.shared.local_keys(k), self.shared.num_local_keys(self.shared.length)
         places = slice(held - new.shape[2], held)
-        self.keys[:, :, places], self.values[:, :, places] = new, self.shared.held(v)
+        self.keys[:, :, places], self.values[:, :, places] = new, self.shared.local_keys(v)
         return self.keys[:, :, :held], self.values[:, :, :held]
 
     def allocated(self, x: Tensor) -> Tensor:
         """Allocate space for all keys or values of sequences with new ones ``[b, g', s, d]``."""
-        return x.new_empty((*x.shape[:2], self.shared.num_held(self.shared.capacity), x.shape[3]))
+        return x.new_empty((*x.shape[:2], self.shared.num_local_keys(self.shared.capacity), x.shape[3]))
 
     def __call__(
         self,
@@ -246,7 +246,7 @@ class CachedLatents(CachedLayer):
         """Append new keys ``[b, 1, s, c + r]``, and return those that the rank holds, and their values."""
         if self.keys is None:
             self.keys = self.allocated(k)
-        new, held = self.shared.held(k), self.shared.num_held(self.shared.length)
+        new, held = self.shared.local_keys(k), self.shared.num_local_keys(self.shared.length)
         self.keys[:, :, held - new.shape[2] : held] = new
         keys = self.keys[:, :, :held]
         return keys, keys[..., : v.shape[3]]

@@ -353,7 +353,7 @@ class GradReducer:
         ]
 
     def close(self) -> None:
-        """Remove the hooks of the parameters. Python's collector does not see the cycle that they close."""
+        """Remove the parameters' hooks: they form a cycle that Python's garbage collector cannot see."""
         for handle in self._handles:
             handle.remove()
 

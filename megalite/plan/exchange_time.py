@@ -58,18 +58,18 @@ def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -
     """
     if call.way is None or not run.program.is_own:
         return 0.0
-    return CP_SECONDS[call.way](run, call, run.config.parallel.cp_levels(call.way), attention_seconds)
+    return CP_SECONDS[call.way](run, call, attention_seconds)
 
 
-def _gather_seconds(run: PlannedRun, call: AttentionCall, levels: tuple[int, int], _: float) -> float:
+def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
     """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
     group = Group(run.cluster, run.cp, run.tp)
     return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
 
 
-def _exchange_seconds(run: PlannedRun, call: AttentionCall, levels: tuple[int, int], _: float) -> float:
+def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
     """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
-    heads, _ring = levels
+    heads, _ring = _levels(run, call)
     group = Group(run.cluster, heads, run.tp)
     element = run.element_bytes
     entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
@@ -77,20 +77,22 @@ def _exchange_seconds(run: PlannedRun, call: AttentionCall, levels: tuple[int, i
     return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
 
 
-def _ring_seconds(
-    run: PlannedRun, call: AttentionCall, levels: tuple[int, int], attention_seconds: float
-) -> float:
+def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
     """Pass keys and values around the ring under the computation."""
-    heads, ring = levels
+    heads, ring = _levels(run, call)
     group = Group(run.cluster, ring, heads * run.tp)
     return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
 
 
-def _levels_seconds(
-    run: PlannedRun, call: AttentionCall, levels: tuple[int, int], attention_seconds: float
-) -> float:
+def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
     """Exchange heads between neighbours, and pass keys and values around the ring of their groups."""
-    return _exchange_seconds(run, call, levels, 0.0) + _ring_seconds(run, call, levels, attention_seconds)
+    return _exchange_seconds(run, call, 0.0) + _ring_seconds(run, call, attention_seconds)
+
+
+def _levels(run: PlannedRun, call: AttentionCall) -> tuple[int, int]:
+    """Return how many ranks exchange heads for the call, and how many form a ring."""
+    assert call.way is not None
+    return run.config.parallel.cp_levels(call.way)
 
 
 def _key_elements(call: AttentionCall) -> int:
@@ -98,7 +100,7 @@ def _key_elements(call: AttentionCall) -> int:
     return call.kv_heads * (call.size + call.value_size)
 
 
-CP_SECONDS: Mapping[CpCommType, Callable[[PlannedRun, AttentionCall, tuple[int, int], float], float]] = {
+CP_SECONDS: Mapping[CpCommType, Callable[[PlannedRun, AttentionCall, float], float]] = {
     "all_gather": _gather_seconds,
     "a2a": _exchange_seconds,
     "p2p": _ring_seconds,

@@ -255,7 +255,7 @@ class Trainer:
         return loaded
 
     def close(self, *, waits: bool = True) -> None:
-        """Stop reading training data ahead, and let go of the parameters; the trainer can no longer train.
+        """Stop reading training data ahead, and remove the parameters' hooks; the trainer cannot train again.
 
         See `BatchLoader.close` and `GradReducer.close`. A second call does nothing.
         """

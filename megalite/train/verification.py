@@ -27,19 +27,20 @@ def warn_if_unverified(run: RunContext) -> None:
     model, parallel = run.providers.model, run.config.parallel
     if model is None or not is_own_model(model) or run.topology.rank > 0:
         return
-    names = _layouts(parallel)
-    if not names.keys() - _verified(model):
+    verified = _verified(model)
+    names = {kind: name for kind, name in _layouts(parallel).items() if kind not in verified}
+    if not names:
         return
+    sizes = {"tp": parallel.tp, "cp": parallel.cp}
+    reason = "a missing collective gives wrong gradients"
+    if "cp" in names:
+        reason = "a layer that mixes tokens of one rank alone computes another model"
     log.warning(
         "%s trains with %s and was not verified in this layout: %s, without an error. Run once: python %s … "
         "--params-dtype fp64 --verify-layouts %s",
         provider_name(model),
-        " ".join(
-            f"--{axis} {getattr(parallel, axis)}" for axis in ("tp", "cp") if getattr(parallel, axis) > 1
-        ),
-        "a layer that mixes tokens of one rank alone computes another model"
-        if parallel.cp > 1
-        else "a missing collective gives wrong gradients",
+        " ".join(f"--{axis} {size}" for axis, size in sizes.items() if size > 1),
+        reason,
         sys.argv[0],
         ",".join(names.values()),
     )

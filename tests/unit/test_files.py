@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_an_output_may_be_a_link_or_a_stream(tmp_path, capfd):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "a page"
     write_output(Path("/dev/stdout"), b"a page", "--output")
     assert capfd.readouterr().out == "a page"
+
+
+def test_an_output_keeps_its_mode(tmp_path):
+    (tmp_path / "script").touch(0o750)
+    write_output(tmp_path / "script", "#!/bin/sh", "--output")
+    assert stat.S_IMODE((tmp_path / "script").stat().st_mode) == 0o750
 
 
 def _replace(file, error, before_rename=lambda: None):

@@ -36,7 +36,7 @@ _NUMBERS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 def latent_rotary_settings(
     model: ModelConfig,
-    given: Mapping[str, UserSetting],
+    by_flags: Mapping[str, UserSetting],
     flags: Sequence[FlagTokens],
     diagnostics: Diagnostics,
 ) -> dict[str, UserSetting]:
@@ -45,7 +45,7 @@ def latent_rotary_settings(
     What no flag sets is as in the model if it has YaRN, and otherwise as in Megatron.
 
     Args:
-        given: the user's other settings, by field; one that contradicts a flag is reported.
+        by_flags: what other flags set, by field; a contradiction is reported.
     """
     passed = {flag.flag: flag for flag in flags if flag.flag in LATENT_ROTARY_FLAGS}
     if not passed or not model.multi_latent_attention:
@@ -63,10 +63,11 @@ def latent_rotary_settings(
         fields = {"rope_scaling": "none"}
     else:
         fields = _yarn(factor, mscale, mscale_all)
-        if not has_yarn and "original_max_position_embeddings" not in given:
-            fields["original_max_position_embeddings"] = _ORIGINAL_LENGTH
+        length = "original_max_position_embeddings"
+        if not has_yarn and length not in by_flags and getattr(model, length) == getattr(ModelConfig, length):
+            fields[length] = _ORIGINAL_LENGTH
     return {
-        name: _setting(name, value, passed, given.get(name), diagnostics) for name, value in fields.items()
+        name: _setting(name, value, passed, by_flags.get(name), diagnostics) for name, value in fields.items()
     }
 
 
@@ -114,14 +115,14 @@ def _setting(
     name: str,
     value: Any,
     passed: Mapping[str, FlagTokens],
-    given: UserSetting | None,
+    of_user: UserSetting | None,
     diagnostics: Diagnostics,
 ) -> UserSetting:
-    """Return the setting of a field; report another value that the user gave it."""
+    """Return the setting of a field; report another value that the user passed for it."""
     flag = next(passed[each] for each in (*_SET_BY.get(name, ()), *passed) if each in passed)
     setting = UserSetting(fields_by_flag()[flag_of(name)], value, flag.name, " ".join(flag.values))
-    if given is not None and given.value != value:
-        diagnostics.by_field([given, setting])
+    if of_user is not None and of_user.value != value:
+        diagnostics.by_field([of_user, setting])
     return setting
 
 

@@ -313,7 +313,7 @@ def missing_feature(flag: str) -> UnsupportedFeature | None:
 
 
 def accepted_flags() -> list[str]:
-    """Return the flags that do not set fields, without the flags that are always refused."""
+    """Return the flags without a field of their own, without the flags that are always refused."""
     return sorted(megatron_rules().keys() - refused_flags())
 
 

@@ -26,12 +26,12 @@ _FIELDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 
 def fsdp_settings(
-    given: Mapping[str, UserSetting], flags: Sequence[FlagTokens], diagnostics: Diagnostics
+    by_flags: Mapping[str, UserSetting], flags: Sequence[FlagTokens], diagnostics: Diagnostics
 ) -> dict[str, UserSetting]:
     """Return the fields that the flags set, by name.
 
     Args:
-        given: the user's other settings, by field; one that contradicts a flag is reported.
+        by_flags: what other flags set, by field; a contradiction is reported.
             `--use-distributed-optimizer` does not: Megatron needs it beside each strategy.
     """
     passed = {flag.flag: flag for flag in flags if flag.flag in FSDP_FLAGS}
@@ -53,7 +53,7 @@ def fsdp_settings(
         elif meanings[text] is not None:
             settings[field.name] = UserSetting(field, meanings[text], flag.name, text)
     for name, setting in settings.items():
-        other = given.get(name)
+        other = by_flags.get(name)
         if other and other.name.replace("_", "-") != "--use-distributed-optimizer":
             diagnostics.by_field([other, setting])
     return settings

@@ -6,7 +6,6 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from megalite.commands import command_name
@@ -202,8 +201,12 @@ def write_script(output: Path, text: str, force: bool) -> None:
     """Write a file, and create its folder; with `force`, replace the file if it exists."""
     if output.exists() and not force:
         raise UserError(f"--output {output} exists already: pass another file, or --force to replace it")
-    with suppress(OSError):  # the next line reports it
+    try:
         output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}): pass another file"
+        ) from None
     write_output(output, text, "--output")
 
 

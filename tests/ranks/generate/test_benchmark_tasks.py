@@ -49,17 +49,22 @@ def answers(
         model.loglikelihood(requests("loglikelihood", [*pairs])),
         model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text, _ in pairs])),
         model.generate_until(requests("generate_until", [(text, options) for text, _ in pairs])),
-        [
-            each.loss
-            for each in evaluate_texts(
-                trained, {text[:5]: text for text in TEXTS}, ByteTokenizer(), WINDOWS, topology
-            )
-        ],
+        losses_of_texts(topology, folder, parallel),
     )
 
 
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+
+
 @pytest.mark.parametrize(
-    "changes", [{"attn_logit_softcapping": 0.5}, {"softmax_type": "learnable"}], ids=["caps", "sinks"]
+    "changes",
+    [
+        {"attn_logit_softcapping": 0.5},
+        {"softmax_type": "learnable"},
+        EXPERTS,
+        {"z_loss_coeff": 0.1, "mtp_num_layers": 1},
+    ],
+    ids=["caps", "sinks", "experts", "terms"],
 )
 def test_a_text_has_the_loss_of_its_tokens(
     changes: dict[str, Any], tmp_path: Path, one_rank: Topology
@@ -71,6 +76,24 @@ def test_a_text_has_the_loss_of_its_tokens(
     ((value, _),) = model.scores([([ByteTokenizer().eod], [*text.encode()])])
     (result,) = evaluate_texts(trained, {"": text}, ByteTokenizer(), WINDOWS, one_rank)
     assert result.loss == pytest.approx(-value / len(text), rel=1e-11)
+
+
+def losses_of_texts(topology: Topology, folder: Path, parallel: ParallelConfig) -> list[float]:
+    trained = open_trained(ModelFlags(folder, None, None, parallel, None), topology)
+    results = evaluate_texts(trained, {text[:5]: text for text in TEXTS}, ByteTokenizer(), WINDOWS, topology)
+    return [each.loss for each in results]
+
+
+@pytest.mark.parametrize("parallel", [{"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}])
+def test_experts_have_the_same_loss_in_any_layout(
+    parallel: dict[str, Any], tmp_path: Path, one_rank: Topology
+) -> None:
+    """Their routers compute terms of the loss in training, on each stage."""
+    write_checkpoint(one_rank, tmp_path / "run", replace(MODEL, **EXPERTS))
+    losses = losses_of_texts(one_rank, tmp_path / "run", ParallelConfig())
+    config = ParallelConfig(**parallel, cp_comm_type=CP_COMM_TYPE)
+    for found in run_ranks(losses_of_texts, config.mesh, 2, tmp_path / "run", config):
+        assert found == pytest.approx(losses, rel=1e-11)
 
 
 @pytest.mark.parametrize(

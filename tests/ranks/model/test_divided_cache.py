@@ -84,12 +84,12 @@ def logits(topology: Topology, names: tuple[str, ...]) -> dict[str, tuple[list[T
         ).eval()
         core, results = stage.core, []
         for padding in (None, torch.tensor(PADDING)):
-            first = core.num_divided_of(19)
+            first = core.max_sliced_tokens(19)
             core.begin(CAPACITY, padding, first)
             pieces = []
             for piece in tokens_of().split([n for n in (first, 19 - first, 1, 1, 6) if n], dim=1):
                 numbers, positions = torch.zeros(3, dtype=torch.int64), core.positions(*piece.shape)
-                microbatch = core.own_part(Microbatch(piece, piece, numbers, positions))
+                microbatch = core.local_microbatch(Microbatch(piece, piece, numbers, positions))
                 hidden = stage.hidden_states(microbatch, None)
                 if hidden.shape[0] != piece.shape[1]:
                     hidden = core.own_positions.in_position_order(start_all_gather(hidden, core.cp).wait())

@@ -32,6 +32,20 @@ if __name__ == "__main__":
 """
 
 
+def test_a_mistake_that_all_ranks_report_is_one_line(tmp_path: Path) -> None:
+    program = PROGRAM.replace("time.sleep(100)", 'raise UserError("a mistake")')
+    (tmp_path / "program.py").write_text("from megalite.errors import UserError\n" + program)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (1, "error: a mistake\n")
+
+
 @pytest.mark.parametrize(("last_line", "seconds"), [("started", 1.0), ("a rank runs", 0.0)])
 def test_ctrl_c_prints_one_line_and_leaves_no_rank(last_line: str, seconds: float, tmp_path: Path) -> None:
     """Interrupt the group of processes, as a terminal does, while the fork server starts or ranks run."""

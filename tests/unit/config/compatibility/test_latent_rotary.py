@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, to_yaml
 from megalite.config.command_line import parse
 from megalite.model.positions import Rotary
 
@@ -199,3 +200,13 @@ def test_other_attention_accepts_only_what_changes_nothing(line: str, found: str
 def test_mscale_alone_is_the_factor_of_cosines_and_sines() -> None:
     model = model_of("--rotary-scaling-factor 40 --mscale 0.7")
     assert model.yarn_attention_factor == pytest.approx(0.07 * math.log(40) + 1)
+
+
+def test_flags_override_a_file_of_all_settings(tmp_path: Path) -> None:
+    """A file that --print-config wrote has a value for every field."""
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(parse(shlex.split(LATENT))[0]))
+    flags = "--rotary-scaling-factor 40 --use-megatron-fsdp --data-parallel-sharding-strategy optim"
+    config, _ = parse(shlex.split(f"--config {file} {flags}"))
+    assert config.model == model_of("--rotary-scaling-factor 40")
+    assert config.parallel.zero_stage == 1
