@@ -114,6 +114,8 @@ PLACES: dict[str, tuple[str, str]] = {
     "sinks of a ring count twice": (ATTEND, WHOLE),
     "slices of ranks that exchange heads stay in the order of the ranks": (
         ATTEND, "all-to-all over cp_heads"),
+    "tokens of the only layer that exchanges heads stay in the order of the ranks": (
+        r"layers\.1\.attention\.(attend|reach_keys|keep_own_tokens)", "all-to-all over cp"),
     "exchanged heads of a ring have the ALiBi slopes of the first ones": (ATTEND, WHOLE),
     "the divisor counts the tokens of a slice": ("number of tokens that divides", WHOLE),
     "tokens with a loss are counted on a slice": ("^lm_loss, the mean", WHOLE),
