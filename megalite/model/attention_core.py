@@ -167,7 +167,7 @@ class StageCore(ABC):
 
     def prepare(self, seq_length: int) -> None:
         """Build the tables for samples of this length, for layers that are then compiled."""
-        self.leave_graphs()
+        self.exclude_from_graphs()
         for rotation in self.rotations.values():
             rotation.table(seq_length)
         self.query_factors(seq_length, None)
@@ -176,8 +176,8 @@ class StageCore(ABC):
                 self.in_whole_sample(seq_length, window)
 
     @abstractmethod
-    def leave_graphs(self) -> None:
-        """Compute attention between the graphs of compiled layers, if it cannot be in them."""
+    def exclude_from_graphs(self) -> None:
+        """Exclude attention from the graphs of compiled layers, if it cannot be compiled."""
 
     def tables(self) -> Iterable[Tensor]:
         """Yield the tables that all layers share and that autograd may save."""
@@ -220,8 +220,8 @@ class AttentionCore(StageCore):
         self.add_window(kind.window)
         return self
 
-    def leave_graphs(self) -> None:
-        """Compute attention in the graphs of compiled layers."""
+    def exclude_from_graphs(self) -> None:
+        """Do nothing: attention is compiled with its layer."""
 
     @abstractmethod
     def __call__(

@@ -40,7 +40,7 @@ class CoreByWay(StageCore):
                 found = found if own.blocks is None else found._replace(blocks=own.blocks)
         return found
 
-    def leave_graphs(self) -> None:
-        """Compute attention between the graphs of compiled layers, where a core cannot be in them."""
+    def exclude_from_graphs(self) -> None:
+        """Exclude attention from the graphs of compiled layers, where a core cannot be compiled."""
         for core in self.cores.values():
-            core.leave_graphs()
+            core.exclude_from_graphs()

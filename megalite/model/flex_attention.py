@@ -69,7 +69,7 @@ class FlexCore(AttentionCore):
         of_samples = num_samples if num_samples > 1 else None
         return VisibleKeys(blocks=create_block_mask(sees, of_samples, None, s, s, device=self.context.device))
 
-    def leave_graphs(self) -> None:
+    def exclude_from_graphs(self) -> None:
         """Compute attention in a graph of its own."""
         # The kernel is a separate graph: inside a layer's graph, after a rotary embedding, its forward
         # computed wrong numbers (torch 2.13 on a CPU).

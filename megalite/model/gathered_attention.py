@@ -88,7 +88,7 @@ class GatheredCore(SoftmaxCore):
         self.blocks = blocks
         self.attend = attend_in_blocks
 
-    def leave_graphs(self) -> None:
+    def exclude_from_graphs(self) -> None:
         """Compute attention between the graphs of compiled layers."""
         self.attend = torch.compiler.disable(self.attend)
 
