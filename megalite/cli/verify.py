@@ -28,6 +28,9 @@ _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (c
 after pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
 technique once, and 'all' also combinations"""
 
+_OF_CP = ("--cp-comm-type ", "--hierarchical-context-parallel-sizes ", "--dynamic-context-parallel ")
+"""How notices begin that name options of context parallelism, which layouts may have."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Compare the layouts, and exit with status 1 if they differ. Other flags set the config."""
@@ -46,8 +49,6 @@ def main(arguments: Sequence[str]) -> None:
     own, rest = parser.parse_known_args(arguments)
     configure_logging(rank=0)
     config, notices = parse(rest, unneeded=("train_iters", "mock_data"))
-    for notice in notices:
-        log.warning(notice)
     if not config.training.is_counted_in_samples:
         num_iterations = max(own.iterations, config.training.train_iters or 0)
         config = replace(config, training=replace(config.training, train_iters=num_iterations))
@@ -58,6 +59,10 @@ def main(arguments: Sequence[str]) -> None:
     if config.training.replay_routing_from is not None:
         raise UserError("--replay-routing-from has no effect on a comparison: pass --replay-routing instead")
     layouts = layouts_named(own.layouts, config)
+    has_cp = any("cp" in layout.sizes for layout in layouts)  # the config itself may have one rank
+    for notice in notices:
+        if not (has_cp and notice.startswith(_OF_CP)):
+            log.warning(notice)
     if own.bisect:
         if own.worst is not None:
             raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")

@@ -136,3 +136,14 @@ def test_a_verification_that_fails_names_the_first_difference(caplog: pytest.Log
 def test_the_flag_refuses_what_it_does_not_show() -> None:
     with pytest.raises(UserError, match="--worst has no effect with --bisect"):
         main(["--preset", "gpt-tiny", "--vocab-size", "101", "--bisect", "--worst", "3"])
+
+
+@pytest.mark.parametrize(("layout", "is_unused"), [("tp2", True), ("cp2", False)])
+def test_the_program_says_which_options_no_layout_uses(
+    layout: str, is_unused: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megalite.cli.verify.verify_layouts", lambda *_, **__: True)
+    flags = f"--preset gpt-tiny --vocab-size 101 --cp-comm-type p2p p2p p2p a2a --layouts {layout}"
+    with pytest.raises(SystemExit):
+        main(flags.split())
+    assert ("--cp-comm-type p2p p2p p2p a2a has no effect" in capsys.readouterr().out) == is_unused
