@@ -67,7 +67,7 @@ def test_a_record_has_the_tensors_that_autograd_saves(name: str, one_rank: Topol
     record = dict(record_unit(key_of(model)).saved)
     assert OTHER not in record
     assert record.keys() == real.keys()
-    assert record.keys() >= set(get_args(Module))
+    assert record.keys() >= {*get_args(Module)} - {"mla_up_proj"}  # whose tensors are of "attention"
     for part, num_bytes in record.items():
         assert num_bytes == pytest.approx(real[part], rel=SLACK), part
 
