@@ -717,6 +717,13 @@ def difference(ours, theirs):
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
+def share_of_module(name, gradients):
+    """Return the magnitude of a parameter's gradient, relative to the largest gradient of its module."""
+    module = name.rpartition(".")[0] + "."
+    of_module = max(each.abs().max() for other, each in gradients.items() if other.startswith(module))
+    return (gradients[name].abs().max() / of_module).item()
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_agrees(kind, seed, one_rank):
@@ -748,6 +755,11 @@ def test_agrees(kind, seed, one_rank):
         found = by_name(*run_ours(ours, ids))
         assert found.keys() == expected.keys()
         errors = {name: difference(each, expected[name]) for name, each in found.items()}
+        if (
+            dtype == "fp32"
+        ):  # a single number is a sum over all tokens that may cancel: fp64 compares it alone
+            numbers = (name for name, each in expected.items() if each.numel() == 1 and "." in name)
+            errors |= {name: errors[name] * share_of_module(name, expected) for name in numbers}
         far = {name: error for name, error in errors.items() if not error <= tolerances[dtype]}
         assert not far, f"in {dtype} with a dropout of {attention_dropout}, more than {tolerances[dtype]:.1e}"
 
