@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -176,25 +176,34 @@ def _serve(connection: Connection) -> None:
     with suppress(EOFError, ConnectionError):  # it may be closed before this rank has answered
         call = connection.recv_bytes()
         while True:
-            connection.send_bytes(pickle.dumps(_answer(*pickle.loads(call))))
+            _answer(connection, *pickle.loads(call))
             call = connection.recv_bytes()
             gc.collect()  # the process groups of the last run, which have threads and sockets
 
 
 def _answer(
-    function: Callable[..., Any], options: MeshOptions, launch: Launch, init_file: Path, args: tuple[Any, ...]
-) -> tuple[bool, Any]:
-    """Return whether the call succeeded, and its result or its error."""
+    connection: Connection,
+    function: Callable[..., Any],
+    options: MeshOptions,
+    launch: Launch,
+    init_file: Path,
+    args: tuple[Any, ...],
+) -> None:
+    """Call the function, and send whether it succeeded and its result or its error."""
     torch.set_num_threads(options.num_threads or 1)
-    try:
-        with Topology.start(options, launch, init_file) as topology:
-            result = function(topology, *args)
+    with ExitStack() as stack:
+        try:
+            result = function(stack.enter_context(Topology.start(options, launch, init_file)), *args)
             dist.barrier()
-        return True, result
-    except UserError as error:
-        return False, error
-    except BaseException:
-        return False, RankError(f"rank {launch.rank}:\n{traceback.format_exc()}")
+        except BaseException as error:
+            is_from_user = isinstance(error, UserError)
+            answer = error if is_from_user else RankError(f"rank {launch.rank}:\n{traceback.format_exc()}")
+            connection.send_bytes(pickle.dumps((False, answer)))
+            # Stay in the process groups until every rank is ended: when one leaves, the calls of others fail,
+            # and their errors could be reported instead of this one.
+            connection.recv_bytes()
+            raise
+    connection.send_bytes(pickle.dumps((True, result)))
 
 
 def _collect(ranks: list[_LocalRank], timeout: float) -> list[Any]:

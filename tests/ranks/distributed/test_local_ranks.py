@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def _fail(topology: Topology, kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "refused":
         raise UserError("a mistake")
+    elif kind == "leaves slowly":
+        weakref.finalize(topology.tp.group, time.sleep, 1.0)  # its end makes rank 0's barrier fail
     raise ZeroDivisionError("of rank 1")
 
 
@@ -89,6 +92,7 @@ def test_a_run_leaves_no_groups_or_parameters_behind() -> None:
     ("kind", "error", "message"),
     [
         ("raised", RankError, r"(?s)rank 1:.*ZeroDivisionError: of rank 1"),
+        ("leaves slowly", RankError, r"(?s)rank 1:.*ZeroDivisionError: of rank 1"),
         ("refused", UserError, "a mistake"),
         ("killed", RankError, r"rank 1 ended without an answer \(exit -9\)"),
     ],
