@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Time the ways of context parallelism on CPU ranks, as ratios to torch's own ring attention in the same run.
+"""Time context parallelism of each --cp-comm-type on CPU ranks, as ratios to torch's ring attention.
 
 python benchmarks/context_parallel.py --lengths 2048 4096 8192 16384 32768 --heads 2 1 64
 
 Attention alone runs, forward and backward: causal, in fp32, from each rank's queries, keys and values to
 their gradients. torch's ring attention has slices in the same zigzag order. It is private, has no entry for
-the CPU's kernel, and gets that kernel from here. Two ranks run all ways but a2a+p2p, which needs four: two
-groups of two. The ways of a row run turn by turn. The first ratio is of medians over the rounds, of the
-slowest rank. The second one, in brackets, is of the busiest rank's time on the CPU without waiting, on which
-other jobs have little effect. A core for each rank shows what a way gains; with fewer, they run in turn.
+the CPU's kernel, and gets that kernel from here. Two ranks run all types but a2a+p2p, which needs four: two
+groups of two. All of a row run turn by turn. The first ratio is of medians over the rounds, of the slowest
+rank. The second one, in brackets, is of the busiest rank's time on the CPU without waiting, on which other
+jobs have little effect. A core for each rank shows what a type gains; with fewer, they run in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.context_way import CONTEXT_WAYS
+from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
@@ -35,7 +35,7 @@ from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-WAYS_BY_RANKS = {2: ("all_gather", "a2a", "p2p"), 4: ("a2a+p2p",)}
+TYPES_BY_RANKS = {2: ("all_gather", "a2a", "p2p"), 4: ("a2a+p2p",)}
 PEER = "torch"
 TIMEOUT = 3600.0  # seconds of a row: other jobs may slow it down
 
@@ -56,8 +56,8 @@ class Case(NamedTuple):
     size: int
 
 
-def way(topology: Topology, kind: str, case: Case) -> Run:
-    """Return forward and backward of one of our ways, from ``[s/cp, b, n, d]`` to gradients."""
+def of_type(topology: Topology, kind: str, case: Case) -> Run:
+    """Return forward and backward of one of our types, from ``[s/cp, b, n, d]`` to gradients."""
     config = ModelConfig(
         num_attention_heads=case.heads,
         num_query_groups=case.groups,
@@ -65,7 +65,9 @@ def way(topology: Topology, kind: str, case: Case) -> Run:
         seq_length=case.s,
         attention_dropout=0.0,
     )
-    topology = replace(topology, is_zigzag=CONTEXT_WAYS[kind].is_zigzag)  # as in a run with this way alone
+    topology = replace(
+        topology, is_zigzag=CP_COMM_PROPERTIES[kind].is_zigzag
+    )  # as in a run of this type alone
     context = LayerContext(topology, torch.float32, cp_comm_type=kind)
     core, access, ranks = build_core(config, context), KEY_ACCESS[kind], KeyRanks.of(context)
     visible = core.visible_keys((1, case.s), None, [None])[None]
@@ -102,12 +104,12 @@ def of_torch(topology: Topology) -> Run:
     return run
 
 
-def time_ways(
+def time_types(
     topology: Topology, kinds: Sequence[str], case: Case, num_rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Return medians over the rounds, by way: seconds, and seconds of this rank on the CPU."""
+    """Return medians over the rounds, by type: seconds, and seconds of this rank on the CPU."""
     ranks = topology.position_ranks
-    runs = {kind: way(topology, kind, case) for kind in kinds} | {PEER: of_torch(topology)}
+    runs = {kind: of_type(topology, kind, case) for kind in kinds} | {PEER: of_torch(topology)}
     shape = case.s // ranks.size, 1
     heads = case.heads, case.groups, case.groups
     q, k, v = (torch.randn(*shape, n, case.size, requires_grad=True) for n in heads)
@@ -115,7 +117,7 @@ def time_ways(
     expected = runs[PEER](q, k, v, grad)  # in zigzag order
     for kind in kinds:  # these runs also warm up
         found = runs[kind](q, k, v, grad)
-        if CONTEXT_WAYS[kind].is_zigzag:
+        if CP_COMM_PROPERTIES[kind].is_zigzag:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     rounds = [
         {name: _seconds(run, (q, k, v, grad), ranks.group) for name, run in runs.items()}
@@ -140,30 +142,30 @@ def _seconds(run: Run, tensors: Sequence[Tensor], group: dist.ProcessGroup | Non
 
 
 def measure(kinds: Sequence[str], num_ranks: int, case: Case, num_rounds: int) -> dict[str, list[float]]:
-    """Return what `time_ways` returns, of the slowest rank and of the busiest one."""
-    levels = any(CONTEXT_WAYS[kind].has_levels for kind in kinds)
+    """Return what `time_types` returns, of the slowest rank and of the busiest one."""
+    levels = any(CP_COMM_PROPERTIES[kind].has_levels for kind in kinds)
     mesh = ParallelConfig(
         context_parallel_size=num_ranks,
         cp_comm_type="a2a+p2p" if levels else "p2p",
         hierarchical_context_parallel_sizes=(2, num_ranks // 2) if levels else None,
     ).mesh
-    ranks = run_ranks(time_ways, mesh, num_ranks, kinds, case, num_rounds, timeout=TIMEOUT)
+    ranks = run_ranks(time_types, mesh, num_ranks, kinds, case, num_rounds, timeout=TIMEOUT)
     return {name: [max(each[name][i] for each in ranks) for i in range(2)] for name in ranks[0]}
 
 
 def main() -> None:
-    """Print a table: milliseconds of torch's ring, and the ratio of its time to that of each way."""
+    """Print a table: milliseconds of torch's ring, and the ratio of its time to that of each type."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=list(WAYS_BY_RANKS))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=list(TYPES_BY_RANKS))
     parser.add_argument("--heads", type=int, nargs=3, default=[8, 2, 64], help="query, key/value heads, size")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    columns = [kind for num_ranks in options.ranks for kind in WAYS_BY_RANKS[num_ranks]]
+    columns = [kind for num_ranks in options.ranks for kind in TYPES_BY_RANKS[num_ranks]]
     print("tokens ranks  torch, ms" + "".join(f"{kind:>15}" for kind in columns))
     for s in options.lengths:
         for num_ranks in options.ranks:
-            seconds = measure(WAYS_BY_RANKS[num_ranks], num_ranks, Case(s, *options.heads), options.rounds)
+            seconds = measure(TYPES_BY_RANKS[num_ranks], num_ranks, Case(s, *options.heads), options.rounds)
             ratios = {
                 kind: "{:.2f} ({:.2f})".format(*map(truediv, seconds[PEER], seconds[kind]))
                 for kind in seconds

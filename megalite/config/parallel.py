@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType, CpCommTypes
+from megalite.config.cp_comm_type import CP_COMM_PROPERTIES, CpCommProperties, CpCommType, CpCommTypes
 from megalite.config.flags import flags
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
@@ -195,27 +195,28 @@ class ParallelConfig:
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     @property
-    def context_ways(self) -> Mapping[CpCommType, ContextWay]:
-        """Return the ways in which queries of some layers reach the keys of other context-parallel ranks."""
-        return {name: CONTEXT_WAYS[name] for name in self.cp_comm_types}
+    def cp_comm_properties(self) -> Mapping[CpCommType, CpCommProperties]:
+        """Return the properties of the communication types of some layers."""
+        return {name: CP_COMM_PROPERTIES[name] for name in self.cp_comm_types}
 
     @property
     def has_cp_levels(self) -> bool:
         """Return whether neighbouring cp ranks exchange heads, and groups of them form a ring."""
-        return self.cp > 1 and any(way.has_levels for way in self.context_ways.values())
+        return self.cp > 1 and any(each.has_levels for each in self.cp_comm_properties.values())
 
-    def cp_levels(self, name: CpCommType) -> tuple[int, int]:
+    def cp_levels(self, comm_type: CpCommType) -> tuple[int, int]:
         """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring.
 
         Args:
-            name: the way of a layer.
+            comm_type: the communication type of a layer.
         """
-        way = CONTEXT_WAYS[name]
-        if way.has_levels:
+        properties = CP_COMM_PROPERTIES[comm_type]
+        if properties.has_levels:
             given = self.hierarchical_context_parallel_sizes
             heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
-        return self.cp if way.exchanges_heads else 1, self.cp if way.passes_keys else 1
+        neighbours = self.cp if properties.exchanges_heads else 1
+        return neighbours, self.cp if properties.passes_keys else 1
 
     @property
     def planned_imbalance(self) -> float:
@@ -257,7 +258,7 @@ class ParallelConfig:
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
-            is_zigzag=self.cp > 1 and any(way.is_zigzag for way in self.context_ways.values()),
+            is_zigzag=self.cp > 1 and any(each.is_zigzag for each in self.cp_comm_properties.values()),
             assigns_documents=self.has_ring and self.dynamic_context_parallel,
         )
 

@@ -107,8 +107,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
         for name in ("cp_comm_type", "dynamic_context_parallel"):
             yield name, "there is one context-parallel rank (--cp 1)"
     if not config.parallel.has_cp_levels:
-        ways = format_value(config.parallel.cp_comm_type)
-        reason = f"--cp-comm-type is {ways}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
+        comm_types = format_value(config.parallel.cp_comm_type)
+        reason = f"--cp-comm-type is {comm_types}, without a2a+p2p" if config.parallel.cp > 1 else "--cp is 1"
         yield "hierarchical_context_parallel_sizes", reason
     if config.parallel.ep == 1:
         yield "moe_imbalance", "there is one expert-parallel rank (--ep 1)"

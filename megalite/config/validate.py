@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     expert_rules.recorded_routing,
     expert_rules.audited_experts,
     parallel_rules.context_levels,
-    attention_rules.ways_of_layers,
+    attention_rules.comm_types_of_layers,
     attention_rules.exchanged_heads,
     attention_rules.ring,
     attention_rules.assigned_documents,

@@ -49,7 +49,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.key_access, self.key_ranks = KEY_ACCESS[context.way], KeyRanks.of(context)
+        self.key_access, self.key_ranks = KEY_ACCESS[context.layer_cp_comm_type], KeyRanks.of(context)
         self.num_ring_ranks = 1 if context.ring is None else context.ring.size
         self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config import ModelConfig
-from megalite.config.context_way import CpCommType, way_of_layer
+from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
 from megalite.model.attention_block import FlashBlocks, PlainBlocks, TritonBlocks
 from megalite.model.attention_core import AttentionCore, SdpaCore, StageCore, TritonCore, UnfusedCore
 from megalite.model.blockwise_attention import Blocking
-from megalite.model.core_by_way import CoreByWay
+from megalite.model.core_by_comm_type import CoreByCommType
 from megalite.model.flex_attention import FlexCore
 from megalite.model.gathered_attention import GatheredCore
 from megalite.model.ring_attention import RingCore
@@ -145,7 +145,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
 
 def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     """Return why PyTorch's kernels do not compute attention in blocks; empty if they do."""
-    need = f"in blocks, as --cp-comm-type {case.context.way} needs"
+    need = f"in blocks, as --cp-comm-type {case.context.layer_cp_comm_type} needs"
     if kernels != (_FLASH,):
         return f"it does not compute attention {need}"
     if case.has_bias:
@@ -336,20 +336,20 @@ def build_stage_core(config: ModelConfig, context: LayerContext) -> StageCore:
     with_attention = (n for n, kind in enumerate(config.layer_kinds) if kind.mixer == "attention")
     layers: dict[CpCommType, list[int]] = {}
     for number in with_attention if context.cp.size > 1 else ():
-        layers.setdefault(way_of_layer(context.cp_comm_type, number), []).append(number)
+        layers.setdefault(comm_type_of_layer(context.cp_comm_type, number), []).append(number)
     if len(layers) < 2:
         return build_core(config, context.of_layer(next(chain(*layers.values()), 0)))
     cores = {
-        way: build_core(config, context.of_layer(numbers[0]), tuple(numbers))
-        for way, numbers in layers.items()
+        comm_type: build_core(config, context.of_layer(numbers[0]), tuple(numbers))
+        for comm_type, numbers in layers.items()
     }
-    return CoreByWay(config, context, cores)
+    return CoreByCommType(config, context, cores)
 
 
 def build_core(
     config: ModelConfig, context: LayerContext, layers: tuple[int, ...] | None = None
 ) -> AttentionCore:
-    """Build the attention core of layers with one way to reach the keys of other ranks.
+    """Build the attention core of layers with one communication type of context parallelism.
 
     Args:
         context: their context.

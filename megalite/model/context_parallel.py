@@ -4,8 +4,8 @@ A context-parallel rank computes queries, keys and values of its own tokens. Bef
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
 (DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`). With
 both, neighbouring ranks exchange heads for tokens, and each of them is in a ring with one rank of every other
-group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer of a run may have its own way. All hold
-the same tokens: two slices in zigzag order, unless no layer needs them.
+group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer may have its own --cp-comm-type. A rank
+holds the same tokens in all layers: two slices in zigzag order, unless all of them have a2a.
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size. If neighbours exchange heads, s is
@@ -123,7 +123,7 @@ KEY_ACCESS: Mapping[str, KeyAccess] = {
     "p2p": KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y),
     **dict.fromkeys(("a2a", "a2a+p2p"), KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)),
 }
-"""Ways to reach the keys of other ranks, by --cp-comm-type."""
+"""How queries reach the keys of other ranks, by --cp-comm-type."""
 
 
 def _exchanged(x: Tensor, cp: Axis) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.axes import EXPERTS
 from megalite.plan.communication import Group
 from megalite.plan.planned_run import PlannedRun
@@ -56,9 +56,9 @@ def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -
     Args:
         attention_seconds: seconds of the computation.
     """
-    if call.way is None or not run.program.is_own:
+    if call.cp_comm_type is None or not run.program.is_own:
         return 0.0
-    return CP_SECONDS[call.way](run, call, attention_seconds)
+    return CP_SECONDS[call.cp_comm_type](run, call, attention_seconds)
 
 
 def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
@@ -91,8 +91,8 @@ def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: flo
 
 def _levels(run: PlannedRun, call: AttentionCall) -> tuple[int, int]:
     """Return how many ranks exchange heads for the call, and how many form a ring."""
-    assert call.way is not None
-    return run.config.parallel.cp_levels(call.way)
+    assert call.cp_comm_type is not None
+    return run.config.parallel.cp_levels(call.cp_comm_type)
 
 
 def _key_elements(call: AttentionCall) -> int:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from megalite.config.context_way import CONTEXT_WAYS
+from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
 from megalite.plan.communication import CONTENTION, Group
 from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
@@ -207,7 +207,8 @@ def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
     if not run.program.fused_attention:
         return _unfused_attention(run, call)
     program = run.program
-    in_blocks = program.is_own and call.way is not None and CONTEXT_WAYS[call.way].is_zigzag
+    comm_type = call.cp_comm_type
+    in_blocks = program.is_own and comm_type is not None and CP_COMM_PROPERTIES[comm_type].is_zigzag
     kernel: FusedKernel = "cudnn" if program.cudnn_attention and not in_blocks else "flash"
     if (program.triton_blocks and in_blocks) or (program.triton_attention and call.kernel == "triton"):
         kernel = "triton"

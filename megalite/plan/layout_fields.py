@@ -89,10 +89,10 @@ def layout_name(run: PlannedRun) -> str:
     sizes = "".join(f"{axis}{size}{suffixes.get(axis, '')}" for axis, size in run.sizes.items())
     if parallel.has_expert_axes:
         sizes += f"ep{parallel.ep}etp{parallel.etp}"
-    way = parallel.cp_comm_types[0]
+    comm_type = parallel.cp_comm_types[0]
     switches = {
         "sp": parallel.sequence_parallel,
-        way: run.cp > 1 and way != "all_gather" and isinstance(parallel.cp_comm_type, str),
+        comm_type: run.cp > 1 and comm_type != "all_gather" and isinstance(parallel.cp_comm_type, str),
         "dynamic": parallel.mesh.assigns_documents,
         "allgather": parallel.has_expert_axes and parallel.moe_token_dispatcher_type == "allgather",
         f"zero{parallel.zero_stage}": parallel.zero_stage > 0,

@@ -12,7 +12,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from megalite.config import Config
-from megalite.config.context_way import CpCommTypes
+from megalite.config.cp_comm_type import CpCommTypes
 from megalite.config.parallel import num_neighbours
 from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage

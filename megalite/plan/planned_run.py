@@ -228,7 +228,7 @@ class PlannedRun:
             provider=self.provider,
         )
         parallel = config.parallel
-        levels = tuple((way, parallel.cp_levels(way)) for way in parallel.context_ways)
+        levels = tuple((each, parallel.cp_levels(each)) for each in parallel.cp_comm_properties)
         return units_of(UnitsKey(key, self.program, self.cp, drops, parallel.cp_comm_type, levels))
 
     @property

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
-from megalite.config.context_way import CpCommType, CpCommTypes, way_of_layer
+from megalite.config.cp_comm_type import CpCommType, CpCommTypes, comm_type_of_layer
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.plan.programs import Program
 from megalite.recording.records import kinds_of_layers, unit_record
@@ -29,15 +29,15 @@ class UnitsKey(NamedTuple):
             those of the run.
         cp: context-parallel size: a rank's queries attend to the keys of all ranks.
         drops_weights: attention weights are dropped.
-        ways: how queries reach the keys of other context-parallel ranks, in all layers or in each.
-        cp_levels: by these ways, how many ranks exchange heads, and how many groups of them form a ring.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each.
+        cp_levels: by communication type, how many ranks exchange heads, and how many groups form a ring.
     """
 
     any_unit: UnitKey
     program: Program
     cp: int
     drops_weights: bool
-    ways: CpCommTypes = "all_gather"
+    cp_comm_type: CpCommTypes = "all_gather"
     cp_levels: tuple[tuple[CpCommType, tuple[int, int]], ...] = ()
 
 
@@ -198,7 +198,7 @@ def units_of(key: UnitsKey) -> ModelUnits:
         head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
     recorded = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
-    kinds = _kinds_by_way(recorded, key)
+    kinds = _kinds_by_comm_type(recorded, key)
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
@@ -213,19 +213,21 @@ def units_of(key: UnitsKey) -> ModelUnits:
     )
 
 
-def _kinds_by_way(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
-    """Return the kinds of layers, which are others for other ways to reach the keys of other ranks."""
+def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
+    """Return the kinds of layers, which are others for other communication types."""
     if key.cp == 1:
         return tuple(kinds)
     first: dict[tuple[int, CpCommType | None], int] = {}
     model = key.any_unit.model
-    ways = (
-        way_of_layer(key.ways, number) if model.layer_kind(number).mixer == "attention" else None
+    comm_types = (
+        comm_type_of_layer(key.cp_comm_type, number)
+        if model.layer_kind(number).mixer == "attention"
+        else None
         for number in range(len(kinds))
     )
     return tuple(
-        first.setdefault((kind, way), number)
-        for number, (kind, way) in enumerate(zip(kinds, ways, strict=True))
+        first.setdefault((kind, comm_type), number)
+        for number, (kind, comm_type) in enumerate(zip(kinds, comm_types, strict=True))
     )
 
 
@@ -300,8 +302,8 @@ def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
 
 def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
     """Return the record of layer `number` whose queries attend to the keys of all context-parallel ranks."""
-    is_own, way = key.program.is_own, way_of_layer(key.ways, number)
-    neighbours, ring = dict(key.cp_levels)[way] if is_own else (1, 1)
+    is_own, comm_type = key.program.is_own, comm_type_of_layer(key.cp_comm_type, number)
+    neighbours, ring = dict(key.cp_levels)[comm_type] if is_own else (1, 1)
 
     def exchanged(call: AttentionCall) -> AttentionCall:
         """Return a call with the tokens of all ranks that exchange heads, and a part of the heads."""
@@ -314,7 +316,7 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
         )
 
     def extended(call: AttentionCall) -> AttentionCall:
-        return exchanged(call)._replace(keys=call.keys * key.cp, way=way)
+        return exchanged(call)._replace(keys=call.keys * key.cp, cp_comm_type=comm_type)
 
     forward, backward = (
         replace(phase, attention=tuple(map(extended, phase.attention)))

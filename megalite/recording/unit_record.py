@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.axes import MODEL
 from megalite.recording.recurrence_call import RecurrenceCall
 
@@ -78,7 +78,7 @@ class AttentionCall(NamedTuple):
         dropout: the kernel drops attention weights.
         is_backward: the call computes gradients.
         window: largest number of keys before its own that a query sees; None without this limit.
-        way: how queries reach the keys of other context-parallel ranks; None if one rank has all.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks; None if one rank has all.
     """
 
     kernel: str
@@ -92,7 +92,7 @@ class AttentionCall(NamedTuple):
     dropout: bool
     is_backward: bool
     window: int | None = None
-    way: CpCommType | None = None
+    cp_comm_type: CpCommType | None = None
 
     @property
     def scores(self) -> float:

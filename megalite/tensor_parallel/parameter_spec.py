@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.config.context_way import CONTEXT_WAYS, ContextWay, CpCommType, CpCommTypes, way_of_layer
+from megalite.config.cp_comm_type import (
+    CP_COMM_PROPERTIES,
+    CpCommProperties,
+    CpCommType,
+    CpCommTypes,
+    comm_type_of_layer,
+)
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import part_of, positions_in
@@ -197,7 +203,7 @@ class LayerContext:
         """Return the context of a layer, by its number in the whole model."""
         if isinstance(self.cp_comm_type, str):
             return self
-        return replace(self, cp_comm_type=way_of_layer(self.cp_comm_type, layer))
+        return replace(self, cp_comm_type=comm_type_of_layer(self.cp_comm_type, layer))
 
     @property
     def tp(self) -> Axis:
@@ -228,12 +234,12 @@ class LayerContext:
     @property
     def head_ranks(self) -> Axis | None:
         """Return the ranks that exchange tokens for heads before attention; None if none do."""
-        return self._ranks_of_level("cp_heads") if self._context_way.exchanges_heads else None
+        return self._ranks_of_level("cp_heads") if self._cp_comm_properties.exchanges_heads else None
 
     @property
     def ring(self) -> Axis | None:
         """Return the ranks whose keys and values attention receives in turn; None without a ring."""
-        return self._ranks_of_level("cp_ring") if self._context_way.passes_keys else None
+        return self._ranks_of_level("cp_ring") if self._cp_comm_properties.passes_keys else None
 
     @property
     def has_ring(self) -> bool:
@@ -243,23 +249,25 @@ class LayerContext:
     @property
     def gathers_keys(self) -> bool:
         """Return whether attention has some of the queries and all keys of a sample."""
-        return self.cp.size > 1 and self._context_way.gathers_keys
+        return self.cp.size > 1 and self._cp_comm_properties.gathers_keys
 
     @property
-    def way(self) -> CpCommType:
+    def layer_cp_comm_type(self) -> CpCommType:
         """Return how queries reach the keys of other context-parallel ranks, in the context of a layer."""
         assert isinstance(self.cp_comm_type, str), "each layer has its own: read it from `of_layer`"
         return self.cp_comm_type
 
     @property
-    def _context_way(self) -> ContextWay:
-        return CONTEXT_WAYS[self.way]
+    def _cp_comm_properties(self) -> CpCommProperties:
+        return CP_COMM_PROPERTIES[self.layer_cp_comm_type]
 
     def _ranks_of_level(self, name: str) -> Axis | None:
         """Return an axis of the two levels of context parallelism, or all ranks; None if there is one."""
         if self.cp.size == 1:
             return None
-        return self.topology.factorings[CONTEXT.name].axes[name] if self._context_way.has_levels else self.cp
+        if self._cp_comm_properties.has_levels:
+            return self.topology.factorings[CONTEXT.name].axes[name]
+        return self.cp
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:

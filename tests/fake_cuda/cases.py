@@ -165,7 +165,7 @@ CASES = {
     "recurrent layers in slices": _small("cp2+p2p", preset="llama-tiny", **HYBRID, **PACKED),
     "ring": _small("cp2+p2p"),
     "ring of exchanged heads": _small("cp4+a2a+p2p"),
-    "a way for each layer, packed documents": _small(
+    "a communication type for each layer, packed documents": _small(
         "cp2",
         preset="llama-tiny",
         cp_comm_type=("p2p", "a2a"),

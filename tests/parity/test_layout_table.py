@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
@@ -394,7 +394,7 @@ def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
 
 
 _PUT_IN_ORDER = ("a2a", "p2p", "a2a", "p2p")
-WAYS: dict[str, tuple[CpCommType, ...]] = {
+COMM_TYPES: dict[str, tuple[CpCommType, ...]] = {
     "gpt-tiny": ("p2p", "a2a", "all_gather", "p2p"),
     "bloom-tiny": ("a2a", "p2p", "all_gather", "a2a"),
     WINDOWED: ("p2p", "p2p", "a2a", "p2p"),
@@ -406,33 +406,40 @@ WAYS: dict[str, tuple[CpCommType, ...]] = {
     "llama-tiny, mtp": ("p2p", "all_gather", "p2p", "a2a"),
     "llama-tiny, qk-clip": ("all_gather", "a2a", "a2a", "all_gather"),
 }
-"""Ways to reach the keys of other ranks, by layer. Layers with a window pass keys around a ring. In `GEMMA4`,
-layers attend with one way to keys of layers with another. In hybrids, one layer has attention, and recurrent
+"""Communication types, by layer. Layers with a window pass keys around a ring. In `GEMMA4`,
+layers attend with one type to keys of layers with another. In hybrids, one layer has attention, and recurrent
 layers exchange heads anyway."""
-ROWS_OF_WAYS = [
-    *((model, name) for model in WAYS for name in ("cp2", "cp4", "tp2cp2+sp+selective")),
+ROWS_OF_COMM_TYPES = [
+    *((model, name) for model in COMM_TYPES for name in ("cp2", "cp4", "tp2cp2+sp+selective")),
     *(("gpt-tiny", name) for name in ("pp2cp2+full", "tp2cp2", "pp2v2cp2+zero2", "pp2zbvcp2+zero3")),
     *((GPT_OSS, name) for name in ("cp2dp2ep4", "pp2dpvcp2ep2mbs1")),
     (HYBRID, "tp2pp2cp2+sp+zero1"),
 ]
-CORE_OF_WAYS = [*((model, "cp2") for model in ("gpt-tiny", GPT_OSS, HYBRID)), ("gpt-tiny", "pp2cp2+full")]
+CORE_OF_COMM_TYPES = [
+    *((model, "cp2") for model in ("gpt-tiny", GPT_OSS, HYBRID)),
+    ("gpt-tiny", "pp2cp2+full"),
+]
 
 
-def _run_in_ways(model: str, ways: tuple[CpCommType, ...], name: str, corpus: str) -> RunRecord:
+def _run_with(model: str, comm_types: tuple[CpCommType, ...], name: str, corpus: str) -> RunRecord:
     config, layout = _config(model, "fp64", corpus), Layout.parse(name)
-    config = replace(config, parallel=replace(config.parallel, cp_comm_type=ways))
+    config = replace(config, parallel=replace(config.parallel, cp_comm_type=comm_types))
     return record_run(layout.apply(config, GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
 
 
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        *CORE_OF_WAYS,
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in ROWS_OF_WAYS if row not in CORE_OF_WAYS),
+        *CORE_OF_COMM_TYPES,
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ROWS_OF_COMM_TYPES
+            if row not in CORE_OF_COMM_TYPES
+        ),
     ],
 )
-def test_same_run_with_a_way_for_each_layer(model: str, name: str, corpus: str) -> None:
-    run = _run_in_ways(model, WAYS[model], name, corpus)
+def test_same_run_with_a_comm_type_for_each_layer(model: str, name: str, corpus: str) -> None:
+    run = _run_with(model, COMM_TYPES[model], name, corpus)
     assert not compare(run, _reference(model, "fp64", corpus)).excesses(TOLERANCES["fp64"])
     assert run.losses[-1] < run.losses[0]
 
@@ -442,7 +449,7 @@ def test_same_run_with_a_way_for_each_layer(model: str, name: str, corpus: str) 
     ("name", "third"), [("cp4", "a2a"), ("pp2cp4", "a2a"), ("tp2cp4+sp+full", "all_gather")]
 )
 def test_same_run_with_rings_of_all_ranks_and_of_groups(name: str, third: CpCommType, corpus: str) -> None:
-    run = _run_in_ways("gpt-tiny", ("a2a+p2p", "p2p", third, "a2a+p2p"), name, corpus)
+    run = _run_with("gpt-tiny", ("a2a+p2p", "p2p", third, "a2a+p2p"), name, corpus)
     assert not compare(run, _reference("gpt-tiny", "fp64", corpus)).excesses(TOLERANCES["fp64"])
 
 

@@ -25,7 +25,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.data.mock_dataset import MockDataset
 from megalite.distributed.local_ranks import run_ranks
@@ -163,8 +163,8 @@ def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("model", ["gpt-tiny", pytest.param("bloom-tiny", marks=pytest.mark.slow)])
 def test_same_run_with_a_way_for_each_layer(model: str, name: str) -> None:
     layout, config = Layout.parse(name), _config(model, DROPOUT.get(model, 0.0), *OPTIONS)
-    ways: tuple[CpCommType, ...] = ("a2a", "p2p", "all_gather", "a2a")
-    config = replace(config, parallel=ParallelConfig(cp_comm_type=ways))
+    comm_types: tuple[CpCommType, ...] = ("a2a", "p2p", "all_gather", "a2a")
+    config = replace(config, parallel=ParallelConfig(cp_comm_type=comm_types))
     run = record_run(layout.apply(config, GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
     assert not compare(run, _reference(model, *OPTIONS)).excesses(TOLERANCES["fp64"])
 

@@ -706,7 +706,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
          context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
-         context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size)), "ways"),
+         context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size)),
+         "mixed"),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
              lambda self: replace(

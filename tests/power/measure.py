@@ -19,7 +19,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.distributed.topology import Topology
@@ -38,7 +38,7 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
-    | {"later": "llama-tiny", "ways": "gpt-tiny"}
+    | {"later": "llama-tiny", "mixed": "gpt-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
@@ -107,8 +107,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 PROVIDERS = {"buffers": Providers(CountingStage)}
 DROPOUT = {"gpt": 0.1, "packed": 0.1, "bert": 0.1}
-WAYS: dict[str, tuple[CpCommType, ...]] = {"ways": ("p2p", "a2a", "p2p", "p2p")}
-"""Each layer's way to reach the keys of other context-parallel ranks."""
+COMM_TYPES: dict[str, tuple[CpCommType, ...]] = {"mixed": ("p2p", "a2a", "p2p", "p2p")}
+"""The communication type of each layer."""
 WITH_DOCUMENTS = ("packed", "hybrid", "nemotron-h", "later")
 PACKED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 BY_NAME = {error.name: error for error in (*CATALOGUE, CONTROL)}
@@ -142,7 +142,7 @@ def config_of(model: str) -> Config:
         recompute=RecomputeConfig(
             recompute_granularity="full" if is_sliced else None, distribute_saved_activations=is_sliced
         ),
-        parallel=ParallelConfig(cp_comm_type=WAYS.get(model, "all_gather")),
+        parallel=ParallelConfig(cp_comm_type=COMM_TYPES.get(model, "all_gather")),
         data=DataConfig(mock_data=True, **dict.fromkeys(PACKED if model in WITH_DOCUMENTS else (), True)),
         training=TrainingConfig(
             micro_batch_size=2,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megalite.config.config import Config
-from megalite.config.context_way import CpCommType, way_of_layer
+from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import ModelConfig
@@ -144,15 +144,15 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
 
 def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Refuse features that ring attention does not have."""
-    ways = config.parallel.context_ways
+    comm_types = config.parallel.cp_comm_properties
     if not config.parallel.has_ring:
         return
-    way = next(name for name, each in ways.items() if each.passes_keys)
+    comm_type = next(name for name, each in comm_types.items() if each.passes_keys)
     for name, is_on in (("qk_clip", config.model.qk_clip), ("compile", config.training.compile)):
         if is_on:
             yield Problem(
                 (name, "cp_comm_type", CP),
-                f"{flag_of(name)} with --cp-comm-type {way} is not supported: pass --cp-comm-type "
+                f"{flag_of(name)} with --cp-comm-type {comm_type} is not supported: pass --cp-comm-type "
                 f"all_gather or a2a, or remove {flag_of(name)}",
             )
 
@@ -163,7 +163,7 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
     flag = flag_of(_ASSIGNS)
-    if others := [name for name in parallel.context_ways if name != "p2p"]:
+    if others := [name for name in parallel.cp_comm_properties if name != "p2p"]:
         yield Problem(
             (_ASSIGNS, "cp_comm_type"),
             f"{flag} with --cp-comm-type {others[0]}, whose messages do not depend on documents: pass "
@@ -177,42 +177,42 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
         )
 
 
-def ways_of_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a list of ways to reach the keys of other ranks has one for each layer."""
-    ways, num_layers = config.parallel.cp_comm_types, config.model.num_layers
-    if len(ways) not in (1, num_layers):
+def comm_types_of_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a list of communication types has one for each layer."""
+    comm_types, num_layers = config.parallel.cp_comm_types, config.model.num_layers
+    if len(comm_types) not in (1, num_layers):
         yield Problem(
             ("cp_comm_type", "num_layers"),
-            f"--cp-comm-type has {len(ways)} values, not one for each of --num-layers {num_layers}: pass one "
-            "for all layers, or one for each",
+            f"--cp-comm-type has {len(comm_types)} values, not one for each of --num-layers {num_layers}: "
+            "pass one for all layers, or one for each",
         )
 
 
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
-    for way, exchange in config.parallel.context_ways.items():
+    for comm_type, exchange in config.parallel.cp_comm_properties.items():
         for kind in config.model.head_kinds if exchange.exchanges_heads else ():
-            if _has_layers(config, way, kind):
-                yield from _exchanged_heads(config, way, kind)
+            if _has_layers(config, comm_type, kind):
+                yield from _exchanged_heads(config, comm_type, kind)
 
 
-def _has_layers(config: Config, way: CpCommType, kind: LayerKind) -> bool:
-    """Return whether some layers with this way have as many key/value heads as those of a kind."""
+def _has_layers(config: Config, comm_type: CpCommType, kind: LayerKind) -> bool:
+    """Return whether some layers of this type have as many key/value heads as those of a kind."""
     model, parallel = config.model, config.parallel
-    if len(parallel.context_ways) == 1 or not _has_patterns(config):
+    if len(parallel.cp_comm_properties) == 1 or not _has_patterns(config):
         return True
     return any(
-        way_of_layer(parallel.cp_comm_type, number) == way
+        comm_type_of_layer(parallel.cp_comm_type, number) == comm_type
         and model.for_kind(each).num_kv_heads == model.for_kind(kind).num_kv_heads
         for number, each in enumerate(model.layer_kinds)
         if each.mixer == "attention"
     )
 
 
-def _exchanged_heads(config: Config, way: CpCommType, kind: LayerKind) -> Iterator[Problem]:
+def _exchanged_heads(config: Config, comm_type: CpCommType, kind: LayerKind) -> Iterator[Problem]:
     parallel, model = config.parallel, config.model.for_kind(kind)
     tp, heads = parallel.tp, model.num_attention_heads
-    ranks, groups_of_ranks = parallel.cp_levels(way)
+    ranks, groups_of_ranks = parallel.cp_levels(comm_type)
     if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % model.num_kv_heads:
         return  # or reported by other rules
     heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
@@ -227,6 +227,6 @@ def _exchanged_heads(config: Config, way: CpCommType, kind: LayerKind) -> Iterat
     rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield Problem(
         ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(kind)),
-        f"--cp-comm-type {way} with {given}, over which the {heads} query and {groups} "
+        f"--cp-comm-type {comm_type} with {given}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.config.flags import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
 from megalite.config.stage_layers import (
@@ -101,8 +101,8 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
     if mesh.is_zigzag:
-        way = next(name for name, each in parallel.context_ways.items() if each.is_zigzag)
-        sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {way})"
+        comm_type = next(name for name, each in parallel.cp_comm_properties.items() if each.is_zigzag)
+        sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
         f"{given} is not divisible by {sizes}: use a multiple of it, such as "
@@ -116,8 +116,8 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     cp, given = parallel.cp, parallel.hierarchical_context_parallel_sizes
     if not parallel.has_cp_levels:
         return
-    way: CpCommType = "a2a+p2p"
-    if given is None and min(parallel.cp_levels(way)) > 1:
+    comm_type: CpCommType = "a2a+p2p"
+    if given is None and min(parallel.cp_levels(comm_type)) > 1:
         return
     if given is not None and len(given) == 2 and min(given) > 1 and math.prod(given) == cp:
         return
@@ -126,7 +126,8 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     sizes = "" if given is None else f" and {flag_with_value(name, given)}"
     yield Problem(
         ("cp_comm_type", _CP, name, _TP),
-        f"--cp-comm-type {way} with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
+        f"--cp-comm-type {comm_type} with --cp {cp}{sizes}: it needs two sizes above 1, "
+        f"of product {cp}; {fix}",
     )
 
 

@@ -36,8 +36,10 @@ STARTS = torch.stack((torch.arange(S) // 7 * 7, torch.arange(S) // 12 * 12))
 
 
 def _mixer(topology: Topology, name: str) -> torch.nn.Module:
-    way = "p2p" if topology.positions.is_zigzag else "a2a"
-    return getattr(build_stage(CONFIGS[name], topology, range(1), seed=3, cp_comm_type=way).layers["0"], name)
+    comm_type = "p2p" if topology.positions.is_zigzag else "a2a"
+    return getattr(
+        build_stage(CONFIGS[name], topology, range(1), seed=3, cp_comm_type=comm_type).layers["0"], name
+    )
 
 
 def _recurred(topology: Topology, name: str, has_documents: bool) -> list[Tensor]:

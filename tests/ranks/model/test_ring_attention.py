@@ -104,15 +104,17 @@ def _documents(case: Case) -> Tensor | None:
     return torch.stack(ids) if case.has_documents else None
 
 
-def _attend(topology: Topology, name: str, dtype: torch.dtype, way: str, of_triton: bool) -> list[Tensor]:
+def _attend(
+    topology: Topology, name: str, dtype: torch.dtype, comm_type: str, of_triton: bool
+) -> list[Tensor]:
     """Return the output, and gradients of queries, keys, values and sinks, of this rank's tokens.
 
     Args:
-        way: --cp-comm-type.
+        comm_type: --cp-comm-type.
         of_triton: use the operators of a GPU's kernels, which are plain PyTorch on a CPU.
     """
     case = CASES[name]
-    context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=way)
+    context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=comm_type)
     core, own, heads = build_core(case.config, context), topology.positions, context.attention_heads
     if of_triton:
         core = BACKENDS["triton"].build(case.config, context)
@@ -121,7 +123,7 @@ def _attend(topology: Topology, name: str, dtype: torch.dtype, way: str, of_trit
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
     visible = core.visible_keys((B, S), _documents(case), [case.window])[case.window]
     drop = Drop(case.p, 5, torch.arange(B) + 3, heads.index * HEADS // heads.count * S**2)
-    access, ranks = KEY_ACCESS[way], KeyRanks.of(context)
+    access, ranks = KEY_ACCESS[comm_type], KeyRanks.of(context)
     entered = access.enter(*(x.permute(2, 0, 1, 3) for x in (q, k, v)), ranks)
     own_sinks = [x.chunk(heads.count)[heads.index] for x in of_sinks]
     out = core(*(x.permute(1, 2, 0, 3) for x in entered), visible, drop, *own_sinks)
@@ -145,9 +147,9 @@ def _levels(heads: int, ring: int) -> MeshOptions:
 
 
 def _attend_all(
-    topology: Topology, names: list[str], dtype: torch.dtype, way: str = "p2p", of_triton: bool = False
+    topology: Topology, names: list[str], dtype: torch.dtype, comm_type: str = "p2p", of_triton: bool = False
 ) -> list[list[Tensor]]:
-    return [_attend(topology, name, dtype, way, of_triton) for name in names]
+    return [_attend(topology, name, dtype, comm_type, of_triton) for name in names]
 
 
 def _joined(ranks: list[list[Tensor]]) -> list[Tensor]:
@@ -164,14 +166,14 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
 
 
-@pytest.mark.parametrize("way", ["p2p", "all_gather"])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
 @pytest.mark.parametrize(("num_ranks", "of_triton"), [(2, False), (3, False), (4, False), (2, True)], ids=str)
 def test_every_kind_of_attention_is_that_of_one_rank(
-    num_ranks: int, of_triton: bool, way: str, one_rank: Topology
+    num_ranks: int, of_triton: bool, comm_type: str, one_rank: Topology
 ) -> None:
     names = list(CASES)
     expected = dict(zip(names, _attend_all(one_rank, names, torch.float64), strict=True))
-    ranks = run_ranks(_attend_all, _mesh(num_ranks), num_ranks, names, torch.float64, way, of_triton)
+    ranks = run_ranks(_attend_all, _mesh(num_ranks), num_ranks, names, torch.float64, comm_type, of_triton)
     for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
         for found, whole in zip(_joined(list(of_ranks)), expected[name], strict=True):
             assert _error(found, whole) < 1e-13, name

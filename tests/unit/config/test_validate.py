@@ -23,7 +23,12 @@ from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.ranges import RANGES, range_problems
-from megalite.config.rules.attention_rules import assigned_documents, exchanged_heads, ring, ways_of_layers
+from megalite.config.rules.attention_rules import (
+    assigned_documents,
+    comm_types_of_layers,
+    exchanged_heads,
+    ring,
+)
 from megalite.config.rules.parallel_rules import (
     batch,
     context_levels,
@@ -644,12 +649,12 @@ OF_TWO_SLICES = ", in 2 slices for each of the --cp ranks (--cp-comm-type all_ga
                     tensor_model_parallel_size=4,
                     context_parallel_size=2,
                     sequence_parallel=True,
-                    cp_comm_type=way,
+                    cp_comm_type=comm_type,
                 ),
                 "--sequence-parallel with --seq-length 26, which is not divisible by --cp 2 x --tp 4"
                 f"{slices}: use a multiple of it, such as 32, or another --tp",
             )
-            for way, slices in (("a2a", ""), ("all_gather", OF_TWO_SLICES))
+            for comm_type, slices in (("a2a", ""), ("all_gather", OF_TWO_SLICES))
         ),
     ],
 )
@@ -667,8 +672,10 @@ def test_no_shorter_length_is_proposed_where_none_fits_the_layout() -> None:
 
 
 def test_an_axis_cuts_the_sequence_without_sequence_parallelism() -> None:
-    for way, fitting, slices in (("a2a", 26, ""), ("all_gather", 28, OF_TWO_SLICES)):
-        parallel = ParallelConfig(tensor_model_parallel_size=4, context_parallel_size=2, cp_comm_type=way)
+    for comm_type, fitting, slices in (("a2a", 26, ""), ("all_gather", 28, OF_TWO_SLICES)):
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=4, context_parallel_size=2, cp_comm_type=comm_type
+        )
         assert parallel.num_hidden_slices == 2
         assert not [*sequence(Config(model=ModelConfig(seq_length=fitting), parallel=parallel), None)]
         (problem,) = sequence(Config(model=ModelConfig(seq_length=25), parallel=parallel), None)
@@ -844,9 +851,9 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
         ),
     ],
 )
-def test_each_layer_may_have_a_way_of_its_own(line: str, expected: str) -> None:
+def test_each_layer_may_have_a_comm_type_of_its_own(line: str, expected: str) -> None:
     config, _ = parse(f"--preset gpt-tiny --hidden-size 96 --seq-length 96 {line}".split())
-    rules = context_levels, ways_of_layers, exchanged_heads, ring, assigned_documents, sequence
+    rules = context_levels, comm_types_of_layers, exchanged_heads, ring, assigned_documents, sequence
     problems = [problem.text for rule in rules for problem in rule(config, None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -36,7 +36,7 @@ from megalite.model.attention_backends import (
     preference,
 )
 from megalite.model.attention_core import AttentionCore, Blocking, SdpaCore, TritonCore, UnfusedCore
-from megalite.model.core_by_way import CoreByWay
+from megalite.model.core_by_comm_type import CoreByCommType
 from megalite.model.flex_attention import FlexCore
 from megalite.model.positions import alibi_slopes
 from megalite.model.ring_attention import RingCore
@@ -474,10 +474,15 @@ def test_flex_needs_all_queries(one_rank: Topology) -> None:
     assert choose(Case(config, exchanged))[0] == "flex"
 
 
-@pytest.mark.parametrize("way", ["all_gather", "p2p"])
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
 @pytest.mark.parametrize("backend", ["flex", "cudnn", "efficient", "fused"])
-def test_kernels_without_blocks_are_refused_with_slices(backend: str, way: str, one_rank: Topology) -> None:
-    config, context = config_of(attention_backend=backend), slices_of(one_rank, torch.bfloat16, "meta", way)
+def test_kernels_without_blocks_are_refused_with_slices(
+    backend: str, comm_type: str, one_rank: Topology
+) -> None:
+    config, context = (
+        config_of(attention_backend=backend),
+        slices_of(one_rank, torch.bfloat16, "meta", comm_type),
+    )
     with pytest.raises(
         UserError,
         match=f"^--attention-backend {backend} .*(in blocks, as --cp-comm-type|--cp-comm-type a2a gives it)",
@@ -485,10 +490,10 @@ def test_kernels_without_blocks_are_refused_with_slices(backend: str, way: str, 
         choose(Case(config, context))
 
 
-@pytest.mark.parametrize("way", ["all_gather", "p2p"])
-def test_auto_computes_blocks_of_slices(way: str, one_rank: Topology) -> None:
+@pytest.mark.parametrize("comm_type", ["all_gather", "p2p"])
+def test_auto_computes_blocks_of_slices(comm_type: str, one_rank: Topology) -> None:
     on_cpu, on_gpu = (
-        slices_of(one_rank, dtype, device, way)
+        slices_of(one_rank, dtype, device, comm_type)
         for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta"))
     )
     for context in (on_cpu, on_gpu):
@@ -499,17 +504,17 @@ def test_auto_computes_blocks_of_slices(way: str, one_rank: Topology) -> None:
             assert choose(Case(config_of(**changes), context))[0] == expected
     twelve = {"kv_channels": 12}
     assert [choose(Case(config_of(**twelve), each))[0] for each in (on_cpu, on_gpu)] == ["flash", "triton"]
-    in_fp64 = slices_of(one_rank, torch.float64, "meta", way)
+    in_fp64 = slices_of(one_rank, torch.float64, "meta", comm_type)
     assert choose(Case(config_of(window_size=(8, 0)), in_fp64))[0] == "unfused"
 
 
-def test_each_way_has_a_core_for_its_own_layers(one_rank: Topology) -> None:
+def test_each_comm_type_has_a_core_for_its_own_layers(one_rank: Topology) -> None:
     """Windows of layers that pass keys around do not keep layers that exchange heads from fused kernels."""
     config = config_of(num_layers=4, window_size=(8, 0), window_attn_skip_freq=(2,))
-    ways: tuple[CpCommType, ...] = ("p2p", "a2a", "p2p", "a2a")
+    comm_types: tuple[CpCommType, ...] = ("p2p", "a2a", "p2p", "a2a")
     context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
-    core = build_stage_core(config, dataclasses.replace(context, cp_comm_type=ways))
-    assert isinstance(core, CoreByWay)
+    core = build_stage_core(config, dataclasses.replace(context, cp_comm_type=comm_types))
+    assert isinstance(core, CoreByCommType)
     kinds = [type(core.for_layer(number, config.layer_kind(number))) for number in range(5)]
     assert kinds == [RingCore, SdpaCore, RingCore, SdpaCore, SdpaCore]  # with one of multi-token prediction
     assert core.choice.startswith("with --cp-comm-type p2p, triton, chosen for meta in fp32; not flash: ")
@@ -522,10 +527,10 @@ def test_each_way_has_a_core_for_its_own_layers(one_rank: Topology) -> None:
     assert documents[None].starts is not None
     flex = dataclasses.replace(config, attention_backend="flex")
     with pytest.raises(UserError, match=r"^--attention-backend flex .*--cp-comm-type a2a"):
-        build_stage_core(flex, dataclasses.replace(context, cp_comm_type=ways))
+        build_stage_core(flex, dataclasses.replace(context, cp_comm_type=comm_types))
 
 
-def test_ways_of_layers_without_attention_have_no_core(one_rank: Topology) -> None:
+def test_comm_types_of_layers_without_attention_have_no_core(one_rank: Topology) -> None:
     context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
     recurrent = {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "num_layers": 2}
     exchanged = dataclasses.replace(context, cp_comm_type=("p2p", "a2a"))
@@ -540,10 +545,10 @@ def test_auto_prefers_our_kernels_for_gathered_keys_in_bf16_on_a_cpu(one_rank: T
 
 
 def slices_of(
-    topology: Topology, dtype: torch.dtype, device: str, way: str, num_ranks: int = 2, rank: int = 1
+    topology: Topology, dtype: torch.dtype, device: str, comm_type: str, num_ranks: int = 2, rank: int = 1
 ) -> LayerContext:
     context = context_of(with_cp(topology, num_ranks, rank), dtype, device)
-    return dataclasses.replace(context, cp_comm_type=way)
+    return dataclasses.replace(context, cp_comm_type=comm_type)
 
 
 def test_auto_takes_what_is_fast_and_serves(one_rank: Topology) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
@@ -112,14 +112,14 @@ def test_messages_of_recurrent_layers_are_those_of_a_dry_run() -> None:
     )
 
 
-WAYS: tuple[CpCommType, ...] = ("p2p", "a2a", "all_gather", "a2a")
-OF_WAYS = {"p2p": {"send", "receive"}, "a2a": {"all-to-all"}, "all_gather": {"all-gather", "reduce-scatter"}}
-"""Kinds of the messages over cp that attention has with each way."""
+COMM_TYPES: tuple[CpCommType, ...] = ("p2p", "a2a", "all_gather", "a2a")
+MESSAGES = {"p2p": {"send", "receive"}, "a2a": {"all-to-all"}, "all_gather": {"all-gather", "reduce-scatter"}}
+"""Kinds of the messages over cp that attention has with each communication type."""
 
 
-def dense_of(ways: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRun, Counts]:
-    """Return the plan of a dense run whose layers have these ways, and the counts of rank 1."""
-    parallel = ParallelConfig(context_parallel_size=4, cp_comm_type=ways)
+def dense_of(comm_types: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRun, Counts]:
+    """Return the plan of a dense run whose layers have these types, and the counts of rank 1."""
+    parallel = ParallelConfig(context_parallel_size=4, cp_comm_type=comm_types)
     model = replace(MODEL, num_experts=None, moe_ffn_hidden_size=None, moe_layer_freq=None)
     training = TrainingConfig(train_iters=1, micro_batch_size=2, global_batch_size=8)
     data, optimizer = DataConfig(mock_data=True), OptimizerConfig(lr=1e-3)
@@ -128,32 +128,38 @@ def dense_of(ways: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRun, Cou
     return PlannedRun(config, cluster, program_named(OWN, config, GPU)), dry_run_of(config, 4, 1).counts
 
 
-def test_each_layer_is_planned_by_its_way() -> None:
-    """A layer sends, saves and takes what it does in a run in which all layers have its way."""
-    run, counts = dense_of(WAYS)
+def test_each_layer_is_planned_by_its_comm_type() -> None:
+    """A layer sends, saves and takes what it does in a run in which all layers have its type."""
+    run, counts = dense_of(COMM_TYPES)
     kinds, work = run.units.kinds, model_work(run)
     assert kinds == (0, 1, 2, 1)
-    for way, of_way in OF_WAYS.items():
-        alone, all_counts = dense_of(way)  # type: ignore[arg-type]
-        numbers = [number for number, each in enumerate(WAYS) if each == way]
-        own = {call: n for call, n in counts.calls.items() if call.axis == "cp" and call.kind in of_way}
+    for comm_type, kinds_of_messages in MESSAGES.items():
+        alone, all_counts = dense_of(comm_type)  # type: ignore[arg-type]
+        numbers = [number for number, each in enumerate(COMM_TYPES) if each == comm_type]
+        own = {
+            call: n
+            for call, n in counts.calls.items()
+            if call.axis == "cp" and call.kind in kinds_of_messages
+        }
         of_all = {
-            call: n for call, n in all_counts.calls.items() if call.axis == "cp" and call.kind in of_way
+            call: n
+            for call, n in all_counts.calls.items()
+            if call.axis == "cp" and call.kind in kinds_of_messages
         }
         assert own and own == {call: n * len(numbers) // 4 for call, n in of_all.items()}
         for number in numbers:
             assert run.units.layers[kinds[number]] == alone.units.layers[0]
             assert work.layers[kinds[number]] == model_work(alone).layers[0]
         (call,) = alone.units.layers[0].forward.attention
-        assert call.way == way
+        assert call.cp_comm_type == comm_type
     assert len({saved.saved_bytes for saved in run.units.layers.values()}) == 3
     assert "+" not in layout_name(run)
     assert "--cp-comm-type p2p a2a all_gather a2a" in " ".join(layout_flags(run.config))
 
 
-@pytest.mark.parametrize(("way", "in_blocks"), [("p2p", True), ("all_gather", True), ("a2a", False)])
-def test_blocks_of_queries_are_not_timed_as_cudnn(way: CpCommType, in_blocks: bool) -> None:
-    run, _ = dense_of(way)
+@pytest.mark.parametrize(("comm_type", "in_blocks"), [("p2p", True), ("all_gather", True), ("a2a", False)])
+def test_blocks_of_queries_are_not_timed_as_cudnn(comm_type: CpCommType, in_blocks: bool) -> None:
+    run, _ = dense_of(comm_type)
     without = replace(run, program=replace(run.program, cudnn_attention=False))
     (call,) = run.units.layers[0].forward.attention
     assert (attention_seconds(run, call) == attention_seconds(without, call)) == in_blocks

@@ -164,8 +164,8 @@ def test_slices_of_samples_need_less_memory_and_communication() -> None:
 
 def test_neighbours_exchange_heads_within_a_node_and_form_a_ring_over_nodes() -> None:
     line = "--preset llama3-8b --gpu h100-80 --world-size 32 --global-batch-size 16 --bf16 --seq-length 65536"
-    ways = ("a2a", "p2p", "a2a+p2p", "a2a+p2p --hierarchical-context-parallel-sizes 2 8")
-    plans = [plan(f"{line} --cp 16 --cp-comm-type {way}") for way in ways]
+    comm_types = ("a2a", "p2p", "a2a+p2p", "a2a+p2p --hierarchical-context-parallel-sizes 2 8")
+    plans = [plan(f"{line} --cp 16 --cp-comm-type {comm_type}") for comm_type in comm_types]
     exchanged, ring, both, wide_ring = (each["seconds_by_kind"]["cp"] for each in plans)
     assert ring <= wide_ring < both < 0.5 * exchanged  # all-to-alls over nodes are slow
     saved = [each["memory_gb_by_stage_and_kind"][0]["activations"] for each in plans]

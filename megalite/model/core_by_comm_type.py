@@ -1,21 +1,21 @@
-"""The attention core of layers that reach the keys of other context-parallel ranks in different ways."""
+"""The attention core of layers with different communication types of context parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.context_way import CpCommType
+from megalite.config.cp_comm_type import CpCommType
 from megalite.kernels import VisibleKeys
 from megalite.model.attention_core import AttentionCore, LayerCore, StageCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
-class CoreByWay(StageCore):
+class CoreByCommType(StageCore):
     """Shares positions and visible keys among cores that compute attention, one for each --cp-comm-type.
 
     Args:
-        cores: computes attention of the layers with a way.
+        cores: computes attention of the layers with a communication type.
     """
 
     def __init__(
@@ -23,12 +23,14 @@ class CoreByWay(StageCore):
     ) -> None:
         super().__init__(config, context)
         self.cores = cores
-        self.choice = "; ".join(f"with --cp-comm-type {way}, {core.choice}" for way, core in cores.items())
+        self.choice = "; ".join(
+            f"with --cp-comm-type {comm_type}, {core.choice}" for comm_type, core in cores.items()
+        )
 
     def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
-        """Return the core of one layer, by its way."""
+        """Return the core of one layer, by its communication type."""
         self.add_window(kind.window)
-        return self.cores[self.context.of_layer(layer).way].for_layer(layer, kind)
+        return self.cores[self.context.of_layer(layer).layer_cp_comm_type].for_layer(layer, kind)
 
     def translate(self, visible: VisibleKeys, s: int) -> VisibleKeys:
         """Return the keys in the representations of all cores whose layers have their window."""

@@ -1,4 +1,4 @@
-"""Ways in which queries reach the keys of other context-parallel ranks (--cp-comm-type)."""
+"""Communication types of context parallelism: how queries reach the keys of other ranks (--cp-comm-type)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 CpCommType = Literal["all_gather", "a2a", "p2p", "a2a+p2p"]
 CpCommTypes = CpCommType | tuple[CpCommType, ...]
-"""A way for all layers, or one for each layer."""
+"""One communication type for all layers, or one for each layer."""
 
 
-class ContextWay(NamedTuple):
+class CpCommProperties(NamedTuple):
     """Describes a value of --cp-comm-type.
 
     Attributes:
@@ -34,19 +34,18 @@ class ContextWay(NamedTuple):
         return self.gathers_keys or self.passes_keys
 
 
-CONTEXT_WAYS: Mapping[str, ContextWay] = {
-    "all_gather": ContextWay(gathers_keys=True),
-    "a2a": ContextWay(exchanges_heads=True),
-    "p2p": ContextWay(passes_keys=True),
-    "a2a+p2p": ContextWay(exchanges_heads=True, passes_keys=True),
+CP_COMM_PROPERTIES: Mapping[str, CpCommProperties] = {
+    "all_gather": CpCommProperties(gathers_keys=True),
+    "a2a": CpCommProperties(exchanges_heads=True),
+    "p2p": CpCommProperties(passes_keys=True),
+    "a2a+p2p": CpCommProperties(exchanges_heads=True, passes_keys=True),
 }
-"""The ways by --cp-comm-type."""
 
 
-def way_of_layer(ways: CpCommTypes, layer: int) -> CpCommType:
-    """Return the way of a layer; modules of multi-token prediction have that of the last layer.
+def comm_type_of_layer(comm_types: CpCommTypes, layer: int) -> CpCommType:
+    """Return the communication type of a layer; modules of multi-token prediction have the last layer's.
 
     Args:
         layer: number of the layer in the whole model.
     """
-    return ways if isinstance(ways, str) else ways[min(layer, len(ways) - 1)]
+    return comm_types if isinstance(comm_types, str) else comm_types[min(layer, len(comm_types) - 1)]
