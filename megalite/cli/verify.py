@@ -28,8 +28,8 @@ _LAYOUTS = """names separated by commas: sizes of tp, pp, dp and mbs, with v2 (c
 after pp, and switches after a plus: tp2pp2, pp4zb, tp2pp2v2dp2+sp+zero1+gather+full; 'default' tests each
 technique once, and 'all' also combinations"""
 
-_OF_CP = ("--cp-comm-type ", "--hierarchical-context-parallel-sizes ", "--dynamic-context-parallel ")
-"""How notices begin that name options of context parallelism, which layouts may have."""
+_CP_OPTIONS = ("--cp-comm-type ", "--hierarchical-context-parallel-sizes ", "--dynamic-context-parallel ")
+"""Beginnings of the notices that an option has no effect because the config has no context parallelism."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str]) -> None:
     if config.training.replay_routing_from is not None:
         raise UserError("--replay-routing-from has no effect on a comparison: pass --replay-routing instead")
     layouts = layouts_named(own.layouts, config)
-    has_cp = any("cp" in layout.sizes for layout in layouts)  # the config itself may have one rank
+    has_cp = any("cp" in layout.sizes for layout in layouts)
     for notice in notices:
-        if not (has_cp and notice.startswith(_OF_CP)):
+        if not (has_cp and notice.startswith(_CP_OPTIONS)):  # layouts with cp use these options
             log.warning(notice)
     if own.bisect:
         if own.worst is not None:
