@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.core = core.for_layer(layer, kind)
         self.window = kind.window
         self.own_rotary = kind.own_rotary
-        self.rotate = self.core.rotations[kind.own_rotary] if kind.rotary else _unrotated
+        self.rotate = core.rotations[kind.own_rotary] if kind.rotary else _unrotated
         self.head_dim = config.head_dim
         self.number, self.kind, self.gives_keys = layer, kind, kind.gives_keys
         self.local_heads = config.num_attention_heads // self.tp.size

@@ -8,7 +8,7 @@ the head size. We query PyTorch instead of keeping a table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
-from megalite.model.attention_block import FlashBlocks, PlainBlocks, TritonBlocks
+from megalite.model.attention_block import Blocks, FlashBlocks, PlainBlocks, TritonBlocks
 from megalite.model.attention_core import AttentionCore, SdpaCore, StageCore, TritonCore, UnfusedCore
 from megalite.model.blockwise_attention import Blocking
 from megalite.model.core_by_comm_type import CoreByCommType
@@ -82,27 +82,34 @@ class Backend(NamedTuple):
     """Describes one way to compute attention.
 
     Attributes:
-        build: builds the attention core of a stage.
+        build_whole: builds the attention core of layers whose keys a rank has in one call.
         refusal: returns the reason why it does not support a run, as text; empty if it does.
+        blocks: returns the kernels of a ring, which compute attention in blocks; None if there are none.
         kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.
     """
 
-    build: Callable[[ModelConfig, LayerContext], AttentionCore]
+    build_whole: Callable[[ModelConfig, LayerContext], AttentionCore]
     refusal: Callable[[Case], str]
+    blocks: Callable[[LayerContext], Blocks] | None = None
     kernels: tuple[SDPBackend, ...] = ()
+
+    def build(self, config: ModelConfig, context: LayerContext) -> AttentionCore:
+        """Build the attention core of layers with one communication type of context parallelism."""
+        if not context.has_ring:
+            return self.build_whole(config, context)
+        assert self.blocks is not None
+        return RingCore(config, context, self.blocks(context))
 
 
 def _sdpa(*kernels: SDPBackend) -> Backend:
     """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
 
     def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
-        if context.has_ring:
-            return RingCore(config, context, FlashBlocks())
         if context.gathers_keys:
             return GatheredCore(config, context, FlashBlocks())
         return SdpaCore(config, context, *by_speed(kernels, context.device))
 
-    return Backend(build, partial(_sdpa_refusal, kernels), kernels)
+    return Backend(build, partial(_sdpa_refusal, kernels), lambda context: FlashBlocks(), kernels)
 
 
 def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPBackend]:
@@ -258,16 +265,9 @@ def _lacks(case: Case) -> str:
     return ""
 
 
-def _build_triton(config: ModelConfig, context: LayerContext) -> AttentionCore:
-    if context.has_ring:
-        return RingCore(config, context, TritonBlocks())
-    return TritonCore(config, context)
-
-
-def _build_unfused(config: ModelConfig, context: LayerContext) -> AttentionCore:
-    if context.has_ring:
-        return RingCore(config, context, PlainBlocks(Blocking.for_device(context.device, context.dtype)))
-    return UnfusedCore(config, context)
+def plain_blocks(context: LayerContext) -> Blocks:
+    """Return the computation of blocks in plain PyTorch."""
+    return PlainBlocks(Blocking.for_device(context.device, context.dtype))
 
 
 BACKENDS: Mapping[str, Backend] = {
@@ -276,8 +276,8 @@ BACKENDS: Mapping[str, Backend] = {
     "efficient": _sdpa(_EFFICIENT),
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
     "flex": Backend(FlexCore, _flex_refusal),
-    "triton": Backend(_build_triton, _triton_refusal),
-    "unfused": Backend(_build_unfused, lambda case: ""),
+    "triton": Backend(TritonCore, _triton_refusal, lambda context: TritonBlocks()),
+    "unfused": Backend(UnfusedCore, lambda case: "", plain_blocks),
 }
 """All backends by name."""
 _ALIASES = {"local": "unfused"}
@@ -325,6 +325,14 @@ def choose(case: Case) -> tuple[str, str]:
     return name, f"{name}, chosen for {case.device} in {case.config.params_dtype}" + "".join(
         f"; {refusal}" for refusal in refusals
     )
+
+
+def fastest_blocks(config: ModelConfig, context: LayerContext) -> Blocks:
+    """Return the kernels of a ring that auto chooses."""
+    name, _ = choose(Case(replace(config, attention_backend="auto"), context))
+    blocks = BACKENDS[name].blocks
+    assert blocks is not None
+    return blocks(context)
 
 
 def build_stage_core(config: ModelConfig, context: LayerContext) -> StageCore:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,9 @@ from megalite.microbatch import Microbatch
 from megalite.model.blockwise_attention import Blocking, attend, attend_backward
 from megalite.model.positions import (
     Angles,
+    NoRotation,
     PositionInfo,
+    Rotary,
     build_query_scale,
     build_rotations,
     distance_bias,
@@ -45,10 +47,6 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 class LayerCore(Protocol):
     """Declares the interface of the attention core that one layer calls."""
-
-    @property
-    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
-        """Return the functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
 
     def __call__(
         self,
@@ -79,6 +77,10 @@ class Core(Protocol):
     choice: str
     is_cached: bool
 
+    @property
+    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
+        """Return the functions that rotate queries and keys, by the `own_rotary` of a layer's kind."""
+
     def position_info(self, microbatch: Microbatch) -> PositionInfo: ...
 
     def prepare(self, seq_length: int) -> None: ...
@@ -103,11 +105,15 @@ class StageCore(ABC):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         self.config = config
         self.context = context
-        self.rotations = build_rotations(config, context)
         self.query_scale = build_query_scale(config, context)
         self.windows: list[int | None] = []
         self.own_positions = context.topology.positions
         self._whole: dict[tuple[int, int | None], VisibleKeys] = {}
+
+    @cached_property
+    def rotations(self) -> Mapping[bool, Rotary | NoRotation]:
+        """Return the rotary embeddings, by the `own_rotary` of a layer's kind."""
+        return build_rotations(self.config, self.context)
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
@@ -332,10 +338,7 @@ class SoftmaxCore(AttentionCore):
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        slopes = local_slopes(config, context)
-        self.slopes = (
-            None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
-        )
+        self.slopes = local_slopes(config, context)
         self.cap = config.attn_logit_softcapping
 
     def softmax(self, k: Tensor, visible: VisibleKeys, drop: Drop) -> CausalSoftmax:
@@ -414,7 +417,6 @@ class MeasuredCore:
 
     def __init__(self, core: UnfusedCore) -> None:
         self.core = core
-        self.rotations = core.rotations
         context = core.context
         self.largest = torch.full(
             (core.config.num_attention_heads // context.tp.size,),

@@ -21,12 +21,11 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, VisibleKeys, add_sinks_
 from megalite.microbatch import Microbatch
-from megalite.model.attention_backends import build_core
-from megalite.model.attention_block import Blocks, PlainBlocks, attend_in_blocks, merge_
-from megalite.model.blockwise_attention import Blocking
+from megalite.model.attention_backends import fastest_blocks, plain_blocks
+from megalite.model.attention_block import Blocks, attend_in_blocks, merge_
 from megalite.model.kv_cache import CachedCore, attention_and_sums
 from megalite.model.positions import PositionInfo, local_slopes
-from megalite.model.ring_attention import Ring, RingCore, slices_of_ranks
+from megalite.model.ring_attention import Ring, slices_of_ranks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -41,10 +40,7 @@ class DividedCore(CachedCore):
         self.cp = context.cp
         super().__init__(config, context)
         self.is_plain = True  # `attend` merges sums, which torch's attention does not return
-        slopes = local_slopes(config, context)
-        self.slopes = (
-            None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
-        )
+        self.slopes = local_slopes(config, context)
         self.blocks = _blocks_for(config, context)
 
     def max_sliced_tokens(self, num_tokens: int) -> int:
@@ -138,12 +134,10 @@ def _merged(out: Tensor, log_sums: Tensor, cp: Axis) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_for(config: ModelConfig, context: LayerContext) -> Blocks:
-    """Return the fastest kernels of a ring that support padding; latents have plain PyTorch."""
+    """Return the fastest kernels of a ring that support padding, which they hide like other documents."""
     if config.multi_latent_attention:  # the latents of a head are too wide for the kernels
-        return PlainBlocks(Blocking.for_device(context.device, context.dtype))
-    ring = build_core(replace(config, attention_backend="auto"), replace(context, has_documents=True))
-    assert isinstance(ring, RingCore)
-    return ring.blocks
+        return plain_blocks(context)
+    return fastest_blocks(config, replace(context, has_documents=True))
 
 
 def build_cache(config: ModelConfig, context: LayerContext) -> CachedCore:

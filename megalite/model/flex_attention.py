@@ -35,10 +35,10 @@ class FlexCore(AttentionCore):
             config.attn_logit_softcapping, self._alibi(local_slopes(config, context))
         )
 
-    def _alibi(self, slopes: list[float] | None) -> Callable[..., Tensor] | None:
+    def _alibi(self, slopes: Tensor | None) -> Callable[..., Tensor] | None:
         if slopes is None:
             return None
-        head_slopes = torch.tensor(slopes, dtype=torch.float32, device=self.context.device)
+        head_slopes = slopes.float()
 
         def bias(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score + head_slopes[head] * (key - query)

@@ -9,8 +9,6 @@ of this rank, d head size, tp = tp.size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +18,7 @@ from megalite.kernels import Drop, VisibleKeys, add_sinks_
 from megalite.microbatch import Microbatch
 from megalite.model.attention_block import LEAST
 from megalite.model.attention_core import SdpaCore
-from megalite.model.positions import Angles, PositionInfo
+from megalite.model.positions import PositionInfo
 from megalite.model.recurrent_state import RecurrentState
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -178,18 +176,13 @@ class CachedCore(SdpaCore):
 class CachedLayer:
     """Holds one layer's keys and values, ``[b, g', capacity, d]``; those of `CachedCore.length` are filled.
 
-    With context parallelism, they are those that the rank holds.
+    Keys are rotated. With context parallelism, they are those that the rank holds.
     """
 
     def __init__(self, shared: CachedCore, scale: float) -> None:
         self.shared, self.scale = shared, scale
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-
-    @property
-    def rotations(self) -> Mapping[bool, Callable[[Tensor, Angles | None], Tensor]]:
-        """Return the functions that rotate new queries and keys; the cache holds rotated keys."""
-        return self.shared.rotations
 
     def forget(self) -> None:
         """Empty the cache."""

@@ -193,8 +193,13 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2.0 ** (-4.0 * (2 * i + 1) / below) for i in range(num_heads - below)]
 
 
-def local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | None:
-    """Return ALiBi's slopes for this rank's heads, or None for models with another position embedding."""
+def local_slopes(config: ModelConfig, context: LayerContext) -> Tensor | None:
+    """Return ALiBi's slopes for this rank's heads, fp64 ``[n/tp]``, or None for models without ALiBi."""
+    slopes = _local_slopes(config, context)
+    return None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=context.device)
+
+
+def _local_slopes(config: ModelConfig, context: LayerContext) -> list[float] | None:
     if config.position_embedding_type != "alibi":
         return None
     own = context.attention_heads
@@ -213,5 +218,5 @@ def distance_bias(config: ModelConfig, context: LayerContext, seq_length: int, q
     """
     positions = torch.arange(seq_length, dtype=torch.float64, device=context.device)
     distances = positions - positions[queries.start : queries.stop, None]  # [m, s]
-    slopes = local_slopes(config, context) or [0.0]
+    slopes = _local_slopes(config, context) or [0.0]
     return torch.stack([(slope * distances).to(context.dtype) for slope in slopes])
