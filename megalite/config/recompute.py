@@ -67,6 +67,10 @@ class RecomputeConfig:
     """Keep the saved activations of this many first layers of each pipeline stage in host memory between
     forward and backward. A stage with fewer layers offloads all of them."""
 
+    def __post_init__(self) -> None:
+        """Remove repeated modules: `mlp moe` of another program's command is mlp twice."""
+        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(self.recompute_modules)))
+
     @property
     def modules(self) -> frozenset[Module]:
         """Return the parts of every layer that are recomputed; empty unless the granularity is selective."""

@@ -53,6 +53,10 @@ def test_parts_that_are_recomputed():
     assert RecomputeConfig().modules == set()
 
 
+def test_a_module_is_named_once():
+    assert recompute("--recompute-modules mlp layernorm moe mlp").recompute_modules == ("mlp", "layernorm")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
