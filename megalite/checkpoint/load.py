@@ -95,14 +95,12 @@ def plan_load(
         notices.append(
             f"{few(missing)} start at their initial values: checkpoint {manifest.folder} has no such buffers"
         )
-    if checkpoint.finetune:
-        notices.append(f"only the weights are loaded from {manifest.folder}: the run starts at iteration 0")
-    elif not checkpoint.load_optim:
+    if loads_optimizer(checkpoint):
+        notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
+    elif not checkpoint.finetune:
         notices.append(
             f"the optimizer state of {manifest.folder} is not loaded: the optimizer's moments start at zero"
         )
-    else:
-        notices += _loss_scale_notices(manifest.tensors.keys(), wanted)
     notices += _average_notices(manifest.tensors.keys(), wanted, loads=loads_optimizer(checkpoint))
     if rules.is_newly_untied:
         notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")

@@ -20,6 +20,7 @@ class Ended(NamedTuple):
     warnings: list[str]
     errors: list[str]
     iterations: list[dict[str, Any]]
+    output: list[str]
 
 
 Train = Callable[..., Ended]
@@ -43,6 +44,7 @@ def train(corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
             [line[9:] for line in output.out.splitlines() if line.startswith("warning: ")],
             [line[7:] for line in output.err.splitlines() if line.startswith("error: ")],
             [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
+            output.out.splitlines(),
         )
 
     return run
@@ -69,7 +71,7 @@ def test_finetune_starts_a_run_of_its_own(train: Train, saved: Path, tmp_path: P
     assert figures(ended, "consumed_samples") == [4, 8, 12, 16]
     assert figures(ended, "learning_rate") == pytest.approx([0.00075, 0.0005, 0.00025, 0.0])
     assert figures(ended, "lm_loss")[0] < 5.0  # log(257) is 5.5
-    assert any("only the weights are loaded" in line for line in ended.warnings)
+    assert f"loaded only the weights from {saved}: the run starts at iteration 0" in ended.output
     assert any("params_dtype fp32 (now bf16)" in line for line in ended.warnings)
     assert any("holds checkpoints, but none of them is loaded" in line for line in ended.warnings)
 
