@@ -188,8 +188,8 @@ def _config(
     # A DeepSpeed file sets some fields by their differences. None is the default of its field.
     defaults = Config().values()
     changed = {name for name, value in config.values().items() if value != defaults[name]}
-    given = {name for name, setting in settings.items() if setting.value is not None}
-    return with_token_counts(config, flags, diagnostics), frozenset(changed | given)
+    passed = {name for name, setting in settings.items() if setting.value is not None}
+    return with_token_counts(config, flags, diagnostics), frozenset(changed | passed)
 
 
 def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:

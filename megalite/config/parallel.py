@@ -212,8 +212,8 @@ class ParallelConfig:
         """
         properties = CP_COMM_PROPERTIES[comm_type]
         if properties.has_levels:
-            given = self.hierarchical_context_parallel_sizes
-            heads = given[0] if given else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
+            sizes = self.hierarchical_context_parallel_sizes
+            heads = sizes[0] if sizes else num_neighbours(self.cp, _RANKS_PER_NODE // self.tp)
             return heads, self.cp // heads
         neighbours = self.cp if properties.exchanges_heads else 1
         return neighbours, self.cp if properties.passes_keys else 1
@@ -317,7 +317,7 @@ class ParallelConfig:
         return ""
 
     @property
-    def has_given_ends(self) -> bool:
+    def has_fixed_ends(self) -> bool:
         """Return whether the number of layers of the first or the last rank is set."""
         ends = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
         return any(end is not None for end in ends)

@@ -42,13 +42,13 @@ class LearningRate:
     @property
     def decay_length(self) -> int:
         """Return the position at which the decay ends."""
-        return self._given("lr_decay") or self.run_length
+        return self._length("lr_decay") or self.run_length
 
     @property
     def warmup_length(self) -> float:
         """Return the length of the warm-up; it may not be an integer if it is a fraction of the decay."""
         fraction = self.config.lr_warmup_fraction
-        return self._given("lr_warmup") if fraction is None else fraction * self.decay_length
+        return self._length("lr_warmup") if fraction is None else fraction * self.decay_length
 
     def __call__(self, position: int) -> float:
         """Return the rate of the update that brings the run to `position`.
@@ -94,11 +94,11 @@ class LearningRate:
         if self.config.lr_decay_style != "WSD":
             progress = (position - self.warmup_length) / (self.decay_length - self.warmup_length)
             return DECAYS[self.config.lr_decay_style](progress)
-        length = self._given("lr_wsd_decay")
+        length = self._length("lr_wsd_decay")
         since = position - (self.decay_length - length)
         return 1.0 if since <= 0 else DECAYS[self.config.lr_wsd_decay_style](since / length)
 
-    def _given(self, name: str) -> int:
+    def _length(self, name: str) -> int:
         """Return the config's field with this name in the run's unit; 0 if it is not set."""
         return getattr(self.config, f"{name}_{self.unit}") or 0
 
@@ -178,8 +178,8 @@ class OptimizerSchedules:
     @property
     def weight_decay(self) -> WeightDecay:
         """Return the schedule of the weight decay."""
-        given = getattr(self.config, f"weight_decay_incr_{self.unit}")
-        return WeightDecay(self.config, given or self.run_length)
+        length = getattr(self.config, f"weight_decay_incr_{self.unit}")
+        return WeightDecay(self.config, length or self.run_length)
 
     def fields(self) -> dict[str, Any]:
         """Return the config's effective fields, with resolved lengths: equal for equal schedules."""

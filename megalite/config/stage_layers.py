@@ -75,7 +75,7 @@ def layers_per_stage(config: Config) -> tuple[int, ...]:
         return parallel.pipeline_layers
     if parallel.pp_partition_method is not None:
         return _partition_by_method(config.model, parallel.tp, stages, parallel.pp_partition_method)
-    if parallel.has_given_ends:
+    if parallel.has_fixed_ends:
         by_rank = layers_per_rank_with_ends(config)
         return tuple(count // num_chunks(config) for count in by_rank) * num_chunks(config)
     embedding = parallel.account_for_embedding_in_pipeline_split

@@ -253,11 +253,11 @@ class HarnessModel(TaskModel):
         if ranks.size > 1:
             dist.all_gather_object(found, mine, group=ranks.group)
         answers = {i: each for part in found for i, each in part.items()}
-        told = [[answers[i] for i in range(len(requests))]]
+        ordered = [[answers[i] for i in range(len(requests))]]
         pp = self.topology.pp
         if pp.size > 1:  # only the last stage has scores
-            dist.broadcast_object_list(told, pp.ranks[-1], group=pp.group)
-        return told[0]
+            dist.broadcast_object_list(ordered, pp.ranks[-1], group=pp.group)
+        return ordered[0]
 
     @torch.inference_mode()
     def _score(self, windows: Sequence[TokenWindow]) -> list[tuple[float, bool]]:

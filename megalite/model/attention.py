@@ -107,8 +107,8 @@ class Attention(nn.Module):
         # q and the gate are [s, b, n/tp, d], k and v are [s, b, g', d]
         q, *gate, k, v = *self.queries_keys_values(x), *keys
         y = self.attend(q, k, v, sample_numbers, positions, *gate)  # [s, b, n/tp, d]
-        given = {self.number: (k, v)} if self.gives_keys else {}
-        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=given)
+        shared_keys = {self.number: (k, v)} if self.gives_keys else {}
+        return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=shared_keys)
 
     @communication_point
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:

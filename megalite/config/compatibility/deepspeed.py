@@ -131,10 +131,10 @@ class DeepSpeedFile:
         """Log what a user of a scheduler may not expect: a minimal warm-up, and one that is too long."""
         if self.found.values.get(SCHEDULER) not in SCHEDULES:
             return
-        steps, given = config.optimizer.lr_warmup_iters, self.found.values.get(WARMUP_STEPS)
-        if given is not None and given < steps:
+        steps, passed = config.optimizer.lr_warmup_iters, self.found.values.get(WARMUP_STEPS)
+        if passed is not None and passed < steps:
             diagnostics.notices.append(
-                f"{self.path}: {WARMUP_STEPS} is {given}: as in DeepSpeed, the warm-up has {steps} updates"
+                f"{self.path}: {WARMUP_STEPS} is {passed}: as in DeepSpeed, the warm-up has {steps} updates"
             )
         last = config.optimizer.lr_decay_iters or config.training.train_iters
         if last is not None and steps >= last:
@@ -191,11 +191,11 @@ class DeepSpeedFile:
         return config
 
 
-def _parsed(name: str, value: Any, given: Any) -> tuple[ConfigField, Any]:
+def _parsed(name: str, value: Any, original: Any) -> tuple[ConfigField, Any]:
     """Return a field and its value, checked as if a flag had set it.
 
     Args:
-        given: the setting's value in the file, from which `value` is derived.
+        original: the setting's value in the file, from which `value` is derived.
 
     Raises:
         ValueError: the field cannot have the value; the message continues the setting's name.
@@ -205,5 +205,5 @@ def _parsed(name: str, value: Any, given: Any) -> tuple[ConfigField, Any]:
         return field, None
     parsed = parse_value(field, (value if isinstance(value, str) else str(value).lower(),))
     if name in RANGES and not RANGES[name].holds(parsed):
-        raise ValueError(f"is {shown(given)}: it must be {RANGES[name].text}")
+        raise ValueError(f"is {shown(original)}: it must be {RANGES[name].text}")
     return field, parsed

@@ -23,9 +23,9 @@ def full_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that options of layers without a window apply to some layers, but not to all."""
     model = config.model
     names = ("full_attention_kv_channels", "full_attention_query_groups")
-    given = [name for name in names if getattr(model, name) is not None]
-    given += ["keys_as_values"] if model.keys_as_values == "full_attention" else []
-    for name in given:
+    requested = [name for name in names if getattr(model, name) is not None]
+    requested += ["keys_as_values"] if model.keys_as_values == "full_attention" else []
+    for name in requested:
         if model.window_size is None or model.window_attn_skip_freq is None:
             without = "--window-size" if model.window_size is None else "--window-attn-skip-freq"
             yield Problem(
@@ -40,11 +40,11 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
     model, count = config.model, config.model.num_kv_shared_layers
     if count == 0:
         return
-    given = f"--num-kv-shared-layers {count}"
+    flag = f"--num-kv-shared-layers {count}"
     if count >= model.num_layers:
         yield Problem(
             ("num_kv_shared_layers", "num_layers"),
-            f"{given} of --num-layers {model.num_layers}: pass at most {model.num_layers - 1}",
+            f"{flag} of --num-layers {model.num_layers}: pass at most {model.num_layers - 1}",
         )
     elif _has_patterns(config):
         first = model.num_layers - count
@@ -52,7 +52,7 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
         if lonely:
             yield Problem(
                 ("num_kv_shared_layers", "window_attn_skip_freq", "no_rope_freq"),
-                f"{given}: layer {lonely[0]} has no layer before layer {first} with the same window and "
+                f"{flag}: layer {lonely[0]} has no layer before layer {first} with the same window and "
                 "rotation, whose keys it could share: pass fewer",
             )
     width, tp = model.kv_shared_ffn_hidden_size, config.parallel.tp
@@ -67,12 +67,12 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
         others = [name for name in names if getattr(model, name) not in ("none", None, 0)]
         yield Problem(
             ("num_kv_shared_layers", *others),
-            f"{given} with {' and '.join(map(flag_of, others))}: no keys are shared there; remove one",
+            f"{flag} with {' and '.join(map(flag_of, others))}: no keys are shared there; remove one",
         )
     if model.qk_clip:
         yield Problem(
             ("num_kv_shared_layers", "qk_clip"),
-            f"--qk-clip with {given}: the scores of several layers depend on the same keys; remove one",
+            f"--qk-clip with {flag}: the scores of several layers depend on the same keys; remove one",
         )
 
 
@@ -128,16 +128,16 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
     if model.num_attention_heads % tp or model.num_attention_heads % groups:
         return  # reported by other rules
     names = ("num_attention_heads", name, "kv_channels", "hidden_size", TP)
-    given = f"{flag_of(name)} {groups} with --tp {tp}"
+    sizes = f"{flag_of(name)} {groups} with --tp {tp}"
     if groups % tp and tp % groups:
-        yield Problem(names, f"{given}: one must be divisible by the other, change one of them")
+        yield Problem(names, f"{sizes}: one must be divisible by the other, change one of them")
     elif tp > groups:
         # The ranks of a group divide its query heads, since tp divides all query heads.
         ranks, rows = tp // groups, sum(model.group_heads(kind)) * model.head_dim
         if rows % ranks:
             yield Problem(
                 names,
-                f"{given}: the {rows} rows of a group's query, key and value weight cannot be split over "
+                f"{sizes}: the {rows} rows of a group's query, key and value weight cannot be split over "
                 f"{ranks} ranks: use a smaller --tp, or more groups",
             )
 
@@ -219,14 +219,14 @@ def _exchanged_heads(config: Config, comm_type: CpCommType, kind: LayerKind) -> 
     fitting = [n for n in range(1, ranks + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
     if ranks in fitting:
         return
-    given, fix = f"--cp {ranks}", f"--cp {fitting[-1]}, or --cp-comm-type all_gather"
+    flag, fix = f"--cp {ranks}", f"--cp {fitting[-1]}, or --cp-comm-type all_gather"
     if groups_of_ranks > 1:
         sizes = [f"{n} {parallel.cp // n}" for n in fitting[1:] if parallel.cp % n == 0]
-        given = f"{flag_of(LEVELS)} {ranks} {groups_of_ranks}"
+        flag = f"{flag_of(LEVELS)} {ranks} {groups_of_ranks}"
         fix = " or ".join([*(f"{flag_of(LEVELS)} {each}" for each in sizes[-1:]), "--cp-comm-type p2p"])
     rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield Problem(
         ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(kind)),
-        f"--cp-comm-type {comm_type} with {given}, over which the {heads} query and {groups} "
+        f"--cp-comm-type {comm_type} with {flag}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
     )

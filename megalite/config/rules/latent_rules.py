@@ -75,5 +75,5 @@ def _without_rule(config: Config) -> Iterator[Problem]:
     for name, is_set, why in refused:
         if is_set:
             value = getattr(training if name == "fp8_format" else model, name)
-            given = "biases" if name == "add_bias_linear" else flag_with_value(name, value)
-            yield Problem(("multi_latent_attention", name), f"{given} with {_MLA}: {why}")
+            setting = "biases" if name == "add_bias_linear" else flag_with_value(name, value)
+            yield Problem(("multi_latent_attention", name), f"{setting} with {_MLA}: {why}")

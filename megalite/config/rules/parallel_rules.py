@@ -94,9 +94,9 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     num_slices, is_cut_by_tp = sequence_divisor(config), parallel.sequence_parallel
     if seq_length % num_slices == 0:
         return
-    mesh, given = parallel.mesh, f"--seq-length {seq_length}"
+    mesh, length = parallel.mesh, f"--seq-length {seq_length}"
     if is_cut_by_tp:
-        given = f"--sequence-parallel with {given}, which"
+        length = f"--sequence-parallel with {length}, which"
     large = [axis for axis in mesh.model.axes if (mesh.sizes[axis.name] or 1) > 1]
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
@@ -105,7 +105,7 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
         sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
-        f"{given} is not divisible by {sizes}: use a multiple of it, such as "
+        f"{length} is not divisible by {sizes}: use a multiple of it, such as "
         f"{-(-seq_length // num_slices) * num_slices}, or another {cutting[-1].flag}",
     )
 
@@ -113,17 +113,17 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
 def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that cp ranks divide into groups that exchange heads, and that several groups form a ring."""
     parallel, name = config.parallel, "hierarchical_context_parallel_sizes"
-    cp, given = parallel.cp, parallel.hierarchical_context_parallel_sizes
+    cp, levels = parallel.cp, parallel.hierarchical_context_parallel_sizes
     if not parallel.has_cp_levels:
         return
     comm_type: CpCommType = "a2a+p2p"
-    if given is None and min(parallel.cp_levels(comm_type)) > 1:
+    if levels is None and min(parallel.cp_levels(comm_type)) > 1:
         return
-    if given is not None and len(given) == 2 and min(given) > 1 and math.prod(given) == cp:
+    if levels is not None and len(levels) == 2 and min(levels) > 1 and math.prod(levels) == cp:
         return
     fitting = [f"{n} {cp // n}" for n in range(2, cp) if cp % n == 0]
     fix = f"pass {flag_of(name)} {' or '.join(fitting)}" if fitting else "pass --cp-comm-type a2a or p2p"
-    sizes = "" if given is None else f" and {flag_with_value(name, given)}"
+    sizes = "" if levels is None else f" and {flag_with_value(name, levels)}"
     yield Problem(
         ("cp_comm_type", _CP, name, _TP),
         f"--cp-comm-type {comm_type} with --cp {cp}{sizes}: it needs two sizes above 1, "
@@ -170,18 +170,18 @@ def replicas(config: Config, world_size: int | None) -> int | None:
 
 def batch(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the global batch is a whole number of microbatches, the same on every replica."""
-    micro, given = config.training.micro_batch_size, config.training.global_batch_size
+    micro, global_batch = config.training.micro_batch_size, config.training.global_batch_size
     dp = sample_ranks(config, world_size)
     samples = micro * (dp or 1)  # one microbatch on every replica
-    if given is None or given % samples == 0:
+    if global_batch is None or global_batch % samples == 0:
         return
     divisor = f"--micro-batch-size {micro}"
     if dp is not None:
         divisor += f" x data-parallel size {dp} = {samples}"
     yield Problem(
         ("global_batch_size", "micro_batch_size", *((_TP, _PP, _DP) if dp is not None else ())),
-        f"--global-batch-size {given} is not divisible by {divisor}: "
-        f"use {-(-given // samples) * samples}, or change one of them",
+        f"--global-batch-size {global_batch} is not divisible by {divisor}: "
+        f"use {-(-global_batch // samples) * samples}, or change one of them",
     )
 
 
@@ -192,8 +192,8 @@ def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that ZeRO shards over groups of equal size, and that there is something to shard."""
     parallel, num_replicas = config.parallel, replicas(config, world_size)
     degree, instances = parallel.data_parallel_shard_degree, parallel.num_distributed_optimizer_instances
-    given = [_flag(parallel, name) for name in (_DEGREE, _INSTANCES) if getattr(parallel, name) is not None]
-    requested = " and ".join(given)
+    flags = [_flag(parallel, name) for name in (_DEGREE, _INSTANCES) if getattr(parallel, name) is not None]
+    requested = " and ".join(flags)
     if parallel.zero_stage == 0:
         if degree is not None or instances not in (None, 1):  # one instance is Megatron-LM's default
             yield Problem(
@@ -208,7 +208,7 @@ def shard_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{requested} (--shard-within-node) with --dry-run, which has no nodes: pass "
             "--data-parallel-shard-degree N, the number of replicas on a node",
         )
-    if len(given) == 2 and (
+    if len(flags) == 2 and (
         degree == 0 or (num_replicas is not None and num_replicas % (instances or 1) == 0)
     ):
         if degree == 0 or degree != (num_replicas or 0) // (instances or 1):
@@ -246,22 +246,22 @@ def chunks(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that chunks are requested once, with a schedule that has them, on more than one rank."""
     parallel, layers = config.parallel, config.model.num_layers
     each = parallel.num_layers_per_virtual_pipeline_stage
-    given = [name for name in (_CHUNKS, _CHUNK_LAYERS) if getattr(parallel, name) is not None]
-    requested = " and ".join(_flag(parallel, name) for name in given)
-    if len(given) == 2:
+    passed = [name for name in (_CHUNKS, _CHUNK_LAYERS) if getattr(parallel, name) is not None]
+    requested = " and ".join(_flag(parallel, name) for name in passed)
+    if len(passed) == 2:
         yield Problem((_CHUNKS, _CHUNK_LAYERS), f"{requested} set the same thing: pass one of them")
         return
     if parallel.pp == 1:
-        if given and parallel.num_virtual_stages_per_pipeline_rank != 1:
+        if passed and parallel.num_virtual_stages_per_pipeline_rank != 1:
             yield Problem(
-                (*given, _PP), f"{requested} with --pp 1: one rank has no pipeline, remove it or raise --pp"
+                (*passed, _PP), f"{requested} with --pp 1: one rank has no pipeline, remove it or raise --pp"
             )
         return
     fixed = SCHEDULES[parallel.schedule].num_chunks
     if fixed is not None:
-        if given and parallel.num_virtual_stages_per_pipeline_rank != fixed:
+        if passed and parallel.num_virtual_stages_per_pipeline_rank != fixed:
             yield Problem(
-                (*given, "pipeline_schedule"),
+                (*passed, "pipeline_schedule"),
                 f"{requested} with --pipeline-schedule {parallel.schedule}, which has {fixed} "
                 f"{'chunks' if fixed > 1 else 'chunk'} on each rank: remove it, or use interleaved",
             )
@@ -284,21 +284,21 @@ def split(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that only one option splits the layers, and that its value is valid."""
     parallel = config.parallel
     ways = (("pipeline_layers",), (_FIRST, _LAST), (_EMBEDDING, _LOSS), (_METHOD,))
-    given = [name for names in ways for name in names if getattr(parallel, name) not in (None, False)]
-    if sum(bool(set(names) & set(given)) for names in ways) > 1:
+    passed = [name for names in ways for name in names if getattr(parallel, name) not in (None, False)]
+    if sum(bool(set(names) & set(passed)) for names in ways) > 1:
         yield Problem(
-            (*given,),
-            f"{' and '.join(_flag(parallel, name) for name in given)} split the layers in different ways: "
+            (*passed,),
+            f"{' and '.join(_flag(parallel, name) for name in passed)} split the layers in different ways: "
             "pass one of them",
         )
-    uneven = [name for name in given if name in (_FIRST, _LAST, _EMBEDDING, _LOSS)]
+    uneven = [name for name in passed if name in (_FIRST, _LAST, _EMBEDDING, _LOSS)]
     if parallel.num_layers_per_virtual_pipeline_stage is not None and uneven:
         yield Problem(
             (_CHUNK_LAYERS, *uneven),
             f"{_flag(parallel, _CHUNK_LAYERS)} with {_flag(parallel, uneven[0])} makes chunks of different "
             f"sizes: pass {flag_of(_CHUNKS)}",
         )
-    if SCHEDULES[parallel.schedule].v_shaped and parallel.has_given_ends:
+    if SCHEDULES[parallel.schedule].v_shaped and parallel.has_fixed_ends:
         ends = [name for name in uneven if name in (_FIRST, _LAST)]
         yield Problem(
             ("pipeline_schedule", *ends),
@@ -339,9 +339,9 @@ def layers(config: Config, world_size: int | None) -> Iterator[Problem]:
     if parallel.pp == 1 and parallel.pipeline_layers is None:
         return
     if parallel.pipeline_layers is not None:
-        yield from _given_stages(config, parallel.pipeline_layers)
-    elif parallel.has_given_ends:
-        yield from _given_ends(config)
+        yield from _listed_stages(config, parallel.pipeline_layers)
+    elif parallel.has_fixed_ends:
+        yield from _fixed_ends(config)
     elif config.model.num_layers + len(_counted_as_layers(config)) < num_stages(config):
         yield Problem(
             ("num_layers", *_SHAPE),
@@ -380,24 +380,24 @@ def _even(config: Config) -> Iterator[Problem]:
     )
 
 
-def _given_stages(config: Config, given: tuple[int, ...]) -> Iterator[Problem]:
+def _listed_stages(config: Config, layers: tuple[int, ...]) -> Iterator[Problem]:
     stages, num_layers = num_stages(config), config.model.num_layers
     flag = _flag(config.parallel, "pipeline_layers")
-    if len(given) != stages:
+    if len(layers) != stages:
         yield Problem(
             ("pipeline_layers", *_SHAPE),
-            f"{flag} names {len(given)} stages, but "
+            f"{flag} names {len(layers)} stages, but "
             f"{f'--pp is {stages}' if num_chunks(config) == 1 else f'there are {_stages(config)}'}: "
             "pass one number per stage",
         )
-    if sum(given) != num_layers:
+    if sum(layers) != num_layers:
         yield Problem(
             ("pipeline_layers", "num_layers"),
-            f"{flag} add up to {sum(given)}, not to --num-layers {num_layers}: change one",
+            f"{flag} add up to {sum(layers)}, not to --num-layers {num_layers}: change one",
         )
 
 
-def _given_ends(config: Config) -> Iterator[Problem]:
+def _fixed_ends(config: Config) -> Iterator[Problem]:
     parallel, num_layers, parts = config.parallel, config.model.num_layers, num_chunks(config)
     ends = [name for name in (_FIRST, _LAST) if getattr(parallel, name) is not None]
     requested = " and ".join(_flag(parallel, name) for name in ends)
