@@ -196,7 +196,7 @@ class ParallelConfig:
 
     @property
     def cp_comm_properties(self) -> Mapping[CpCommType, CpCommProperties]:
-        """Return the properties of the communication types of some layers."""
+        """Return the properties of each communication type that some layers have."""
         return {name: CP_COMM_PROPERTIES[name] for name in self.cp_comm_types}
 
     @property

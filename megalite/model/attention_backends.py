@@ -238,7 +238,7 @@ def _flex_refusal(case: Case) -> str:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {smallest}"
     if case.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
         return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.head_dim}"
-    return _lacks(case)
+    return _machine_refusal(case)
 
 
 def _triton_refusal(case: Case) -> str:
@@ -251,10 +251,10 @@ def _triton_refusal(case: Case) -> str:
     size = max(case.head_dim, case.config.value_dim)
     if size > MAX_HEAD_DIM:
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {size}"
-    return _lacks(case)
+    return _machine_refusal(case)
 
 
-def _lacks(case: Case) -> str:
+def _machine_refusal(case: Case) -> str:
     """Return why this machine cannot run attention kernels in Triton; empty if it can."""
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
         return ""

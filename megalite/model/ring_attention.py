@@ -359,7 +359,7 @@ class RingCore(SoftmaxCore):
             k, v: the rank's own, ``[b, g, s/cp, d]`` and ``[b, g, s/cp, d']``.
         """
         s = k.shape[2] * self.ring.size
-        softmax = CausalSoftmax(s, self.scales[k.shape[3]], self.slopes, visible, drop, self.cap)
+        softmax = self.softmax(k, visible, drop)._replace(seq_length=s)
         if visible.assignments is None:
             return self._attend(q, k, v, softmax, slices_of_ranks(self.ring_positions, s), sinks)
         of_samples = [
