@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
-from megalite.config.cp_comm_type import CpCommType
 from megalite.config.flags import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
 from megalite.config.stage_layers import (
@@ -116,8 +115,7 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     cp, levels = parallel.cp, parallel.hierarchical_context_parallel_sizes
     if not parallel.has_cp_levels:
         return
-    comm_type: CpCommType = "a2a+p2p"
-    if levels is None and min(parallel.cp_levels(comm_type)) > 1:
+    if levels is None and min(parallel.cp_levels("a2a+p2p")) > 1:
         return
     if levels is not None and len(levels) == 2 and min(levels) > 1 and math.prod(levels) == cp:
         return
@@ -126,8 +124,7 @@ def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
     sizes = "" if levels is None else f" and {flag_with_value(name, levels)}"
     yield Problem(
         ("cp_comm_type", _CP, name, _TP),
-        f"--cp-comm-type {comm_type} with --cp {cp}{sizes}: it needs two sizes above 1, "
-        f"of product {cp}; {fix}",
+        f"--cp-comm-type a2a+p2p with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
     )
 
 
