@@ -11,8 +11,8 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "Building the sdist and, from the same sources, a wheel"
 mkdir "$work/tree"
-cp -r csrc megalite scripts setup.py pyproject.toml MANIFEST.in README.md CHANGELOG.md LICENSE "$work/tree"
-find "$work/tree" \( -name '*.so' -o -name __pycache__ \) -prune -exec rm -r {} +
+git ls-files -z --cached --others --exclude-standard -- csrc megalite scripts setup.py pyproject.toml MANIFEST.in \
+  README.md CHANGELOG.md LICENSE | tar --create --null --files-from - | tar --extract --directory "$work/tree"
 (cd "$work/tree" && "$python" -c 'import setuptools.build_meta as build; build.build_sdist("../sdist")' >"$work/log" 2>&1) || {
   cat "$work/log"
   exit 1

@@ -115,6 +115,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return "fake_cuda"  # its tests share a process
             return "ranks" if FOLDERS_OF_RANKS.intersection(folders) else nodeid
 
+        def _assign_work_unit(self, node: Any) -> None:
+            # After each test xdist visits all units that the worker ever got: forget those that have ended.
+            units = self.assigned_work[node]
+            for scope in [scope for scope, tests in units.items() if all(tests.values())]:
+                del units[scope]
+            super()._assign_work_unit(node)
+
     return RanksOnOneWorker(config, log)
 
 

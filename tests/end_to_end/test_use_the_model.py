@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,27 @@ from megalite.cli import evaluate, generate
 from megalite.config.entry_point import run_main
 from megalite.log import LineInterval
 from tests.checkpoint_folder import reseal
+from tests.end_to_end.conftest import TINY_FLAGS, status_of
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def trained(tmp_path: Path, pretrain_here: Any) -> Path:
+@pytest.fixture(scope="module")
+def saved(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of a tiny byte-level model; what was logged beside them."""
+    folder = tmp_path_factory.mktemp("saved")
     flags = ("--save-interval", "2", "--eval-interval", "2", "--eval-iters", "2", "--micro-batch-size", "2")
-    save, metrics = str(tmp_path / "checkpoints"), str(tmp_path / "metrics.jsonl")
-    assert pretrain_here(*flags, "--save", save, "--metrics-file", metrics) == (0, [])
-    return tmp_path
+    outputs = ("--save", str(folder / "checkpoints"), "--metrics-file", str(folder / "metrics.jsonl"))
+    with redirect_stderr(io.StringIO()) as errors:
+        status = status_of(*TINY_FLAGS, "--data-path", corpus, *flags, *outputs)
+    assert (status, errors.getvalue()) == (0, "")
+    return folder
+
+
+@pytest.fixture
+def trained(saved: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "saved"))
 
 
 def validations(folder: Path) -> dict[tuple[str, int], float]:
