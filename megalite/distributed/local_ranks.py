@@ -17,6 +17,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ class _LocalRank:
 
 
 class LocalRanks:
-    """Runs functions on ranks of this machine in processes that stay alive until the block ends.
+    """Runs functions on ranks of this machine in processes that stay alive until its ``with`` block ends.
 
-    Use it in a ``with`` block: a process of Python does not end before its ranks. A later run needs no new
+    Without a ``with`` block, they end with this object, or when Python exits. A later run needs no new
     processes, and its first iteration is as fast as others. A process keeps what an earlier function changed
     in it, such as attributes of modules, and with NCCL its environment: pass only functions that change
     nothing. After a failure, the next run starts new processes.
@@ -75,12 +76,15 @@ class LocalRanks:
 
     def __init__(self) -> None:
         self._ranks: list[_LocalRank] = []
+        # When Python exits, multiprocessing first calls its finalizers, and then waits for all processes that
+        # are not daemons. Ranks are none: daemons may not start processes, such as a DataLoader's workers.
+        Finalize(self, _end, (self._ranks, 5.0), exitpriority=0)
 
     def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(seconds=5.0)
+        _end(self._ranks, seconds=5.0)
 
     def run(
         self,
@@ -95,7 +99,7 @@ class LocalRanks:
         if options.backend != "nccl":
             options = dataclasses.replace(options, backend="gloo")
         if not all(rank.process.is_alive() for rank in self._ranks):  # killed since the last run
-            self._end(seconds=5.0)
+            _end(self._ranks, seconds=5.0)
         with _not_interrupted():
             while len(self._ranks) < world_size:
                 self._ranks.append(_start(context))
@@ -109,20 +113,8 @@ class LocalRanks:
                         rank.connection.send_bytes(pickle.dumps(call))
                 return _collect(ranks, timeout)
         except BaseException:
-            self._end(seconds=0.5)  # others may hang
+            _end(self._ranks, seconds=0.5)  # others may hang
             raise
-
-    def _end(self, seconds: float) -> None:
-        """End all processes; kill those that run longer than this."""
-        ranks, self._ranks = self._ranks, []
-        for rank in ranks:
-            rank.connection.close()  # a rank that waits for a call ends
-        deadline = time.monotonic() + seconds
-        for rank in ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-            if rank.process.is_alive():
-                rank.process.kill()
-                rank.process.join()
 
 
 def run_ranks(
@@ -160,6 +152,20 @@ def _not_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(ranks: list[_LocalRank], seconds: float) -> None:
+    """End all processes, and empty the list; kill those that run longer than this."""
+    ended = ranks[:]
+    ranks.clear()
+    for rank in ended:
+        rank.connection.close()  # a rank that waits for a call ends
+    deadline = time.monotonic() + seconds
+    for rank in ended:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
 
 
 def _start(context: ForkServerContext) -> _LocalRank:

@@ -161,7 +161,7 @@ def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
     "name", ["cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp4", "tp2pp2cp2+sp+full"))]
 )
 @pytest.mark.parametrize("model", ["gpt-tiny", pytest.param("bloom-tiny", marks=pytest.mark.slow)])
-def test_same_run_with_a_way_for_each_layer(model: str, name: str) -> None:
+def test_same_run_with_a_comm_type_for_each_layer(model: str, name: str) -> None:
     layout, config = Layout.parse(name), _config(model, DROPOUT.get(model, 0.0), *OPTIONS)
     comm_types: tuple[CpCommType, ...] = ("a2a", "p2p", "all_gather", "a2a")
     config = replace(config, parallel=ParallelConfig(cp_comm_type=comm_types))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -116,6 +117,33 @@ def test_a_rank_that_dies_between_runs_is_replaced() -> None:
         assert not _is_alive(before[1])
         after = [process for process, _ in ranks.run(_process, TENSOR_PARALLEL, 2)]
     assert not {*before} & {*after}
+
+
+LEAVES_RANKS = """
+import os
+from megalite.config import ParallelConfig
+from megalite.distributed.local_ranks import LocalRanks
+
+def process(topology):
+    return os.getpid()
+
+if __name__ == "__main__":
+    ranks = LocalRanks()
+    print(*ranks.run(process, ParallelConfig().mesh, 2), flush=True)
+"""
+
+
+def test_a_program_ends_with_ranks_that_nothing_has_ended(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(LEAVES_RANKS)
+    with subprocess.Popen([sys.executable, file], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        processes = [int(number) for number in program.stdout.readline().split()]  # it then ends
+        try:
+            assert program.wait(timeout=120.0) == 0
+        finally:
+            program.kill()
+    assert len(processes) == 2 and not any(map(_is_alive, processes))
 
 
 def test_each_run_by_itself_has_new_processes() -> None:
