@@ -1,6 +1,6 @@
-"""A pretraining script of Megatron's, translated: its model, loss, own arguments and defaults.
+r"""A pretraining script of Megatron's, translated: its model, loss, own arguments and defaults.
 
-torchrun --nproc-per-node 4 examples/from_megatron.py --tp 2 --pp 2 --preset gpt-tiny --mock-data
+torchrun --nproc-per-node 4 examples/from_megatron.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
     --vocab-size 512 --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2 --eod-weight 0.1
 """
 

@@ -1,7 +1,7 @@
-"""Add work of your own to a run: write the loss to a CSV file, and stop once it no longer improves.
+r"""Add work of your own to a run: write the loss to a CSV file, and stop once it no longer improves.
 
-torchrun --nproc-per-node 4 examples/own_callback.py --tp 2 --pp 2 --preset gpt-tiny --mock-data
-    --vocab-size 512 --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2 --eval-interval 5
+torchrun --nproc-per-node 4 examples/own_callback.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
+    --vocab-size 512 --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2 --eval-interval 5 \
     --eval-iters 1 --save checkpoints --load checkpoints
 """
 

@@ -1,6 +1,6 @@
-"""Train on a dataset of your own: sums of two numbers, whose result alone has a loss.
+r"""Train on a dataset of your own: sums of two numbers, whose result alone has a loss.
 
-torchrun --nproc-per-node 4 examples/own_dataset.py --tp 2 --pp 2 --preset gpt-tiny --seq-length 32
+torchrun --nproc-per-node 4 examples/own_dataset.py --tp 2 --pp 2 --preset gpt-tiny --seq-length 32 \
     --vocab-size 256 --train-iters 20 --lr 1e-3 --global-batch-size 16 --micro-batch-size 4 --eval-interval 10
 """
 

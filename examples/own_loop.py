@@ -1,7 +1,7 @@
-"""Write the training loop yourself, over a trainer that has the model, the optimizer and the data.
+r"""Write the training loop yourself, over a trainer that has the model, the optimizer and the data.
 
-torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --pp 2 --preset gpt-tiny --mock-data --vocab-size 512
-    --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2 --save checkpoints
+torchrun --nproc-per-node 4 examples/own_loop.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
+    --vocab-size 512 --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2 --save checkpoints
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Train with a loss of your own: the focal loss, which counts tokens less that are predicted well.
+r"""Train with a loss of your own: the focal loss, which counts tokens less that are predicted well.
 
-torchrun --nproc-per-node 4 examples/own_loss.py --tp 2 --pp 2 --preset gpt-tiny --mock-data --vocab-size 512
-    --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2
+torchrun --nproc-per-node 4 examples/own_loss.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
+    --vocab-size 512 --train-iters 20 --lr 1e-3 --global-batch-size 8 --micro-batch-size 2
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train a model of your own: gated causal convolutions in place of attention.
+r"""Train a model of your own: gated causal convolutions in place of attention.
 
-torchrun --nproc-per-node 4 examples/own_model.py --tp 2 --pp 2 --preset gpt-tiny --mock-data --vocab-size 512
-    --train-iters 20 --lr 1e-3
-python examples/own_model.py --preset gpt-tiny --mock-data --vocab-size 512 --train-iters 20
+torchrun --nproc-per-node 4 examples/own_model.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
+    --vocab-size 512 --train-iters 20 --lr 1e-3
+python examples/own_model.py --preset gpt-tiny --mock-data --vocab-size 512 --train-iters 20 \
     --params-dtype fp64 --verify-layouts tp2,pp2,dp2
 """
 

@@ -1,7 +1,7 @@
-"""Train a selective scan (Gu and Dao 2023): sums over all channels drive the channels of each rank.
+r"""Train a selective scan (Gu and Dao 2023): sums over all channels drive the channels of each rank.
 
-torchrun --nproc-per-node 4 examples/own_scan.py --tp 2 --pp 2 --preset gpt-tiny --mock-data --vocab-size 512
-    --seq-length 32 --train-iters 20 --lr 1e-3
+torchrun --nproc-per-node 4 examples/own_scan.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
+    --vocab-size 512 --seq-length 32 --train-iters 20 --lr 1e-3
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Train with label smoothing and z-loss: sums over a vocabulary that is cut over the tensor-parallel ranks.
+r"""Train with label smoothing and z-loss: sums over a vocabulary that is cut over the tensor-parallel ranks.
 
-torchrun --nproc-per-node 4 examples/own_vocabulary_loss.py --tp 2 --pp 2 --preset gpt-tiny --mock-data
+torchrun --nproc-per-node 4 examples/own_vocabulary_loss.py --tp 2 --pp 2 --preset gpt-tiny --mock-data \
     --vocab-size 512 --train-iters 20 --lr 1e-3
 """
 

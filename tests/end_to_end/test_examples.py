@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,9 @@ WRITES = {"own_callback": "loss.csv", "own_loop": "checkpoints/latest"}
 
 
 def _command(path: Path) -> list[str]:
-    """Return the flags of the first command of the docstring, which may have several lines."""
-    text = path.read_text(encoding="utf-8")
-    found = re.search(
-        rf"^torchrun --nproc-per-node 4 examples/{path.name} (.*\n(?:    .*\n)*)", text, re.MULTILINE
-    )
+    """Return the flags of the first command of the docstring, as a shell reads its lines."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    found = re.search(rf"^torchrun --nproc-per-node 4 examples/{path.name} (.*)", text, re.MULTILINE)
     assert found is not None
     return found[1].split()
 
@@ -48,5 +47,8 @@ def test_it_trains_on_four_ranks(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_is_short_and_its_command_can_be_copied(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
-    assert _command(path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MAX_LINES
+    assert "--train-iters" in _command(path)
+    # Without a backslash before it, a shell takes a line of flags for a command of its own.
+    assert [line for line, flags in pairwise(lines) if flags.startswith("    --") and line[-1] != "\\"] == []

@@ -231,6 +231,11 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     yield from run_warnings(request, plan, config)
     if not config.data.mock_data and not config.data.corpus_options():
         yield "--data-path is not set: pass it after the script's name when you submit the script"
+    if config.data.resolved_tokenizer_type is None and config.model.vocab_size is None:
+        yield (
+            "the vocabulary size is unknown: pass --vocab-size, or the --tokenizer-type of the corpus and "
+            "its files, after the script's name too"
+        )
     days = run_costs(plan, request.costs).get("days")
     if days is not None and usable > 0 and days * 86400 > usable:
         yield (

@@ -42,13 +42,13 @@ def test_the_profilers_write_what_the_page_says(commands: list[Example]) -> None
     assert written in printed
     shown = re.search(r"^    modules of rank 0 .*?(?=^- )", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert shown is not None
-    headers = [
-        line.split() for line in shown[0].splitlines() if line.strip().startswith(("module ", "layer "))
-    ]
-    assert headers == [
-        line.split() for line in written.splitlines() if line.strip().startswith(("module ", "layer "))
-    ]
-    assert "layers.0 to layers.3, each" in written
+    assert _without_times(shown[0]) == _without_times(written)
+
+
+def _without_times(tables: str) -> list[list[str]]:
+    """Return the words of each line, without the five columns of times in the rows of the first table."""
+    lines = [line.split() for line in tables.strip().splitlines()]
+    return [words[:-5] if len(words) >= 10 else words for words in lines]
 
 
 @pytest.mark.parametrize("file", ["docs/observe.md", "scripts/quickstart.sh"])

@@ -13,6 +13,7 @@ from docs.make.blocks import Example, agrees, examples_of, renewed, run
 from docs.make.pictures import PICTURES, SHARED, bytes_a_parameter
 from megalite.plan.estimate import RunPlan
 from megalite.plan.plan_request import read_request
+from tests.test_architecture import LEVEL_OF
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -96,6 +97,16 @@ def test_names_in_contributing_are_defined_in_the_named_files() -> None:
 def test_the_tour_has_a_name_at_each_stop() -> None:
     stops = CODE_REFERENCE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
+
+
+def test_the_tour_lists_the_levels_that_imports_follow() -> None:
+    tree = (DOCS / "tour.md").read_text(encoding="utf-8").partition("megalite/            level")[2]
+    listed = {
+        name.removesuffix(".py").removesuffix("/"): int(level)
+        for names, level in re.findall(r"^ {6}((?:[\w.]+/? )+) *(\d+) ", tree, re.MULTILINE)
+        for name in names.split()
+    }
+    assert listed == LEVEL_OF
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
