@@ -119,7 +119,7 @@ def _has_experts(model: Any, number: int) -> bool:
     if not model.has_experts:
         return False
     if len(pattern) > 1:
-        return pattern[number] == 1
+        return _is_one(pattern, number)
     return pattern[0] > 0 and number % pattern[0] == 0
 
 
@@ -131,6 +131,11 @@ def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
         every_nth: mark of every Nth layer of a single number; the other layers have the other mark.
     """
     if len(pattern) > 1:
-        return pattern[number] == 1
+        return _is_one(pattern, number)
     is_nth = pattern[0] > 0 and (number + 1) % pattern[0] == 0
     return is_nth == (every_nth == 1)
+
+
+def _is_one(pattern: tuple[int, ...], number: int) -> bool:
+    """Return whether a layer's number is 1; False beyond the end of a pattern that a rule refuses."""
+    return pattern[number : number + 1] == (1,)

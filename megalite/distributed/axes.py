@@ -295,7 +295,7 @@ class MeshOptions:
         names, sizes = self.model.with_role(role), self.sizes
         is_whole = world_size is not None and world_size % self.smallest_world == 0
         if world_size is not None and is_whole and None in map(sizes.get, names):
-            sizes = self.sizes_in(world_size)
+            sizes = self.model.sizes_in(world_size, self.sizes)  # experts may not divide these ranks
         factors = [sizes.get(name) for name in names]
         return math.prod(size for size in factors if size) if all(factors) else None
 

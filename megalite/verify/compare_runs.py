@@ -17,6 +17,8 @@ from megalite.model.routing_record import RoutingRecord, largest_gap
 from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
 from megalite.verify.bisect import Location, locate_difference
+from megalite.verify.compare_traces import magnitude
+from megalite.verify.first_difference import ROUNDING, SMALLEST
 from megalite.verify.layouts import Layout, common_batch_size
 from megalite.verify.record_run import RunRecord, record_run
 
@@ -51,8 +53,10 @@ class RunComparison:
 
     Attributes:
         terms: differences of each iteration, by term of the loss.
-        gradients, weights: differences by parameter, relative to the largest magnitude of the reference
-            tensor.
+        gradients: differences by parameter, relative to the largest magnitude of the reference tensor, or to
+            `SMALLEST` of the largest gradient.
+        weights: differences by name, relative to the largest magnitude of the reference tensor; without
+            those whose gradient is only rounding.
         num_rerouted: number of tokens that went to the reference's experts instead of their own.
         rerouted_gap: largest difference of the scores of these experts.
     """
@@ -104,13 +108,21 @@ class RunComparison:
 def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     """Compare a run with the reference. Both must have the same parameters, as full tensors."""
     assert run.weights.keys() == reference.weights.keys()
+    magnitudes = {name: magnitude(full) for name, full in reference.gradients.items()}
+    largest = max(magnitudes.values())
+    rounded = {name for name, each in magnitudes.items() if 0.0 < each <= ROUNDING * largest}
     return RunComparison(
         terms=_of_terms(run.terms, reference.terms),
         grad_norm=max(_relative(run.grad_norms, reference.grad_norms), key=_nan_first),
         gradients={
-            name: _difference(run.gradients[name], full) for name, full in reference.gradients.items()
+            name: _difference(run.gradients[name], full, SMALLEST * largest)
+            for name, full in reference.gradients.items()
         },
-        weights={name: _difference(run.weights[name], full) for name, full in reference.weights.items()},
+        weights={
+            name: _difference(run.weights[name], full)
+            for name, full in reference.weights.items()
+            if name.removeprefix("ema.") not in rounded
+        },
         num_rerouted=len(run.rerouted),
         rerouted_gap=largest_gap(run.rerouted),
     )
@@ -135,8 +147,9 @@ def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float
     return [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(values, reference, strict=True)]
 
 
-def _difference(tensor: Tensor, reference: Tensor) -> float:
-    return ((tensor - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
+def _difference(tensor: Tensor, reference: Tensor, smallest: float = 0.0) -> float:
+    scale = reference.abs().max().clamp_min(max(smallest, 1e-30))
+    return ((tensor - reference).abs().max() / scale).item()
 
 
 def _nan_first(value: float) -> float:

@@ -77,6 +77,9 @@ SMALLEST = 1e-6
 
 A gradient that is zero but for rounding, such as a key bias', has no digits to compare.
 """
+ROUNDING = 1e-12
+"""A gradient below this part of the largest one is zero but for rounding. Adam divides it by itself, so the
+weight moves by the learning rate in a random direction, and is not compared."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,19 @@ def first_difference(
     activations, num_unplaced = compared_activations(run, reference, limits.differs)
     events = [*compared_steps(run, reference), *activations]
     scales = {phase: _scale(each for each in events if each.phase == phase) for phase in PHASES}
+    rounded = {
+        each.names[0]
+        for each in events
+        if each.phase == "gradient" and 0.0 < _scale([each]) <= ROUNDING * scales["gradient"]
+    }
     for phase in PHASES:
         if phase == "weight" and not limits.weights:
             continue
         if phase == "forward" and (skipped := skipped_layers(run, reference)):
             return _of_skipped(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
+        if phase in ("weight before", "weight"):
+            found = [each for each in found if each.names[0] not in rounded]
         judge = Judge(phase, scales[phase], limits)
         if phase == "recomputed":  # a representation that differed in forward differs again
             forward = Judge("forward", scales["forward"], limits)

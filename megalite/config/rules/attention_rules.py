@@ -100,9 +100,9 @@ def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Probl
     if not _has_patterns(config):
         return
     counts = layers_per_stage(config)
-    sources = {kind.key_source for kind in model.layer_kinds} - {None}
-    first = min(number for number in sources if number is not None)
+    sources = [kind.key_source for kind in model.layer_kinds if kind.key_source is not None]
     start = [0, *accumulate(counts)][len(counts) - 1]
+    first = min(sources, default=start)  # without any, another rule refuses the option
     if first >= start:
         return
     others = num_stages(config) - 1

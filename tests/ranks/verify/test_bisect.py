@@ -94,6 +94,26 @@ class RandomStage(RightStage):
     layer_class = Random
 
 
+class Convolution(nn.Module):
+    """Adds a causal convolution of the rank's own tokens, without those before them on other cp ranks."""
+
+    def __init__(self, config: megalite.ModelConfig, context: megalite.LayerContext) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.taps = new_parameter(ParameterSpec((config.hidden_size, 3), std=0.5), context)
+
+    def forward(self, x: Tensor, microbatch: megalite.Microbatch) -> Tensor:
+        y = F.pad(self.norm(x).permute(1, 2, 0), (2, 0))  # [b, h, 2 + s/cp]
+        return x + F.conv1d(y, self.taps[:, None], groups=len(self.taps)).permute(2, 0, 1)
+
+
+class ConvolutionStage(megalite.SequentialStage):
+    """Has convolutions as layers."""
+
+    def build_layer(self, number: int) -> nn.Module:
+        return Convolution(self.config, self.context)
+
+
 def _located(name: str, stage: type[RightStage] | None = None) -> Location:
     layout = Layout.parse(name)
     config, alone = (each.apply(CONFIG, 4) for each in (layout, Layout()))
@@ -131,6 +151,17 @@ def test_a_verification_that_fails_names_the_first_difference(caplog: pytest.Log
         in "\n".join(lines)
     )
     assert lines[-1] == "NOT the same run: see the rows above"
+
+
+def test_a_convolution_without_the_tokens_of_other_ranks_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "megalite"):
+        assert not verify_layouts(CONFIG, [Layout.parse("cp2")], 1, providers=Providers(ConvolutionStage))
+    (row,) = (message for message in caplog.messages if message.startswith("cp2 "))
+    assert "lm_loss of iteration 1 differs by" in row
+    assert any(
+        message.startswith("cp2: first difference: output of layers.0 (forward, iteration 1, samples 0-3)")
+        for message in caplog.messages
+    )
 
 
 def test_the_flag_refuses_what_it_does_not_show() -> None:

@@ -467,6 +467,24 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert len(found) == 5
 
 
+@pytest.mark.parametrize("wrong", ["window-attn-skip-freq", "moe-layer-freq", "no-rope-freq"])
+@pytest.mark.parametrize("other", ["", "--recurrent-mixer gated_delta_net --linear-attention-freq 1,0,0,1"])
+def test_a_pattern_of_another_length_is_refused_beside_others(wrong: str, other: str) -> None:
+    patterns = {"window-attn-skip-freq": "2", "moe-layer-freq": "2", "no-rope-freq": "2", wrong: "1 0 1"}
+    options = "--num-layers 4 --num-experts 4 --window-size 8,0 --position-embedding-type rope"
+    flags = " ".join(f"--{name} {value}" for name, value in patterns.items())
+    assert problems_with(f"{options} {flags} {other}", None) == [
+        f"--{wrong} 1 0 1 has 3 numbers, not one for each of --num-layers 4: change one of them"
+    ]
+
+
+def test_ranks_of_experts_that_do_not_fit_the_world_hide_no_other_mistake() -> None:
+    line = "--num-experts 8 --ep 8 --tp 2 --sequence-parallel --global-batch-size 3 --micro-batch-size 2"
+    too_few, batch_size = problems_with(line, 8)
+    assert too_few.startswith("world size 8 is not a multiple of --etp 2 x --ep 8 x --pp 1 = 16: start 16 ")
+    assert batch_size.startswith("--global-batch-size 3 is not divisible by --micro-batch-size 2 x data-")
+
+
 def test_a_wrong_value_does_not_bring_up_others() -> None:
     assert problems_with("--num-attention-heads 0 --tp 0 --micro-batch-size 0 --global-batch-size 7", 4) == [
         f"{name} 0 is out of range: it must be greater than 0 and below 2**31"

@@ -37,6 +37,27 @@ def test_differences_are_relative_to_the_largest_magnitude() -> None:
     assert [excess.split(" differs")[0] for excess in excesses] == ["lm_loss of iteration 2", "gradient of a"]
 
 
+def _with_bias(gradient: float, weight: float) -> RunRecord:
+    """Return the reference with another parameter, and its average."""
+    weights = {name: torch.tensor([weight]) for name in ("bias", "ema.bias")}
+    gradients = REFERENCE.gradients | {"bias": torch.tensor([gradient], dtype=torch.float64)}
+    return replace(REFERENCE, gradients=gradients, weights=REFERENCE.weights | weights)
+
+
+def test_a_gradient_that_is_only_rounding_has_no_digits() -> None:
+    """As that of a bias of keys, which changes no softmax: Adam moves it in a random direction."""
+    reference = _with_bias(1e-16, 0.5)
+    assert compare(_with_bias(-1e-16, 0.25), reference).excesses(TOLERANCES["fp64"]) == []
+    (excess,) = compare(_with_bias(1e-9, 0.5), reference).excesses(TOLERANCES["fp64"])
+    assert excess.startswith("gradient of bias differs by")
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-9])
+def test_a_weight_with_another_small_gradient_is_compared(gradient: float) -> None:
+    (excess,) = compare(_with_bias(gradient, 0.25), _with_bias(gradient, 0.5)).excesses(TOLERANCES["fp64"])
+    assert excess.startswith("weight bias differs by")
+
+
 @pytest.mark.parametrize("name", ["lm_loss", "router_loss"])
 def test_a_term_that_differs_is_named(name: str) -> None:
     """Even if another term hides it in the sum."""

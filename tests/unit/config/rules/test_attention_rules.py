@@ -67,6 +67,11 @@ def test_what_fits(line: str, world_size: int) -> None:
             1,
             "layer 1 has no layer before layer 1 with the same window and rotation",
         ),
+        (  # no layer at all shares keys
+            "--window-size 9,0 --window-attn-skip-freq [1]*6+[0]*2 --num-kv-shared-layers 2 --pp 2",
+            2,
+            "layer 6 has no layer before layer 6 with the same window and rotation",
+        ),
         (f"{SHARED} --qk-clip", 1, "--qk-clip with --num-kv-shared-layers 2"),
         (f"{WINDOWS} --keys-as-values all --qk-clip", 1, "--qk-clip with --keys-as-values all"),
         (
