@@ -107,7 +107,7 @@ def _table(topic: str, title: str) -> Iterator[str]:
     for off in ACCEPTED_IF_OFF:
         if off.topic == topic:
             values = " or ".join(f"`{value}`" for value in off.off.split())
-            refused = f"others are refused, {off.what}: {off.fix}"
+            refused = f"other values are refused ({off.what}): {off.fix}"
             yield f"| {_code(*_dashed(off.flags))} | only {values}; {refused} |"
     for feature in UNSUPPORTED:
         if feature.topic == topic:
