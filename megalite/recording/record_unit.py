@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -172,8 +173,9 @@ def microbatch_of(key: UnitKey) -> Microbatch:
     b, s = key.micro_batch_size, key.positions
     if key.model.architecture != "bert":
         ids = numbers(b, s * key.cp) if key.has_documents else None
-        plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b), document_ids=ids)
-        return plain.with_later_tokens(key.model.mtp_num_layers)
+        plain = Microbatch(numbers(b, s), numbers(b, s), numbers(b))
+        # Documents are those of whole samples, and later tokens are this rank's.
+        return replace(plain.with_later_tokens(key.model.mtp_num_layers), document_ids=ids)
     k = max(1, round(s * key.model.predicted_share))
     return Microbatch(
         numbers(b, s),

@@ -117,6 +117,18 @@ MESSAGES = {"p2p": {"send", "receive"}, "a2a": {"all-to-all"}, "all_gather": {"a
 """Kinds of the messages over cp that attention has with each communication type."""
 
 
+def test_later_tokens_in_documents_are_planned_for_recurrent_layers_over_cp() -> None:
+    """Documents are of whole samples, and later tokens are the rank's."""
+    config, world_size = config_of("cp2", model=HYBRID)
+    cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
+    data = replace(config.data, reset_attention_mask=True)
+    plain, packed = (
+        rank_memories(PlannedRun(each, cluster, own_program(each.model, GPU)))[0]
+        for each in (config, replace(config, data=data))
+    )
+    assert packed.activations >= plain.activations > 0
+
+
 def dense_of(comm_types: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRun, Counts]:
     """Return the plan of a dense run whose layers have these types, and the counts of rank 1."""
     parallel = ParallelConfig(context_parallel_size=4, cp_comm_type=comm_types)
