@@ -176,7 +176,8 @@ class StageCore(ABC):
         self.exclude_from_graphs()
         for rotation in self.rotations.values():
             rotation.table(seq_length)
-        self.query_factors(seq_length, None)
+        if self.query_scale is not None:
+            self.query_scale.table(seq_length)
         if self.config.is_causal and not self.context.has_documents:
             for window in self.windows:
                 self.in_whole_sample(seq_length, window)

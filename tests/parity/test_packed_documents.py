@@ -41,6 +41,7 @@ NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
+SCALED = "llama-tiny, queries scaled by position"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
 """Recurrent layers that three context-parallel ranks divide, in samples of 48 tokens."""
 LEARNED, EXPERTS = "gpt-tiny, dropout of weights", "llama-tiny, experts"
@@ -52,6 +53,9 @@ SWITCHES = {
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     },
     LATER: {"mtp_num_layers": 2},
+    SCALED: {
+        **{"rope_scaling": "llama3", "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
     SIX_KEYS: {
         **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (3,), "linear_key_head_dim": 4},
         **{"linear_value_head_dim": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 12},
@@ -133,6 +137,7 @@ def _reference(model: str, *options: str) -> RunRecord:
         pytest.param(LATER, "pp2cp4+full+a2a+p2p", REQUIRED, marks=pytest.mark.slow),
         # Documents that are assigned to ranks.
         ("gpt-tiny", "cp2+p2p+dynamic", OPTIONS),
+        (SCALED, "cp2+p2p+dynamic", OPTIONS),
         pytest.param("gpt-tiny", "tp2cp2mbs1+sp+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param("llama-tiny", "cp2+p2p+dynamic", OPTIONS, marks=pytest.mark.slow),
         pytest.param("llama-tiny", "tp2cp2+sp+full+p2p+dynamic", REQUIRED, marks=pytest.mark.slow),
