@@ -138,4 +138,4 @@ def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
 
 def _is_one(pattern: tuple[int, ...], number: int) -> bool:
     """Return whether a layer's number is 1; False beyond the end of a pattern that a rule refuses."""
-    return pattern[number : number + 1] == (1,)
+    return number < len(pattern) and pattern[number] == 1
