@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.live_ranks import RANKS
+from tests.live_ranks import RANKS
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.verify.layouts import Layout
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, _config
 
 NUM_ITERATIONS = 3

@@ -12,7 +12,7 @@ import pytest
 from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, MODELS, NUM_ITERATIONS, _config, _reference
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")

@@ -20,7 +20,7 @@ from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")

@@ -12,14 +12,13 @@ from torch import nn
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.parameter_schedules import LearningRate
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run, run_ranks
 
 NUM_ITERATIONS = 4
 OPTIMIZER = OptimizerConfig(

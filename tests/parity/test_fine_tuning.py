@@ -20,7 +20,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.chat import VOCABULARY, conversations, preprocess_chat
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE, SEQ_LENGTH = 3, 8, 128
 DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}

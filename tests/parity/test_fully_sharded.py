@@ -9,9 +9,9 @@ import pytest
 from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
+from tests.live_ranks import record_run
 from tests.parity import test_layout_table as table
 from tests.parity import test_precision as precision
-from tests.parity.live_ranks import record_run
 
 LAYOUTS = ("dp2+zero3", "dp4+zero3", "tp2dp2+zero3", "tp2dp2+sp+zero3", "dp2mbs1+zero3")
 RECOMPUTE = {

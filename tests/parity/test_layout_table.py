@@ -23,7 +23,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
 from megalite.verify.record_run import RunRecord
 from megalite.verify.record_run import record_run as record_anew
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 
 NUM_ITERATIONS = 2  # the second one has weights and moments of the first
 GLOBAL_BATCH_SIZE = 8

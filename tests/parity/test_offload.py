@@ -10,8 +10,8 @@ import pytest
 
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
+from tests.live_ranks import record_run
 from tests.parity import test_layout_table as table
-from tests.parity.live_ranks import record_run
 
 NUM_ITERATIONS = 50
 NUM_IN_CORE = 6

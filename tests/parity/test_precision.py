@@ -10,8 +10,8 @@ import pytest
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
+from tests.live_ranks import record_run
 from tests.parity import test_layout_table as table
-from tests.parity.live_ranks import record_run
 
 CURVE, IN_LAYOUTS = 30, 20
 """Iterations that the loss falls over on one rank, and of the runs in other layouts."""

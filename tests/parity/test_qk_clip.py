@@ -12,10 +12,10 @@ from torch import Tensor
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import Trainer, start_trainer
+from tests.live_ranks import run_ranks
 
 NUM_MICROBATCHES = 3
 

@@ -12,7 +12,7 @@ from megalite.config.presets import PRESETS
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 
 BATCHES = [4, 4, 8, 12, 16]
 CONFIG = Config(

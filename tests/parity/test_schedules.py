@@ -12,7 +12,7 @@ import pytest
 from megalite.config import Config, ParallelConfig, check_config
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
 
 ALONE = ("pp2v2", "pp4zb", "pp2zbv", "pp2dpv")

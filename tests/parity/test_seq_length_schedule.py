@@ -17,7 +17,7 @@ from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.parity.live_ranks import record_run
+from tests.live_ranks import record_run
 
 SHORT, LONG, GLOBAL_BATCH_SIZE, NUM_ITERATIONS = 16, 64, 8, 4
 VOCABULARY = 200

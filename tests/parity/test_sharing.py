@@ -6,8 +6,8 @@ import pytest
 
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
+from tests.live_ranks import record_run
 from tests.parity import test_layout_table as table
-from tests.parity.live_ranks import record_run
 
 LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
 MORE_LAYOUTS = ("tp2dp2+zero1", "tp2dp2+zero2", "pp2dp2+zero1+gather", "dp2mbs1+zero2", "tp2pp2dp2+zero2")

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 from megalite.config import Config
-from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.run_context import Providers
 from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.layouts import Layout
 from megalite.verify.trace_run import RankTrace, trace_rank
+from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE
 from tests.power.injected_error import InjectedError
 from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROVIDERS, config_of, write_page
@@ -456,4 +457,5 @@ def write_places() -> None:
 
 
 if __name__ == "__main__":
-    write_places()
+    with RANKS:
+        write_places()

@@ -21,13 +21,14 @@ from megalite.config import (
 )
 from megalite.config.cp_comm_type import CpCommType
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.run_context import Providers
 from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare
 from megalite.verify.layouts import Layout, default_layouts
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError
 from tests.power.own_stage import CountingStage
@@ -283,5 +284,6 @@ def write_page(text: str, begin: str = BEGIN, end: str = END) -> None:
 if __name__ == "__main__":
     from tests.power.locate import write_places
 
-    write_page(table([*measure(CATALOGUE)]))
-    write_places()
+    with RANKS:
+        write_page(table([*measure(CATALOGUE)]))
+        write_places()

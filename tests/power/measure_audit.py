@@ -15,13 +15,13 @@ import numpy as np
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.audit.finding import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import RANKS, run_ranks
 from tests.power.bit_flips import KINDS, BitFlip, Injection
 
 NUM_FLIPS = 50
@@ -153,8 +153,9 @@ def write_page(rows: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     rows = []
-    for layout in LAYOUTS:
-        for kind in KINDS:
-            rows.append(row(layout, kind))
-            print(rows[-1], flush=True)
+    with RANKS:
+        for layout in LAYOUTS:
+            for kind in KINDS:
+                rows.append(row(layout, kind))
+                print(rows[-1], flush=True)
     write_page(rows)

@@ -16,12 +16,12 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 
 class RankNumbers(Callback):

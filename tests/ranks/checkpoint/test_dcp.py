@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from tests.checkpoint_folder import FULL, SHORT, STEPS, cut_pieces, write_checkpoint
+from tests.live_ranks import run_ranks
 
 
 def load(topology, folder: Path) -> bool:

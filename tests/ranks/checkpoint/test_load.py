@@ -14,10 +14,10 @@ import torch
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
 from megalite.tensor_parallel.placement import Cut
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import save_checkpoint
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=50, norm_epsilon=1e-6)

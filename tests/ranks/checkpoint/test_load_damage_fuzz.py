@@ -15,10 +15,10 @@ import torch
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import save_checkpoint
 
 CONFIG = Config(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.distributed.local_ranks import run_ranks
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint import test_load_shared_state as shared
 
 

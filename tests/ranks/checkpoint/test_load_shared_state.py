@@ -17,9 +17,9 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.trainer import Trainer, start_trainer
+from tests.live_ranks import run_ranks
 
 NUM_ITERATIONS = 3
 Way = tuple[int, ...]

@@ -14,8 +14,8 @@ from megalite.checkpoint.folder import iterations_in
 from megalite.checkpoint.saver import Saver
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import (
     config_of,
     contents_of,

@@ -28,7 +28,6 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.errors import UserError
@@ -39,6 +38,7 @@ from megalite.train.module_costs import module_costs
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import compare
 from megalite.verify.record_run import record_run
+from tests.live_ranks import run_ranks
 
 Layout = dict[str, Any]
 TP2: Layout = {"tensor_model_parallel_size": 2}

@@ -21,9 +21,9 @@ from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import HeldLease, LeaseLost, hold_folder
 from megalite.checkpoint.save_agreement import SaveAgreement
 from megalite.checkpoint.saver import Saver
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from megalite.log import log
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import (
     Gate,
     config_of,

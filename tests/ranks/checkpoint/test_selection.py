@@ -12,9 +12,9 @@ import pytest
 from megalite.checkpoint import manifest as manifest_module
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from tests.checkpoint_folder import write_checkpoint
+from tests.live_ranks import run_ranks
 
 Answer = tuple[str | None, list[str]]
 

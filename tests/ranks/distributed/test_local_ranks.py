@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.log import log
 from megalite.verify.record_run import record_run
+from tests import live_ranks
 
 ALONE = ParallelConfig().mesh
 TENSOR_PARALLEL = ParallelConfig(tensor_model_parallel_size=2).mesh
@@ -149,3 +152,21 @@ def test_a_program_ends_with_ranks_that_nothing_has_ended(tmp_path: Path) -> Non
 def test_each_run_by_itself_has_new_processes() -> None:
     ((first, _),) = run_ranks(_process, ALONE, 1)
     assert not _is_alive(first)
+
+
+def _changed(topology: Topology) -> list[object]:
+    """Return what this rank finds in its process, and change it."""
+    number = torch.rand(1).item()
+    found = [os.getpid(), os.environ.get("OF_A_TEST"), len(log.filters), len(log.handlers), log.level]
+    found.append(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)
+    os.environ["OF_A_TEST"] = "1"
+    log.addFilter(lambda _: False)
+    log.addHandler(logging.NullHandler())
+    log.setLevel(logging.DEBUG)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return [*found, number]
+
+
+def test_what_a_function_changes_in_its_process_is_restored() -> None:
+    first, second = (live_ranks.run_ranks(_changed, ParallelConfig().mesh, 1) for _ in range(2))
+    assert first == second

@@ -15,7 +15,6 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.dry_run.counts import Counts, count_iteration
@@ -25,6 +24,7 @@ from megalite.train.model_chunks import build_chunks, named_parameters
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 
 MICROBATCHES, B = 5, 2
 LAYOUTS = [

@@ -13,11 +13,11 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.generate.benchmark_tasks import HarnessModel
 from megalite.generate.evaluate_text import WindowOptions, evaluate_texts
 from megalite.generate.trained_model import CP_COMM_TYPE, ModelFlags, open_trained
+from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
 MODEL = replace(PRESETS["llama-tiny"], num_layers=3, vocab_size=257, params_dtype="fp64", init_method_std=0.3)

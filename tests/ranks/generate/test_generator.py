@@ -9,7 +9,6 @@ from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.collectives import all_gather_from
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from megalite.generate.completions import CompletionWriter
 from megalite.generate.generator import Generator, Prompt
@@ -17,6 +16,7 @@ from megalite.generate.sampling import Sampler, Sampling
 from megalite.microbatch import Microbatch
 from megalite.model.divided_cache import build_cache
 from megalite.model.kv_cache import CachedCore
+from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
 TINY = ("gpt-tiny", "bloom-tiny", "llama-tiny", "llama-tiny, recurrent")

@@ -11,12 +11,12 @@ import pytest
 from megalite.config import CheckpointConfig, Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.generate.benchmark_tasks import HarnessModel
 from megalite.generate.task_evaluation import TrainingModel
 from megalite.generate.trained_model import ModelFlags, open_trained
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.test_load_layouts import Layout
 
 WORDS = ("In the beginning", "God", "created the heaven and the earth", " was ", "x" * 190, "and the evening")

@@ -13,13 +13,13 @@ from torch import Tensor
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.model.attention_backends import build_core
 from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.expert_dispatch import Dispatched, Dispatcher, dispatcher_for
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.traffic import Traffic
 
 CONFIG = replace(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model import expert_exchange
 from megalite.model.expert_exchange import Transfer, _MessagesInFlight
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from tests.live_ranks import run_ranks
 
 CONFIG = replace(
     PRESETS["llama-tiny"],

@@ -11,10 +11,10 @@ from torch import Tensor
 from megalite.config.presets import PRESETS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.held_positions import HeldPositions
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.positions import PositionInfo
 from megalite.recording.traffic import Traffic, ring_bytes
+from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
 S, B, HIDDEN = 24, 2, 32

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel import linear
 from megalite.tensor_parallel.overlap import SEPARATE
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
+from tests.live_ranks import run_ranks
 from tests.ranks.model.test_recompute import MODEL, MODES, B, H, S, gradients, live_elements
 from tests.ranks.tensor_parallel.test_linear import FORMS, PARTS, Cut, fill, full, gradients_of
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, run_stored
 from tests.live_bytes import LiveBytes
+from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
 S, B, H, HEADS = 32, 2, 64, 4

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
@@ -21,6 +20,7 @@ from megalite.model.attention_backends import BACKENDS, build_core
 from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.recording.traffic import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from tests.live_ranks import run_ranks
 
 S, B, HEADS, SIZE = 24, 2, 4, 16
 LENGTHS = [[1, 5, 6, 4, 8], [23, 1]]

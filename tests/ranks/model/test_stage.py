@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.stage_layers import layers_of_stages
-from megalite.distributed.local_ranks import run_ranks
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.tensor_parallel.tied_embedding import sum_tied_embedding_grads
+from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 
 SEED = 7

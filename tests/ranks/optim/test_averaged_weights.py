@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megalite.config import Config
-from megalite.distributed.local_ranks import run_ranks
 from megalite.train.stopping import Stop, Stopped
 from megalite.train.trainer import Trainer, start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.test_load_layouts import config_of, full_tensors, pieces_of, world_size
 from tests.ranks.train.test_resume import DP2_ZERO1, DP2_ZERO3, PP2, TP2, Layout, main_of
 

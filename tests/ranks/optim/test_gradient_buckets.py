@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
 from megalite.optim import gradient_buckets
 from megalite.optim.flat_buffers import Bucket, make_buckets
 from megalite.optim.gradient_buckets import GRADIENT_BUFFERS, MAX_IN_FLIGHT, GradReducer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from tests.live_ranks import run_ranks
 
 NUM_LAYERS = 4
 WIDTH = 6

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, OptimizerConfig, ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.optim import muon
 from megalite.optim.optimizer import Optimizer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, gather_full, new_parameter
 from megalite.tensor_parallel.placement import Cut
+from tests.live_ranks import run_ranks
 
 SPECS = {
     "word": ParameterSpec((16, 12), Cut("tp", 0), is_vocabulary=True),

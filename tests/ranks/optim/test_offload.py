@@ -10,10 +10,10 @@ import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.kernels import adamw_
 from megalite.optim import offload as offload_module
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.test_load_layouts import world_size
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.optimizer import Optimizer
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
@@ -18,6 +17,7 @@ from megalite.tensor_parallel.parameter_spec import (
 )
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
+from tests.live_ranks import run_ranks
 
 SPECS = {
     "word": ParameterSpec((8, 4), Cut("tp", 0)),

@@ -15,7 +15,6 @@ from megalite.checkpoint.parameter_range import Tensors
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.sharded_weights import ChunkModules
@@ -28,6 +27,7 @@ from megalite.tensor_parallel.parameter_spec import (
     spec_of,
 )
 from megalite.tensor_parallel.placement import Cut
+from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import config_of, save_checkpoint
 from tests.trial_axis import EXPERTS, TWO_CUTTING_AXES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed import collectives
-from megalite.distributed.local_ranks import run_ranks
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.optim.optimizer import ForwardUnit, Optimizer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from tests.live_ranks import run_ranks
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 NUM_LAYERS = 3
@@ -177,22 +178,24 @@ def traffic(topology, config: ParallelConfig) -> tuple[list[tuple[str, int]], in
     """The collectives of an iteration with their elements, the elements of all buckets, and their number."""
     calls: list[tuple[str, int]] = []
 
-    def counted(module, name: str, tensor: int) -> None:
+    def counted(module, name: str, tensor: int):
         collective = getattr(module, name)
 
         def call(*args, **options):
             calls.append((name.removesuffix("_single"), args[tensor].numel()))
             return collective(*args, **options)
 
-        setattr(module, name, call)
+        return mock.patch.object(module, name, call)
 
     net = Net(topology, torch.float32)
     optimizer = optimizer_of(net, topology, config)
-    counted(dist, "all_reduce", 0)
-    counted(collectives, "reduce_scatter_single", 1)
-    counted(collectives, "all_gather_single", 0)
-    iterate(net, optimizer, topology.dp.rank, 0)
-    optimizer.finish_weights()
+    with (
+        counted(dist, "all_reduce", 0),
+        counted(collectives, "reduce_scatter_single", 1),
+        counted(collectives, "all_gather_single", 0),
+    ):
+        iterate(net, optimizer, topology.dp.rank, 0)
+        optimizer.finish_weights()
     return calls, sum(each.bucket.size for each in optimizer.buffers), len(optimizer.buffers)
 
 

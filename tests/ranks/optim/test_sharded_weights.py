@@ -27,7 +27,6 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.optim.flat_buffers import ALIGNMENT
@@ -36,6 +35,7 @@ from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.record_run import record_run
 from tests.live_bytes import LiveBytes
+from tests.live_ranks import run_ranks
 from tests.traffic import Traffic, by_bytes, ring_bytes
 
 LAYERS, H, VOCAB, S, MICROBATCHES = 3, 64, 512, 16, 2

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import RankError, run_ranks
+from megalite.distributed.local_ranks import RankError
 from megalite.errors import UserError
 from megalite.loss_terms import LossTerm, WithTerms
 from megalite.pipeline.executor import Pipeline
@@ -16,6 +16,7 @@ from megalite.pipeline.messages import MAX_OPEN_BATCHES
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, peak_in_flight
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from tests.live_ranks import run_ranks
 
 WIDTH = 8
 SHAPE = (3, WIDTH)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.model.experts import MixtureOfExperts, Router
@@ -19,6 +18,7 @@ from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from tests.live_ranks import run_ranks
 
 CONFIG = replace(
     PRESETS["llama-tiny"], hidden_size=16, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=8

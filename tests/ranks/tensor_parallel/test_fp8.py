@@ -18,7 +18,6 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel import fp8
 from megalite.tensor_parallel.fp8 import in_fp8
@@ -28,6 +27,7 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, 
 from megalite.train import model_chunks
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 
 S, B, WIDTH, OUT = 8, 2, 64, 96
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}

@@ -14,9 +14,9 @@ import torch.distributed._symmetric_memory  # defines the operators
 
 from megalite import torch_private
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.overlap import SEPARATE, Overlap, choose_overlap, trial_problem
+from tests.live_ranks import run_ranks
 from tests.ranks.tensor_parallel.test_linear import dense, linear
 
 KINDS = {"column": ColumnParallelLinear, "row": RowParallelLinear}

@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 
 from megalite.config import Config
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train import gemm_epilogues
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 from tests.unit.train.test_gemm_epilogues import CONFIG, chunks_of, forms
 
 

@@ -15,9 +15,9 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 
 def config_of(schedule, pp=2, folder=None):

@@ -10,7 +10,6 @@ import pytest
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token_by_convention
 from megalite.config.vocab_padding import padded_vocab_size
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.plan.saved_activations import stage_bytes
 from megalite.plan.units import whole_model
@@ -19,6 +18,7 @@ from megalite.train.callbacks.profiler import profiler
 from megalite.train.module_costs import ModuleCosts, Phase, module_costs
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 from tests.unit.plan.test_parameters import run_of
 
 MODEL = ModelConfig(

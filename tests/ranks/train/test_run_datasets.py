@@ -10,10 +10,10 @@ import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
+from tests.live_ranks import run_ranks
 
 
 def build(topology, config: Config, folder: Path) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megalite.config import ParallelConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
+from tests.live_ranks import run_ranks
 
 LAYOUT = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 

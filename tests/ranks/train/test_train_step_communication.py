@@ -31,8 +31,8 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.distributed.local_ranks import run_ranks
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.traffic import Traffic, by_bytes, ring_bytes
 
 S, B, H, LAYERS, MICROBATCHES, VOCAB = 16, 2, 64, 4, 4, 512

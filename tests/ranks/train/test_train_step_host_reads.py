@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
 from megalite.train import train_step
 from megalite.train.anomaly_check import MIN_LOSSES
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 
 aten = torch.ops.aten
 READS = {

@@ -28,7 +28,6 @@ from megalite.config.presets import PRESETS
 from megalite.config.rules.parallel_rules import sequence
 from megalite.distributed.axes import MODEL, coordinates_text
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.dry_run.dry_run_report import DryRun, report_lines
@@ -46,6 +45,7 @@ from megalite.train.run_context import Providers
 from megalite.train.setup import startup_line
 from megalite.train.trainer import start_trainer
 from megalite.verify.record_run import RunRecord, record_rank
+from tests.live_ranks import run_ranks
 from tests.trial_axis import OutermostTrialConfig, TrialConfig, TwoDataAxesConfig
 
 SAME = {"rtol": 1e-11, "atol": 1e-13}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.optim.gradient_buckets import GradientBuffer
 from megalite.tensor_parallel import linear
 from megalite.train import weight_gradients
 from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
+from tests.live_ranks import run_ranks
 
 NUM_LAYERS, NUM_MICROBATCHES, NUM_ITERATIONS = 4, 3, 2
 CONFIG = Config(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.model.experts import Router
@@ -23,6 +22,7 @@ from megalite.train.train_step import TrainStep
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank, record_run
+from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 RANKING = Router._ranking

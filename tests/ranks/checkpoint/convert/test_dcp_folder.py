@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
 from megalite.config import ParallelConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.errors import UserError
+from tests.live_ranks import run_ranks
 from tests.unit.checkpoint.convert.foreign_models import build, same_bits, save, tensors_of
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megalite.config import Config, DataConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router, Routing
 from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
 from megalite.train.telemetry.expert_use import LayerLoads
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 SAMPLES = 4

@@ -13,12 +13,12 @@ import torch
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.train.callbacks.layer_norms import layer_grad_norms
 from megalite.train.callbacks.optimizer_norms import optimizer_norms
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 CONFIG = Config(
     # Positions that no sample has get no gradient. There are no biases: those of keys do not change a

@@ -12,12 +12,12 @@ import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.train.callbacks.pipeline_trace import pipeline_trace
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 MICROBATCHES = 4
 WAITS = {

@@ -20,7 +20,6 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.unused_options import unused_options
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.log import log
@@ -31,6 +30,7 @@ from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 from tests.ranks.verify.test_record_run import RANKINGS
 

@@ -12,11 +12,11 @@ import torch
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.health.straggler import straggler_log
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=256, seq_length=16),

@@ -12,7 +12,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
@@ -23,6 +22,7 @@ from megalite.train.telemetry.timers import Timers, WallClock
 from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing import Recorder
 from megalite.train.trainer import start_trainer
+from tests.live_ranks import run_ranks
 
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
