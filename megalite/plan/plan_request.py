@@ -404,9 +404,9 @@ def job_tokens(request: Request, config: Config) -> list[str]:
 
 
 def start_command(request: Request, config: Config) -> str:
-    """Return the command that starts the run on the request's cluster."""
+    """Return the command that starts the run on the request's cluster, on each of its nodes."""
     cluster = request.cluster
-    nodes = f"--nnodes {cluster.num_nodes} " if cluster.num_nodes > 1 else ""
-    ranks = min(cluster.world_size, cluster.gpus_per_node)
-    flags = shlex.join(training_tokens(request, config))
-    return f"torchrun {nodes}--nproc-per-node {ranks} {request.launched} {flags}"
+    launch = f"torchrun --nproc-per-node {min(cluster.world_size, cluster.gpus_per_node)}"
+    if cluster.num_nodes > 1:  # without a rendezvous, each node would wait for the others at its own address
+        launch += f" --nnodes {cluster.num_nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500"
+    return f"{launch} {request.launched} {shlex.join(training_tokens(request, config))}"
