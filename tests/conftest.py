@@ -32,6 +32,7 @@ from megalite.config import ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.log import log
+from tests.live_ranks import RANKS
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
@@ -123,6 +124,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return RanksOnOneWorker(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_of_earlier_modules(request: pytest.FixtureRequest) -> None:
+    """End the ranks that stay alive when the tests of several ranks are over: they hold much memory."""
+    if not FOLDERS_OF_RANKS.intersection(request.path.relative_to(ROOT).parts):
+        RANKS.end()
 
 
 @pytest.fixture(scope="module", autouse=True)

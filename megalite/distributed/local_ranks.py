@@ -77,13 +77,17 @@ class LocalRanks:
     def __init__(self) -> None:
         self._ranks: list[_LocalRank] = []
         # When Python exits, multiprocessing first calls its finalizers, and then waits for all processes that
-        # are not daemons. Ranks are none: daemons may not start processes, such as a DataLoader's workers.
+        # are not daemons. Ranks are not, because daemons may not start processes, as a DataLoader does.
         Finalize(self, _end, (self._ranks, 5.0), exitpriority=0)
 
     def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End all processes; the next run starts new ones."""
         _end(self._ranks, seconds=5.0)
 
     def run(
@@ -201,6 +205,7 @@ def _answer(
         try:
             result = function(stack.enter_context(Topology.start(options, launch, init_file)), *args)
             dist.barrier()
+            stack.close()
         except BaseException as error:
             is_from_user = isinstance(error, UserError)
             answer = error if is_from_user else RankError(f"rank {launch.rank}:\n{traceback.format_exc()}")

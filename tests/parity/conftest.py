@@ -1,15 +1,12 @@
-"""The real corpus, tokenized once for all the runs that are compared, and the end of their ranks."""
+"""The real corpus, tokenized once for all the runs that are compared."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.live_ranks import RANKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,9 +22,3 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return f"{prefix}_text_document"
-
-
-@pytest.fixture(scope="package", autouse=True)
-def live_ranks() -> Iterator[None]:
-    with RANKS:
-        yield

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from megalite import GPT, LossTerm, Microbatch, Providers, Topology, WithTerms, start_trainer, wrap_point
 from megalite.config import Config, DataConfig, LoggingConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
 from megalite.model.layer import TransformerLayer
 from megalite.train.telemetry.metrics import IntervalMeter
 from megalite.train.telemetry.writers import iteration_line
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, record_rank, record_run
-from tests.live_ranks import run_ranks
 
 GLOBAL_BATCH_SIZE = 8
 SCALE = 0.05

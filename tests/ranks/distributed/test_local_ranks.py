@@ -158,12 +158,15 @@ def _changed(topology: Topology) -> list[object]:
     """Return what this rank finds in its process, and change it."""
     number = torch.rand(1).item()
     found = [os.getpid(), os.environ.get("OF_A_TEST"), len(log.filters), len(log.handlers), log.level]
-    found.append(signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN)
+    found += [signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, os.getcwd()]
+    found.append(torch.are_deterministic_algorithms_enabled())
     os.environ["OF_A_TEST"] = "1"
     log.addFilter(lambda _: False)
     log.addHandler(logging.NullHandler())
     log.setLevel(logging.DEBUG)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.chdir("/")
+    torch.use_deterministic_algorithms(True)
     return [*found, number]
 
 

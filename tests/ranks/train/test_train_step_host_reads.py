@@ -108,11 +108,11 @@ def count_reads(topology: Topology, config: Config, num_iterations: int) -> list
             super().__init__(values)
             packed.append(self)
 
-    train_step.AsyncValues = Noted  # type: ignore[misc]
     counts = []
     for _ in range(num_iterations):
         packed.clear()
         with pytest.MonkeyPatch.context() as patch, HostReads() as reads:
+            patch.setattr(train_step, "AsyncValues", Noted)
             for name in METHODS:
                 patch.setattr(torch.Tensor, name, reads.recording(getattr(torch.Tensor, name)))
             result = trainer.step()

@@ -24,6 +24,7 @@ from megalite.config import (
 )
 from megalite.config.model import ParamsDtype
 from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.audit.finding import AuditFailed, Finding
@@ -37,7 +38,6 @@ from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
-from tests.live_ranks import run_ranks
 from tests.power.bit_flips import BitFlip, Injection, flip
 from tests.trial_axis import TrialConfig, TwoDataAxesConfig
 

@@ -22,6 +22,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
@@ -35,7 +36,6 @@ from megalite.train.telemetry.kernel_times import OperatorTimer
 from megalite.train.telemetry.time_terms import TimeSample, compare
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer, start_trainer
-from tests.live_ranks import run_ranks
 
 LAYOUTS = {
     "dp": ParallelConfig(data_parallel_size=2, distributed_backend="gloo"),
