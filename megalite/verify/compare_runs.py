@@ -53,10 +53,10 @@ class RunComparison:
 
     Attributes:
         terms: differences of each iteration, by term of the loss.
-        gradients: differences by parameter, relative to the largest magnitude of the reference tensor, or to
-            `SMALLEST` of the largest gradient.
-        weights: differences by name, relative to the largest magnitude of the reference tensor; without
-            those whose gradient is only rounding.
+        gradients: differences by parameter, relative to the largest magnitude of the reference tensor, but at
+            least to `SMALLEST` times the largest gradient.
+        weights: differences by name, relative to the largest magnitude of the reference tensor, or of all
+            weights if the weight's gradient is only rounding (`ROUNDING`).
         num_rerouted: number of tokens that went to the reference's experts instead of their own.
         rerouted_gap: largest difference of the scores of these experts.
     """
@@ -109,8 +109,9 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     """Compare a run with the reference. Both must have the same parameters, as full tensors."""
     assert run.weights.keys() == reference.weights.keys()
     magnitudes = {name: magnitude(full) for name, full in reference.gradients.items()}
-    largest = max(magnitudes.values())
+    largest = max(magnitudes.values(), default=0.0)
     rounded = {name for name, each in magnitudes.items() if 0.0 < each <= ROUNDING * largest}
+    largest_weight = max(map(magnitude, reference.weights.values()), default=0.0)
     return RunComparison(
         terms=_of_terms(run.terms, reference.terms),
         grad_norm=max(_relative(run.grad_norms, reference.grad_norms), key=_nan_first),
@@ -119,9 +120,10 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
             for name, full in reference.gradients.items()
         },
         weights={
-            name: _difference(run.weights[name], full)
+            name: _difference(
+                run.weights[name], full, largest_weight if name.removeprefix("ema.") in rounded else 0.0
+            )
             for name, full in reference.weights.items()
-            if name.removeprefix("ema.") not in rounded
         },
         num_rerouted=len(run.rerouted),
         rerouted_gap=largest_gap(run.rerouted),

@@ -78,8 +78,11 @@ SMALLEST = 1e-6
 A gradient that is zero but for rounding, such as a key bias', has no digits to compare.
 """
 ROUNDING = 1e-12
-"""A gradient below this part of the largest one is zero but for rounding. Adam divides it by itself, so the
-weight moves by the learning rate in a random direction, and is not compared."""
+"""A gradient below this part of the largest one is zero but for rounding.
+
+So is what it adds to its weight. A bias that starts at zero then has no digits to compare: differences of
+such weights are relative to the largest weight.
+"""
 
 
 @dataclass(frozen=True)
@@ -114,20 +117,18 @@ def first_difference(
     activations, num_unplaced = compared_activations(run, reference, limits.differs)
     events = [*compared_steps(run, reference), *activations]
     scales = {phase: _scale(each for each in events if each.phase == phase) for phase in PHASES}
-    rounded = {
+    rounded = frozenset(
         each.names[0]
         for each in events
         if each.phase == "gradient" and 0.0 < _scale([each]) <= ROUNDING * scales["gradient"]
-    }
+    )
     for phase in PHASES:
         if phase == "weight" and not limits.weights:
             continue
         if phase == "forward" and (skipped := skipped_layers(run, reference)):
             return _of_skipped(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
-        if phase in ("weight before", "weight"):
-            found = [each for each in found if each.names[0] not in rounded]
-        judge = Judge(phase, scales[phase], limits)
+        judge = Judge(phase, scales[phase], limits, rounded if phase.startswith("weight") else frozenset())
         if phase == "recomputed":  # a representation that differed in forward differs again
             forward = Judge("forward", scales["forward"], limits)
             known = {each.order for each in events if each.phase == "forward" and forward.differs(each)}
@@ -148,11 +149,17 @@ def _scale(events: Iterable[Event]) -> float:
 
 
 class Judge(NamedTuple):
-    """Finds the first difference of a phase, and describes it."""
+    """Finds the first difference of a phase, and describes it.
+
+    Attributes:
+        scale: largest magnitude of the phase.
+        rounded: names of weights whose differences are relative to the scale.
+    """
 
     phase: str
     scale: float
     limits: Limits
+    rounded: frozenset[str] = frozenset()
 
     @property
     def limit(self) -> float:
@@ -161,8 +168,12 @@ class Judge(NamedTuple):
 
     def is_within(self, comparison: Comparison, limit: float) -> bool:
         """Return whether the relative difference is at most the limit."""
-        largest = magnitude(comparison.expected)
-        return comparison.largest <= limit * max(largest, SMALLEST * self.scale, 1e-300)
+        return comparison.largest <= limit * self._size(comparison)
+
+    def _size(self, comparison: Comparison) -> float:
+        """Return the magnitude that a difference is relative to."""
+        smallest = self.scale if comparison.label in self.rounded else SMALLEST * self.scale
+        return max(magnitude(comparison.expected), smallest, 1e-300)
 
     def differs(self, event: Event) -> bool:
         return not all(self.is_within(each, self.limit) for each in event.comparisons)
@@ -239,7 +250,7 @@ class Judge(NamedTuple):
 
     def _elements(self, found: Comparison) -> str:
         largest = magnitude(found.expected)
-        limit = self.limit * max(largest, SMALLEST * self.scale, 1e-300)
+        limit = self.limit * self._size(found)
         different = ~((found.value - found.expected).abs() <= limit)
         large = {axis: rank for axis, rank in found.trace.coordinates.items() if found.trace.sizes[axis] > 1}
         text = f"rank {found.trace.rank}{f' ({coordinates_text(large)})' if large else ''}: "

@@ -45,16 +45,20 @@ def _with_bias(gradient: float, weight: float) -> RunRecord:
 
 
 def test_a_gradient_that_is_only_rounding_has_no_digits() -> None:
-    """As that of a bias of keys, which changes no softmax: Adam moves it in a random direction."""
-    reference = _with_bias(1e-16, 0.5)
-    assert compare(_with_bias(-1e-16, 0.25), reference).excesses(TOLERANCES["fp64"]) == []
-    (excess,) = compare(_with_bias(1e-9, 0.5), reference).excesses(TOLERANCES["fp64"])
+    """As that of a bias of keys, which changes no softmax. A weight that starts at zero has none either."""
+    reference = _with_bias(1e-16, 1e-12)
+    assert compare(_with_bias(-1e-16, -1e-12), reference).excesses(TOLERANCES["fp64"]) == []
+    (excess,) = compare(_with_bias(1e-9, 1e-12), reference).excesses(TOLERANCES["fp64"])
     assert excess.startswith("gradient of bias differs by")
+    for weight in (1e-6, math.nan):
+        excess, _ = compare(_with_bias(1e-16, weight), reference).excesses(TOLERANCES["fp64"])
+        assert excess.startswith("weight bias differs by")
 
 
 @pytest.mark.parametrize("gradient", [0.0, 1e-9])
 def test_a_weight_with_another_small_gradient_is_compared(gradient: float) -> None:
-    (excess,) = compare(_with_bias(gradient, 0.25), _with_bias(gradient, 0.5)).excesses(TOLERANCES["fp64"])
+    run, reference = (_with_bias(gradient, weight) for weight in (-1e-12, 1e-12))
+    excess, _ = compare(run, reference).excesses(TOLERANCES["fp64"])
     assert excess.startswith("weight bias differs by")
 
 

@@ -265,13 +265,17 @@ def test_a_parameter_is_compared_without_padding_and_summed_over_axes() -> None:
     assert "6 of 12 elements differ, dim 0 4-4" in found.details[0]
 
 
-@pytest.mark.parametrize(("factor", "is_same"), [(1e-16, True), (0.0, False), (1e-9, False)])
+@pytest.mark.parametrize(
+    ("factor", "bias", "is_same"),
+    [(1e-16, 1e-14, True), (1e-16, 1e-6, False), (0.0, 1e-14, False), (1e-9, 1e-14, False)],
+)
 @pytest.mark.parametrize("phase", ["weight", "weight before"])
-def test_a_weight_whose_gradient_is_only_rounding_is_not_compared(
-    phase: str, factor: float, is_same: bool
+def test_a_weight_whose_gradient_is_only_rounding_is_compared_with_the_largest(
+    phase: str, factor: float, bias: float, is_same: bool
 ) -> None:
-    steps = [_step(WEIGHT), _step(factor * WEIGHT, name="bias"), _step(WEIGHT, phase, name="bias")]
-    run = [*steps[:2], _step(2.0 * WEIGHT, phase, name="bias")]
+    gradients = [_step(WEIGHT), _step(factor * WEIGHT, name="bias"), _step(WEIGHT, phase)]
+    steps = [*gradients, _step(bias * WEIGHT, phase, name="bias")]
+    run = [*gradients, _step(2.0 * bias * WEIGHT, phase, name="bias")]
     assert (_found(_rank((), run), reference=_rank((), steps)) is None) == is_same
 
 
