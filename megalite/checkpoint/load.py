@@ -46,6 +46,7 @@ class LoadPlan:
     """Describes what a run loads from a checkpoint.
 
     Attributes:
+        folder: folder of the checkpoint.
         progress: progress from which the run continues; iteration 0 if it loads only the weights.
         sources: names of the run's tensors to load, each with the name of the checkpoint's tensor.
         config: config of the run, with the checkpoint's learning-rate schedule if the run keeps it.
@@ -53,6 +54,7 @@ class LoadPlan:
         callbacks: states of the callbacks of the checkpoint's run; None if the run loads only the weights.
     """
 
+    folder: Path
     progress: TrainingProgress
     sources: Mapping[str, str]
     config: Config
@@ -105,6 +107,7 @@ def plan_load(
     if rules.is_newly_untied:
         notices.append("the output weight starts as the word embedding: the checkpoint's model is tied")
     return LoadPlan(
+        manifest.folder,
         TrainingProgress() if checkpoint.finetune else progress,
         sources,
         resumed_config(description, config),

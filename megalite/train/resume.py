@@ -35,7 +35,7 @@ def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
     if (loaded := trainer.load()) is not None:
         iteration = trainer.progress.iteration
         if trainer.config.checkpoint.finetune:
-            log.info("loaded only the weights from %s: the run starts at iteration 0", folder)
+            log.info("loaded only the weights from %s: the run starts at iteration 0", loaded.folder)
             _warn_of_other_checkpoints(trainer)
         else:
             log.info("resumed from %s at iteration %d", folder, iteration)

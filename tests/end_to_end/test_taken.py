@@ -71,7 +71,10 @@ def test_finetune_starts_a_run_of_its_own(train: Train, saved: Path, tmp_path: P
     assert figures(ended, "consumed_samples") == [4, 8, 12, 16]
     assert figures(ended, "learning_rate") == pytest.approx([0.00075, 0.0005, 0.00025, 0.0])
     assert figures(ended, "lm_loss")[0] < 5.0  # log(257) is 5.5
-    assert f"loaded only the weights from {saved}: the run starts at iteration 0" in ended.output
+    assert (
+        f"loaded only the weights from {saved / 'iter_0000004'}: the run starts at iteration 0"
+        in ended.output
+    )
     assert any("params_dtype fp32 (now bf16)" in line for line in ended.warnings)
     assert any("holds checkpoints, but none of them is loaded" in line for line in ended.warnings)
 

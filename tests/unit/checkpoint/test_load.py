@@ -84,7 +84,9 @@ def renamed(plan: LoadPlan) -> dict[str, str]:
 def test_a_run_that_goes_on_takes_everything(take, dtype: str) -> None:
     config = config_of(dtype)
     plan = take(config, config)
-    assert plan == LoadPlan(PROGRESS, {name: name for name in names_of(config)}, config, callbacks={})
+    assert plan == LoadPlan(
+        plan.folder, PROGRESS, {name: name for name in names_of(config)}, config, callbacks={}
+    )
 
 
 MODEL, MAIN = f"model.{WORD}", f"optimizer.{WORD}.main"
