@@ -11,6 +11,7 @@ from pathlib import Path
 from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.command_line import TRAINED_BY, parse
+from megalite.config.rules import data_rules
 from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.files import write_output
@@ -159,6 +160,8 @@ def _kubernetes(own: argparse.Namespace, gpus_per_node: int, config: Config) -> 
             raise UserError(f"--{name} is for Slurm: remove it, or remove --kubernetes")
     if not config.data.mock_data and not config.data.corpus_options():
         raise UserError("--data-path is missing: pass corpora in a --volume, or --mock-data")
+    for problem in data_rules.tokenizer(config, None):
+        raise UserError(problem.message)
     cpus = own.cpus_per_task or CPUS_PER_GPU * gpus_per_node
     job = Kubernetes(
         own.kubernetes, own.nodes, gpus_per_node, cpus, own.job_name, tuple(own.volume), own.network

@@ -16,6 +16,7 @@ from megalite.config import Config
 from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import field_docs, fields_by_flag
 from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.rules import data_rules
 from megalite.errors import ConfigError, UserError
 from megalite.plan.estimate import RunPlan, run_costs
 from megalite.plan.layout_fields import layout_flags
@@ -231,11 +232,8 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     yield from run_warnings(request, plan, config)
     if not config.data.mock_data and not config.data.corpus_options():
         yield "--data-path is not set: pass it after the script's name when you submit the script"
-    if config.data.resolved_tokenizer_type is None and config.model.vocab_size is None:
-        yield (
-            "the vocabulary size is unknown: pass --vocab-size, or the --tokenizer-type of the corpus and "
-            "its files, after the script's name too"
-        )
+    for problem in data_rules.tokenizer(config, None):
+        yield f"{problem.message}, here or after the script's name when you submit the script"
     days = run_costs(plan, request.costs).get("days")
     if days is not None and usable > 0 and days * 86400 > usable:
         yield (
