@@ -137,5 +137,5 @@ def _is_marked(pattern: tuple[int, ...], number: int, every_nth: int) -> bool:
 
 
 def _is_one(pattern: tuple[int, ...], number: int) -> bool:
-    """Return whether a layer's number is 1; False beyond the end of a pattern that a rule refuses."""
+    """Return whether the pattern has a 1 for a layer; False beyond its end, which a rule refuses."""
     return number < len(pattern) and pattern[number] == 1

@@ -195,14 +195,14 @@ class ParallelConfig:
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
     @property
-    def cp_comm_properties(self) -> Mapping[CpCommType, CpCommProperties]:
+    def properties_by_comm_type(self) -> Mapping[CpCommType, CpCommProperties]:
         """Return the properties of each communication type that some layers have."""
         return {name: CP_COMM_PROPERTIES[name] for name in self.cp_comm_types}
 
     @property
     def has_cp_levels(self) -> bool:
         """Return whether neighbouring cp ranks exchange heads, and groups of them form a ring."""
-        return self.cp > 1 and any(each.has_levels for each in self.cp_comm_properties.values())
+        return self.cp > 1 and any(each.has_levels for each in self.properties_by_comm_type.values())
 
     def cp_levels(self, comm_type: CpCommType) -> tuple[int, int]:
         """Return how many neighbouring cp ranks exchange heads, and how many groups of them form a ring.
@@ -258,7 +258,7 @@ class ParallelConfig:
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,
             requests_symmetric_memory=self.requests_symmetric_memory,
-            is_zigzag=self.cp > 1 and any(each.is_zigzag for each in self.cp_comm_properties.values()),
+            is_zigzag=self.cp > 1 and any(each.is_zigzag for each in self.properties_by_comm_type.values()),
             assigns_documents=self.has_ring and self.dynamic_context_parallel,
         )
 

@@ -68,7 +68,7 @@ class RecomputeConfig:
     forward and backward. A stage with fewer layers offloads all of them."""
 
     def __post_init__(self) -> None:
-        """Remove repeated modules: `mlp moe` of another program's command is mlp twice."""
+        """Remove repeated modules: Megatron's `mlp moe` is mlp twice here."""
         object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(self.recompute_modules)))
 
     @property

@@ -82,7 +82,7 @@ class Backend(NamedTuple):
     """Describes one way to compute attention.
 
     Attributes:
-        build_whole: builds the attention core of layers whose keys a rank has in one call.
+        build_whole: builds the attention core of layers without a ring: one call has all keys.
         refusal: returns the reason why it does not support a run, as text; empty if it does.
         blocks: returns the kernels of a ring, which compute attention in blocks; None if there are none.
         kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.

@@ -308,7 +308,7 @@ def _shardings(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
 
 
 def _exchanges(request: Request, run: PlannedRun) -> Iterator[dict[str, Any]]:
-    """Yield the ways to try in which ranks exchange positions: sequence parallelism, and those of cp."""
+    """Yield the values of --sequence-parallel and --cp-comm-type to try."""
     parallel = request.config.parallel
     slices = [True] if run.config.parallel.has_expert_axes else [False, True]
     types: list[CpCommTypes] = [*CP_SECONDS] if run.cp > 1 else [parallel.cp_comm_type]

@@ -228,7 +228,7 @@ class PlannedRun:
             provider=self.provider,
         )
         parallel = config.parallel
-        levels = tuple((each, parallel.cp_levels(each)) for each in parallel.cp_comm_properties)
+        levels = tuple((each, parallel.cp_levels(each)) for each in parallel.properties_by_comm_type)
         return units_of(UnitsKey(key, self.program, self.cp, drops, parallel.cp_comm_type, levels))
 
     @property

@@ -214,7 +214,7 @@ def units_of(key: UnitsKey) -> ModelUnits:
 
 
 def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
-    """Return the kinds of layers, which are others for other communication types."""
+    """Return the kinds of layers: layers with different communication types have different kinds."""
     if key.cp == 1:
         return tuple(kinds)
     first: dict[tuple[int, CpCommType | None], int] = {}

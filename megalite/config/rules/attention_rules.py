@@ -144,7 +144,7 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
 
 def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Refuse features that ring attention does not have."""
-    comm_types = config.parallel.cp_comm_properties
+    comm_types = config.parallel.properties_by_comm_type
     if not config.parallel.has_ring:
         return
     comm_type = next(name for name, each in comm_types.items() if each.passes_keys)
@@ -163,7 +163,7 @@ def assigned_documents(config: Config, world_size: int | None) -> Iterator[Probl
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
     flag = flag_of(_ASSIGNS)
-    if others := [name for name in parallel.cp_comm_properties if name != "p2p"]:
+    if others := [name for name in parallel.properties_by_comm_type if name != "p2p"]:
         yield Problem(
             (_ASSIGNS, "cp_comm_type"),
             f"{flag} with --cp-comm-type {others[0]}, whose messages do not depend on documents: pass "
@@ -190,7 +190,7 @@ def comm_types_of_layers(config: Config, world_size: int | None) -> Iterator[Pro
 
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
-    for comm_type, exchange in config.parallel.cp_comm_properties.items():
+    for comm_type, exchange in config.parallel.properties_by_comm_type.items():
         for kind in config.model.head_kinds if exchange.exchanges_heads else ():
             if _has_layers(config, comm_type, kind):
                 yield from _exchanged_heads(config, comm_type, kind)
@@ -199,7 +199,7 @@ def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]
 def _has_layers(config: Config, comm_type: CpCommType, kind: LayerKind) -> bool:
     """Return whether some layers of this type have as many key/value heads as those of a kind."""
     model, parallel = config.model, config.parallel
-    if len(parallel.cp_comm_properties) == 1 or not _has_patterns(config):
+    if len(parallel.properties_by_comm_type) == 1 or not _has_patterns(config):
         return True
     return any(
         comm_type_of_layer(parallel.cp_comm_type, number) == comm_type

@@ -100,7 +100,7 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
     if mesh.is_zigzag:
-        comm_type = next(name for name, each in parallel.cp_comm_properties.items() if each.is_zigzag)
+        comm_type = next(name for name, each in parallel.properties_by_comm_type.items() if each.is_zigzag)
         sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
