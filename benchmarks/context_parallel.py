@@ -6,7 +6,7 @@ python benchmarks/context_parallel.py --lengths 2048 4096 8192 16384 32768 --hea
 Attention alone runs, forward and backward: causal, in fp32, from each rank's queries, keys and values to
 their gradients. torch's ring attention has slices in the same zigzag order. It is private, has no entry for
 the CPU's kernel, and gets that kernel from here. Two ranks run all types but a2a+p2p, which needs four: two
-groups of two. All of a row run turn by turn. The first ratio is of medians over the rounds, of the slowest
+groups of two. The types of a row take turns. The first ratio is of medians over the rounds, of the slowest
 rank. The second one, in brackets, is of the busiest rank's time on the CPU without waiting, on which other
 jobs have little effect. A core for each rank shows what a type gains; with fewer, they run in turn.
 """

@@ -107,8 +107,8 @@ def _table(topic: str, title: str) -> Iterator[str]:
     for off in ACCEPTED_IF_OFF:
         if off.topic == topic:
             values = " or ".join(f"`{value}`" for value in off.off.split())
-            refused = f"other values are refused ({off.what}): {off.fix}"
-            yield f"| {_code(*_dashed(off.flags))} | only {values}; {refused} |"
+            refused = f"else refused, {off.what}: {off.fix}"
+            yield f"| {_code(*_dashed(off.flags))} | only {values}, {refused} |"
     for feature in UNSUPPORTED:
         if feature.topic == topic:
             names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]

@@ -51,4 +51,6 @@ def test_it_is_short_and_its_command_can_be_copied(path: Path) -> None:
     assert len(lines) <= MAX_LINES
     assert "--train-iters" in _command(path)
     # Without a backslash before it, a shell takes a line of flags for a command of its own.
-    assert [line for line, flags in pairwise(lines) if flags.startswith("    --") and line[-1] != "\\"] == []
+    assert [
+        line for line, flags in pairwise(lines) if flags.startswith("    --") and not line.endswith("\\")
+    ] == []
