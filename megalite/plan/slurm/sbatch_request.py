@@ -161,7 +161,7 @@ def _kubernetes(own: argparse.Namespace, gpus_per_node: int, config: Config) -> 
     if not config.data.mock_data and not config.data.corpus_options():
         raise UserError("--data-path is missing: pass corpora in a --volume, or --mock-data")
     for problem in data_rules.tokenizer(config, None):
-        raise UserError(problem.message)
+        raise UserError(problem.text)
     cpus = own.cpus_per_task or CPUS_PER_GPU * gpus_per_node
     job = Kubernetes(
         own.kubernetes, own.nodes, gpus_per_node, cpus, own.job_name, tuple(own.volume), own.network

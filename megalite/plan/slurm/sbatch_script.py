@@ -233,7 +233,7 @@ def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> I
     if not config.data.mock_data and not config.data.corpus_options():
         yield "--data-path is not set: pass it after the script's name when you submit the script"
     for problem in data_rules.tokenizer(config, None):
-        yield f"{problem.message}, here or after the script's name when you submit the script"
+        yield f"{problem.text}, here or after the script's name when you submit the script"
     days = run_costs(plan, request.costs).get("days")
     if days is not None and usable > 0 and days * 86400 > usable:
         yield (
