@@ -8,6 +8,7 @@ itself: its memory, its threads, its search path.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +28,9 @@ from megalite.verify.record_run import record_run as record_on
 class LiveRanks(LocalRanks):
     """Restores the process of a rank after each call.
 
-    A function may change the logger, the environment, signal handlers, the working directory, torch's random
-    state and its deterministic mode. What else it changes in its process, it must undo, even in modules: use
-    ``mock.patch.object``.
+    A function may change the logger, the environment, signal handlers, the working directory, the limit of
+    the size of files, torch's random state and its deterministic mode. What else it changes in its process,
+    it must undo, even in modules: use ``mock.patch.object``.
     """
 
     def run(
@@ -60,6 +61,7 @@ def _call(topology: Topology, function: Callable[..., Any], *args: Any) -> Any:
 def _restored_process() -> Iterator[None]:
     """Restore what a function of a rank may change in its process."""
     environment, folder = dict(os.environ), os.getcwd()
+    file_sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
     handlers, filters, level = log.handlers[:], log.filters[:], log.level
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     of_signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -69,6 +71,7 @@ def _restored_process() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, file_sizes)
         log.handlers[:], log.filters[:], log.propagate = handlers, filters, True
         log.setLevel(level)
         torch.use_deterministic_algorithms(is_deterministic)

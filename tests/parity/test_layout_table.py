@@ -291,7 +291,7 @@ ROWS += [
 ROWS += [
     (model, "fp64", f"{name}+allgather")
     for model, names in {
-        MIXTRAL: ("dp4ep4+zero3", "tp2dp2etp1+sp"),
+        MIXTRAL: ("dp4ep4+zero3", "tp2dp2ep2etp1+sp"),
         WIDE_EXPERTS: ("tp2dp2ep4etp1+sp+zero1", "pp2zbvdp2ep2+zero3", "dp4ep2+zero2+offload"),
         GPT_OSS: ("tp2dp2ep2+sp+full", "cp2ep2+a2a"),
         DEEPSEEK: ("pp2dpvdp2ep2+zero3+full", "tp2pp2dpvdp2ep4etp1+sp+zero2"),

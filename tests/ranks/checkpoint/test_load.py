@@ -128,7 +128,8 @@ def save_where_one_rank_cannot(topology, folder: Path) -> str:
         f"{topology.tp.rank}": ParameterShard(torch.zeros(2 << 20), 0, (2 << 20,), CUT, is_replicated=True)
     }
     if topology.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of this process alone
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # of this process alone
     try:
         save_checkpoint(folder, TrainingProgress(20, 160), large, CONFIG, topology)
     except UserError as error:

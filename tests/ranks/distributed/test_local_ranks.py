@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -160,12 +161,14 @@ def _changed(topology: Topology) -> list[object]:
     found = [os.getpid(), os.environ.get("OF_A_TEST"), len(log.filters), len(log.handlers), log.level]
     found += [signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, os.getcwd()]
     found.append(torch.are_deterministic_algorithms_enabled())
+    found.append(resource.getrlimit(resource.RLIMIT_FSIZE))
     os.environ["OF_A_TEST"] = "1"
     log.addFilter(lambda _: False)
     log.addHandler(logging.NullHandler())
     log.setLevel(logging.DEBUG)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     os.chdir("/")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     torch.use_deterministic_algorithms(True)
     return [*found, number]
 

@@ -111,7 +111,7 @@ def test_a_job_without_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_job_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     tiny = ("--preset", "gpt-tiny", "--padded-vocab-size", "512", "--global-batch-size", "64", *RUN[5:])
-    with pytest.raises(UserError, match="^the vocabulary size is unknown: pass --vocab-size"):
+    with pytest.raises(UserError, match=r"^the vocabulary size is unknown: pass --vocab-size"):
         job_of(tmp_path, *tiny, *VOLUMES)
 
 
