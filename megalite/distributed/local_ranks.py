@@ -220,11 +220,10 @@ def _answer(
 def _collect(ranks: list[_LocalRank], timeout: float) -> list[Any]:
     """Wait for every rank's answer. Raise the first failure immediately: other ranks may hang on it."""
     results: dict[int, Any] = {}
+    errors: list[Exception] = []
     pending = {rank.connection: number for number, rank in enumerate(ranks)}
-    while pending:
-        ready = wait(list(pending), timeout)
-        if not ready:
-            raise RankError(f"ranks {sorted(pending.values())} did not answer in {timeout:.0f} s")
+    # After an error, look once more: a rank that has ended makes the calls of others fail.
+    while pending and (ready := wait(list(pending), 0.0 if errors else timeout)):
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = pending.pop(connection)
@@ -237,7 +236,12 @@ def _collect(ranks: list[_LocalRank], timeout: float) -> list[Any]:
                     f"rank {rank} ended without an answer (exit {process.exitcode}): its error is above. A "
                     "program of your own must start ranks from a file, below `if __name__ == '__main__':`"
                 ) from None
-            if not succeeded:
-                raise answer
-            results[rank] = answer
+            if succeeded:
+                results[rank] = answer
+            else:
+                errors.append(answer)
+    if errors:
+        raise errors[0]
+    if pending:
+        raise RankError(f"ranks {sorted(pending.values())} did not answer in {timeout:.0f} s")
     return [results[rank] for rank in range(len(ranks))]
