@@ -123,7 +123,7 @@ KEY_ACCESS: Mapping[str, KeyAccess] = {
     "p2p": KeyAccess(lambda q, k, v, ranks: (q, k, v), lambda y, ranks: y),
     **dict.fromkeys(("a2a", "a2a+p2p"), KeyAccess(exchange_tokens_for_heads, return_heads_for_tokens)),
 }
-"""How queries reach the keys of other ranks, by --cp-comm-type."""
+"""Access to the keys of other ranks, by --cp-comm-type."""
 
 
 def _exchanged(x: Tensor, cp: Axis) -> Tensor:

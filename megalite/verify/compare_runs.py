@@ -18,7 +18,7 @@ from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
 from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.compare_traces import magnitude
-from megalite.verify.first_difference import ROUNDING, SMALLEST
+from megalite.verify.first_difference import SMALLEST, is_only_rounding
 from megalite.verify.layouts import Layout, common_batch_size
 from megalite.verify.record_run import RunRecord, record_run
 
@@ -56,7 +56,7 @@ class RunComparison:
         gradients: differences by parameter, relative to the largest magnitude of the reference tensor, but at
             least to `SMALLEST` times the largest gradient.
         weights: differences by name, relative to the largest magnitude of the reference tensor, or of all
-            weights if the weight's gradient is only rounding (`ROUNDING`).
+            weights if the weight's gradient is only rounding (`is_only_rounding`).
         num_rerouted: number of tokens that went to the reference's experts instead of their own.
         rerouted_gap: largest difference of the scores of these experts.
     """
@@ -110,7 +110,7 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     assert run.weights.keys() == reference.weights.keys()
     magnitudes = {name: magnitude(full) for name, full in reference.gradients.items()}
     largest = max(magnitudes.values(), default=0.0)
-    rounded = {name for name, each in magnitudes.items() if 0.0 < each <= ROUNDING * largest}
+    rounded = {name for name, each in magnitudes.items() if is_only_rounding(each, largest)}
     largest_weight = max(map(magnitude, reference.weights.values()), default=0.0)
     return RunComparison(
         terms=_of_terms(run.terms, reference.terms),

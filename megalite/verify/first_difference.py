@@ -120,7 +120,7 @@ def first_difference(
     rounded = frozenset(
         each.names[0]
         for each in events
-        if each.phase == "gradient" and 0.0 < _scale([each]) <= ROUNDING * scales["gradient"]
+        if each.phase == "gradient" and is_only_rounding(_scale([each]), scales["gradient"])
     )
     for phase in PHASES:
         if phase == "weight" and not limits.weights:
@@ -137,6 +137,11 @@ def first_difference(
         if differing is not None:
             return judge.described(differing, found, iteration), num_unplaced
     return None, num_unplaced
+
+
+def is_only_rounding(gradient: float, largest: float) -> bool:
+    """Return whether a gradient of this magnitude is zero but for rounding, beside the largest one."""
+    return 0.0 < gradient <= ROUNDING * largest
 
 
 def _of_skipped(layers: Sequence[str], iteration: int) -> FirstDifference:
