@@ -7,6 +7,7 @@ torch. ``tests/unit/test_torch_private.py`` checks that and runs each entry; it 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
@@ -93,6 +94,21 @@ class EagerMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+@contextmanager
+def without_cpp_warnings() -> Iterator[None]:
+    """Let torch's C++ code print errors only, in this block.
+
+    The public TORCH_CPP_LOG_LEVEL is read once, when torch is imported. Operators warn through Python, and
+    still do.
+    """
+    level = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")
+    before, level.value = level.value, max(level.value, 2)  # INFO, WARNING, ERROR, FATAL
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:

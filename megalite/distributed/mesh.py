@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalite.distributed.axes import REPLICATE, SHARD, Factoring, MeshOptions
 from megalite.distributed.axis import Axis, AxisSet
+from megalite.torch_private import without_cpp_warnings
 
 
 def build_axes(
@@ -24,7 +25,21 @@ def build_axes(
         sizes: size of each axis of all factorings.
         shard_degree: number of replicas of the model that ZeRO shards over.
     """
-    mesh = _build_mesh(options.model, sizes, device_type)
+    # Splits of a group with both backends have NCCL's options, of which gloo warns; it ignores them.
+    with without_cpp_warnings():
+        mesh = _build_mesh(options.model, sizes, device_type)
+        return mesh, _build_factorings(options, mesh, sizes, shard_degree, rank, device_type)
+
+
+def _build_factorings(
+    options: MeshOptions,
+    mesh: DeviceMesh,
+    sizes: Mapping[str, int],
+    shard_degree: int,
+    rank: int,
+    device_type: str,
+) -> dict[str, AxisSet]:
+    """Return the axes of each factoring; those of the model are the mesh's dimensions."""
     known = {name: _axis(mesh[name], name) for name in options.model.names}
     for entry in options.model.axes:
         if entry.sends_messages and sizes[entry.name] > 1:
@@ -38,7 +53,7 @@ def build_axes(
             axes = _divided(axes, sizes, shard_degree, rank, device_type)
         found[factoring.name] = axes
         known |= axes.axes
-    return mesh, found
+    return found
 
 
 def _build_mesh(factoring: Factoring, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:

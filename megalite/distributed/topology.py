@@ -95,7 +95,9 @@ class Topology:
             symmetric = options.requests_symmetric_memory
             prepare_environment(settings_for(sizes["tp"], options.zero_stage, has_symmetric_memory=symmetric))
         device = _pick_device(options.backend, launch)
-        if device.type == "cpu":
+        if device.type == "cuda":
+            _start_backward_thread(device)
+        else:
             if options.keep_freed_memory:
                 keep_freed_memory()
             limit_threads(options.num_threads, launch.local_world_size)
@@ -336,6 +338,14 @@ def _pick_device(backend: str, launch: Launch) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def _start_backward_thread(device: torch.device) -> None:
+    """Run a first kernel in autograd's thread of this GPU, which makes the CUDA context current there.
+
+    torch warns if the first operator of that thread is a GEMM, as on the first stages of a pipeline.
+    """
+    torch.ones((), device=device, requires_grad=True).exp().backward()
 
 
 def _join(

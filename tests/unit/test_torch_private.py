@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -271,6 +273,30 @@ def test_kernels_are_registered_and_taken_back() -> None:
         assert torch_private.has_kernel("aten::relu", "AutogradMeta")
     assert not torch_private.has_kernel("aten::relu", "AutogradMeta")
     assert torch_private.has_kernel("aten::relu", "CPU")
+
+
+def test_gloo_does_not_warn_of_nccls_options() -> None:
+    """A group of gloo and NCCL is split with NCCL's options. C++ code of gloo warns once in a process."""
+    split = f"""
+import datetime, sys, torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from contextlib import nullcontext
+from megalite.torch_private import {torch_private.without_cpp_warnings.__name__} as quietly
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+limit = datetime.timedelta(seconds=9)
+options = Backend.Options("not gloo", limit)
+with quietly() if sys.argv[1:] else nullcontext():
+    dist.group.WORLD.split_group([0], timeout=limit, opts=options, group_name="x", group_desc="x")
+dist.destroy_process_group()
+"""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", split, *more], check=True, capture_output=True, text=True
+        ).stderr
+        for more in ((), ("quietly",))
+    ]
+    assert "Tried to pass options to ProcessGroupGloo::split" in printed[0]
+    assert printed[1] == ""
 
 
 def test_storages_have_numbers() -> None:

@@ -247,6 +247,7 @@ def test_a_failure_on_a_gpu_is_told_without_a_wait_for_the_other_ranks(monkeypat
     left = []
     monkeypatch.setattr(topology, "_join", lambda *_: None)
     monkeypatch.setattr(topology, "_from_mesh", lambda *_: None)
+    monkeypatch.setattr(topology, "_start_backward_thread", lambda _: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append(True))
     with pytest.raises(ZeroDivisionError), Topology.start(ParallelConfig().mesh, Launch(0, 1, 0, 1)):
         raise ZeroDivisionError
