@@ -185,7 +185,12 @@ def _choose(
     config, set_fields = parsed.config, parsed.set_fields
     configure_logging(launch.rank)
     store = open_store(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    hardware = inspect_node(config.parallel.distributed_backend, launch.local_rank, launch.local_world_size)
+    hardware = inspect_node(
+        config.parallel.distributed_backend,
+        launch.local_rank,
+        launch.local_world_size,
+        shares_gpus=config.parallel.ranks_share_gpus,
+    )
     check_start(launch, store, settings_of(config), hardware.device_type)
 
     def choose(weakest: NodeHardware) -> LayoutChoice:

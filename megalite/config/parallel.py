@@ -139,6 +139,8 @@ class ParallelConfig:
     """Accumulate weight gradients inside the GEMM that computes them."""
     distributed_backend: Backend = "auto"
     """Communication backend. auto is nccl on GPUs and gloo on CPUs."""
+    ranks_share_gpus: bool = False
+    """Let several ranks share a GPU over NCCL, to test a layout with few GPUs. It needs NCCL 2.30."""
     distributed_timeout_minutes: int = 10
     """Minutes before a collective fails because a rank has not joined it."""
     num_threads: int | None = None
@@ -254,6 +256,7 @@ class ParallelConfig:
             num_shard_groups=self.num_distributed_optimizer_instances,
             zero_stage=self.zero_stage,
             backend=self.distributed_backend,
+            ranks_share_gpus=self.ranks_share_gpus,
             timeout_minutes=self.distributed_timeout_minutes,
             num_threads=self.num_threads,
             keep_freed_memory=self.keep_freed_memory,

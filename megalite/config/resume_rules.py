@@ -44,9 +44,9 @@ _NAMES: Mapping[OnResume, str] = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pp_partition_method
         ddp_bucket_size zero_stage data_parallel_shard_degree num_distributed_optimizer_instances
         fsdp_reshard_after_forward overlap_grad_reduce overlap_param_gather gradient_accumulation_fusion
-        distributed_backend distributed_timeout_minutes num_threads numa_binding keep_freed_memory
-        optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction fp8_weight_cache
-        recompute_granularity recompute_method recompute_num_layers recompute_modules
+        distributed_backend ranks_share_gpus distributed_timeout_minutes num_threads numa_binding
+        keep_freed_memory optimizer_cpu_offload optimizer_nvme_offload optimizer_offload_fraction
+        fp8_weight_cache recompute_granularity recompute_method recompute_num_layers recompute_modules
         distribute_saved_activations cross_entropy_chunks mlp_chunks cpu_offload_activations
         data_cache_path micro_batch_size
         eval_tasks eval_tasks_interval eval_tasks_folder eval_tasks_num_fewshot eval_tasks_limit

@@ -117,6 +117,8 @@ def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[
     if config.parallel.tp == 1:
         yield "sequence_parallel", "there is one tensor-parallel rank (--tp 1)"
     yield from _tp_overlap_reasons(config)
+    if config.parallel.distributed_backend == "gloo":
+        yield "ranks_share_gpus", "ranks run on CPU cores (--distributed-backend gloo)"
     if config.parallel.distributed_backend == "nccl":
         yield "distributed_backend", "ranks on GPUs use nccl anyway, and ranks on CPUs can only use gloo"
     yield from _replica_reasons(config, world_size)

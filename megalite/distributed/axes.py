@@ -263,6 +263,7 @@ class MeshOptions:
         num_shard_groups: number of groups of replicas within which ZeRO shards, instead of `shard_degree`.
         zero_stage: ZeRO stage, which determines settings of CUDA.
         backend: auto, gloo or nccl.
+        ranks_share_gpus: several ranks may use one GPU.
         timeout_minutes: minutes before a collective fails.
         num_threads: CPU threads per rank; None for the default.
         keep_freed_memory: reuse freed memory on a CPU rank.
@@ -278,6 +279,7 @@ class MeshOptions:
     num_shard_groups: int | None = None
     zero_stage: int = 0
     backend: str = "auto"
+    ranks_share_gpus: bool = False
     timeout_minutes: float = 10.0
     num_threads: int | None = None
     keep_freed_memory: bool = True

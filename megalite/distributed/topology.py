@@ -40,6 +40,7 @@ from megalite.distributed.store_barrier import at_work, wait_for_all
 from megalite.errors import UserError
 from megalite.hardware.cpu import keep_freed_memory, limit_threads, schedule_as_batch
 from megalite.hardware.cuda_environment import prepare_environment, settings_for
+from megalite.hardware.shared_gpus import check_nccl_shares_gpus
 from megalite.torch_private import fake_backend_devices, fake_group
 
 
@@ -92,9 +93,8 @@ class Topology:
         with refusal_reported() if init_file is None else nullcontext():  # nodes may differ
             shard_degree = options.shard_degree_in(sizes, launch.local_world_size)
         if options.backend != "gloo":
-            symmetric = options.requests_symmetric_memory
-            prepare_environment(settings_for(sizes["tp"], options.zero_stage, has_symmetric_memory=symmetric))
-        device = _pick_device(options.backend, launch)
+            prepare_environment(settings_for(options, sizes["tp"]))
+        device = _pick_device(options, launch)
         if device.type == "cuda":
             _start_backward_thread(device)
         else:
@@ -325,19 +325,23 @@ class FakeTopology(Topology):
         """Do nothing: there are no other ranks."""
 
 
-def _pick_device(backend: str, launch: Launch) -> torch.device:
-    if backend != "gloo" and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        has_its_own = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # as Slurm assigns them
-        if launch.local_world_size > count and not has_its_own:
+def _pick_device(options: MeshOptions, launch: Launch) -> torch.device:
+    if options.backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    has_its_own = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ  # as Slurm assigns them
+    if launch.local_world_size > count:
+        if options.ranks_share_gpus:
+            check_nccl_shares_gpus()
+        elif not has_its_own:
             raise UserError(
                 f"{launch.local_world_size} ranks on a machine with {count} GPU{'s'[: count > 1]}: start one "
-                "rank per GPU, or pass --distributed-backend gloo to run on its CPU cores"
+                "rank per GPU, pass --distributed-backend gloo to run on its CPU cores, or "
+                "--ranks-share-gpus to try a layout over NCCL, slowly"
             )
-        device = torch.device("cuda", launch.local_rank % count)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    device = torch.device("cuda", launch.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _start_backward_thread(device: torch.device) -> None:

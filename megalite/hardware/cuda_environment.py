@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from megalite.distributed.axes import MeshOptions
+
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # for torch, it takes precedence over the new name
@@ -26,9 +28,16 @@ class EnvironmentVariable(NamedTuple):
     names: tuple[str, ...]
 
 
-def settings_for(
-    tp: int, zero_stage: int, *, has_symmetric_memory: bool = False
-) -> list[EnvironmentVariable]:
+_SHARED_GPUS = (
+    ("NCCL_MULTI_RANK_GPU_ENABLE", "1", "ranks share GPUs"),
+    ("NCCL_MAX_CTAS", "2", "the GPU runs the collectives of all ranks that share it at the same time"),
+    ("NCCL_NVLS_ENABLE", "0", "a switch sums over GPUs, not over ranks of one"),
+    ("NCCL_BUFFSIZE", "1048576", "buffers for each pair of ranks are in the memory of one GPU"),
+)
+"""Settings with which ranks have shared an H100: name, value and reason."""
+
+
+def settings_for(options: MeshOptions, tp: int) -> list[EnvironmentVariable]:
     """Return the variables that a run needs.
 
     With one connection the GPU starts kernels in launch order. Tensor parallelism needs this: in backward a
@@ -38,9 +47,8 @@ def settings_for(
     one connection, each GEMM would wait for the copy launched before it.
 
     Args:
+        options: the run's ranks: `Config.mesh`.
         tp: tensor-parallel size.
-        zero_stage: ZeRO stage of the data-parallel ranks.
-        has_symmetric_memory: whether tensor-parallel collectives may use symmetric memory.
     """
     settings = [
         EnvironmentVariable(
@@ -50,9 +58,11 @@ def settings_for(
             (ALLOCATOR, _OLD_ALLOCATOR),
         )
     ]
-    if tp > 1 and zero_stage < 3 and not has_symmetric_memory:
+    if tp > 1 and options.zero_stage < 3 and not options.requests_symmetric_memory:
         reason = "tensor-parallel collectives start before the GEMMs that hide them"
         settings.append(EnvironmentVariable(CONNECTIONS, "1", reason, (CONNECTIONS,)))
+    if options.ranks_share_gpus:
+        settings += [EnvironmentVariable(name, value, why, (name,)) for name, value, why in _SHARED_GPUS]
     return settings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import subprocess
@@ -51,11 +52,14 @@ class NodeHardware:
         return "cpu" if self.device == CPU else "cuda"
 
 
-def inspect_node(backend: str, local_rank: int, local_world_size: int) -> NodeHardware:
+def inspect_node(
+    backend: str, local_rank: int, local_world_size: int, *, shares_gpus: bool = False
+) -> NodeHardware:
     """Inspect this node for a rank, without starting CUDA in this process.
 
     Args:
         backend: `ParallelConfig.distributed_backend`; gloo trains on CPU cores.
+        shares_gpus: ranks that are more than the GPUs share their memory.
     """
     host, adapters = float(total_bytes()), _adapter_gbps(_ADAPTERS)
     network = adapters / local_world_size if adapters else None
@@ -67,10 +71,11 @@ def inspect_node(backend: str, local_rank: int, local_world_size: int) -> NodeHa
     if not gpus:
         return node
     gpu = gpus[local_rank % len(gpus)]
+    ranks_of_gpu = math.ceil(local_world_size / len(gpus)) if shares_gpus else 1
     return replace(
         node,
         device=gpu["name"],
-        memory_bytes=float(gpu["memory_bytes"]),
+        memory_bytes=gpu["memory_bytes"] / ranks_of_gpu,
         num_sms=gpu["num_sms"],
         has_peer_access=gpu["has_peer_access"],
     )

@@ -19,6 +19,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.hardware.numa import bind_to_gpu
+from megalite.hardware.shared_gpus import describe_sharing
 from megalite.log import configure_logging, log
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.sharded_weights import WeightGathering
@@ -102,9 +103,9 @@ def announce(trainer: Trainer) -> None:
     described = kernels.describe(topology.device.type), trainer.epilogues
     log.info("kernels on %s: %s", topology.device, "; ".join(filter(None, described)))
     if topology.device.type == "cuda":
-        parallel, symmetric = config.parallel, config.parallel.requests_symmetric_memory
-        settings = settings_for(parallel.tp, parallel.zero_stage, has_symmetric_memory=symmetric)
-        log.info("CUDA: %s", describe(settings))
+        log.info("CUDA: %s", describe(settings_for(config.mesh, config.parallel.tp)))
+    if config.parallel.ranks_share_gpus:
+        log.info("%s", describe_sharing(topology.device))
     if description := trainer.chunks[0].description:
         log.info("%s", description)
     log.info("weight gradients: %s", weight_gradient_fusion(config, topology).description)

@@ -146,11 +146,15 @@ def default_layouts(config: Config) -> list[Layout]:
 
 
 def _check_num_gpus(config: Config, layout: Layout) -> None:
-    """Raise `ConfigError` if ranks use NCCL and are more than the GPUs of this machine."""
-    num_gpus = torch.cuda.device_count()
-    if config.parallel.distributed_backend == "nccl" and layout.world_size > num_gpus:
+    """Raise `ConfigError` if ranks use NCCL, are more than the GPUs, and may not share them."""
+    num_gpus, parallel = torch.cuda.device_count(), config.parallel
+    enough = 1 if parallel.ranks_share_gpus else layout.world_size
+    if parallel.distributed_backend == "nccl" and enough > num_gpus:
         raise ConfigError(
-            [f"--distributed-backend nccl needs {layout.world_size} GPUs, and there are {num_gpus}"]
+            [
+                f"--distributed-backend nccl needs {enough} GPUs, and there are {num_gpus}"
+                + ("; --ranks-share-gpus lets ranks share them" if num_gpus > 0 else "")
+            ]
         )
 
 

@@ -16,9 +16,11 @@ from torch._C._distributed_c10d import Backend
 
 from megalite.config import ParallelConfig
 from megalite.distributed import rendezvous, topology
+from megalite.distributed.axes import MeshOptions
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.hardware import shared_gpus
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -200,8 +202,8 @@ def pretend_gpus(monkeypatch, count, visible):
 )
 def test_each_rank_has_a_gpu(monkeypatch, count, visible, launch, index):
     pretend_gpus(monkeypatch, count, visible)
-    assert topology._pick_device("auto", launch) == torch.device("cuda", index)
-    assert topology._pick_device("gloo", launch) == torch.device("cpu")
+    assert topology._pick_device(MeshOptions(), launch) == torch.device("cuda", index)
+    assert topology._pick_device(MeshOptions(backend="gloo"), launch) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("count", "told"), [(1, "1 GPU:"), (2, "2 GPUs:")])
@@ -209,7 +211,23 @@ def test_more_ranks_than_gpus_are_refused_on_each_of_them(monkeypatch, count, to
     pretend_gpus(monkeypatch, count, "")
     for rank in range(4):
         with pytest.raises(UserError, match=f"4 ranks on a machine with {told} .*--distributed-backend gloo"):
-            topology._pick_device("auto", Launch(rank, 4, rank, 4))
+            topology._pick_device(MeshOptions(), Launch(rank, 4, rank, 4))
+
+
+def test_ranks_share_gpus_over_an_nccl_that_allows_it(monkeypatch):
+    pretend_gpus(monkeypatch, 2, "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    options = ParallelConfig(ranks_share_gpus=True).mesh
+    monkeypatch.setattr(shared_gpus, "loaded_nccl", lambda: (2, 28, 9))
+    assert topology._pick_device(options, Launch(1, 2, 1, 2)) == torch.device("cuda", 1)
+    with pytest.raises(
+        UserError, match=r"NCCL 2.30 or later, .* NCCL 2.28.9: type pip .*nvidia-nccl-cu13"
+    ) as error:
+        topology._pick_device(options, Launch(2, 5, 2, 5))
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(shared_gpus, "loaded_nccl", lambda: (2, 30, 3))
+    ranks = [topology._pick_device(options, Launch(rank, 5, rank, 5)) for rank in range(5)]
+    assert [device.index for device in ranks] == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_a_rank_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_hardware, "_gpus", lambda: [GPU, {**GPU, "memory_bytes": 40e9}])
     node = inspect_node("auto", 1, 2)
     assert (node.device, node.device_type, node.memory_bytes) == (GPU["name"], "cuda", 40e9)
+    assert inspect_node("auto", 4, 5, shares_gpus=True).memory_bytes == GPU["memory_bytes"] / 3
     assert inspect_node("gloo", 1, 2).device == CPU
     monkeypatch.setattr(node_hardware, "_gpus", lambda: [])
     assert inspect_node("auto", 1, 2).device == CPU
