@@ -5,11 +5,11 @@ scripts/check_gpu.sh --stage 3
 scripts/check_gpu.sh --stage 3 --resume
 scripts/check_gpu.sh --links
 
-Stages run in the order 1, 3, 6, 2, 4, 8, 7, 9, 5. Each writes stage_N.json and stage_N.log to the folder
-and goes on after a failure. A table of measured and expected values ends the run; summary.txt in the folder
-has the tables of all stages. The exit status is 1 if a check failed; being slower than expected or out of
-time is no failure. --links only reports which links NCCL uses, also over several nodes. docs/gpu_check.md
-describes the checks.
+Stages run in the order 1, 3, 6, 2, 4, 5, 8, 10, 7, 9, 11. Each writes stage_N.json and stage_N.log to the
+folder and goes on after a failure. A table of measured and expected values ends the run; summary.txt in the
+folder has the tables of all stages. The exit status is 1 if a check failed; being slower than expected or out
+of time is no failure. --links only reports which links NCCL uses, also over several nodes.
+docs/gpu_check.md describes the checks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 
 from benchmarks.gpu_check.commands import first_line
 from benchmarks.gpu_check.links import check_links
-from benchmarks.gpu_check.results import Result, cut, has_failed, skipped, table
+from benchmarks.gpu_check.results import Result, cut, has_failed, table
 from benchmarks.gpu_check.runner import ROOT, Stage, StageRunner, is_complete, load_stage
 from benchmarks.gpu_check.stages import STAGES, fitting
 
 PACKAGES = ("numpy", "yaml", "safetensors", "pybind11", "setuptools")
 TEST_PACKAGES = ("pytest", "hypothesis")
-STAGES_OF_TESTS = (1, 6, 7, 9, 10)
+STAGES_OF_TESTS = (1, 6, 7, 9, 10, 11)
 DETAIL = 120
 """Characters of a row's detail in the table; the JSON has all."""
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         print(table(results, DETAIL) if is_done else f"interrupted; finished are:\n{text}")
         (args.out / "summary.txt").write_text(text, encoding="utf-8")
         print(f"all stages so far, to paste: {args.out / 'summary.txt'}; logs and JSON beside it")
-        print(next_command(args, device, machine), flush=True)
+        print(next_command(args, machine), flush=True)
     return 1 if has_failed(results) else 0
 
 
@@ -82,7 +82,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         nargs="+",
         choices=sorted(stage.number for stage in STAGES),
-        help="default: all; 5 needs more than one GPU",
+        help="default: all",
     )
     parser.add_argument(
         "--minutes",
@@ -98,6 +98,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "--rehearse", action="store_true", help="try the checks themselves, on the CPU at tiny sizes"
     )
     parser.add_argument(
+        "--nccl",
+        type=Path,
+        metavar="FILE",
+        help="a libnccl.so.2 of NCCL 2.30 or later, to preload in stages 5 and 11 if ranks share one GPU; "
+        "default: torch's",
+    )
+    parser.add_argument(
         "--links",
         nargs=argparse.REMAINDER,
         metavar="TORCHRUN-FLAG",
@@ -106,6 +113,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.out = args.out.resolve()
     args.stages = [stage for stage in STAGES if args.stage is None or stage.number in args.stage]
+    if args.nccl is not None and args.rehearse:
+        parser.error("--nccl has no effect with --rehearse, which runs on a CPU: remove it")
+    if args.nccl is not None and not args.nccl.is_file():
+        parser.error(f"--nccl {args.nccl}: there is no such file")
     if args.minutes is not None and args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g}: pass a number above 0")
     return args
@@ -114,13 +125,12 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def run_stages(args: argparse.Namespace, device: str, machine: str, results: list[Result]) -> None:
     """Run the requested stages as far as time goes, and append what they find to `results`."""
     end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-    runner = StageRunner(args.out, device, machine, is_small=args.rehearse, end=end, resumes=args.resume)
-    gpus = num_gpus(device)
+    runner = StageRunner(
+        args.out, device, machine, is_small=args.rehearse, end=end, resumes=args.resume, nccl=args.nccl
+    )
     possible = []
     for stage in args.stages:
-        if stage.min_gpus > gpus:
-            results.append(skipped(f"stage {stage.number}: {stage.title}", f"needs {stage.min_gpus} GPUs"))
-        elif args.resume and is_complete(args.out, stage, machine):
+        if args.resume and is_complete(args.out, stage, machine):
             results += runner.run(stage)
         else:
             possible.append(stage)
@@ -144,27 +154,14 @@ def numbers(stages: Sequence[Stage]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(str(stage.number) for stage in stages)}"
 
 
-def num_gpus(device: str) -> int:
-    """Return the GPUs that checks can use; as many as any stage needs in a rehearsal."""
-    if device == "cpu":
-        return max(stage.min_gpus for stage in STAGES)
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def machine_in_words(device: str) -> str:
     """Return GPU and torch, as the results are recorded with them."""
     import torch
 
-    name = (
-        first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") if device == "cuda" else "CPU"
-    )
-    return (
-        f"{num_gpus(device)} x {name}, torch {torch.__version__}"
-        if device == "cuda"
-        else "rehearsal on a CPU"
-    )
+    if device == "cpu":
+        return "rehearsal on a CPU"
+    name = first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return f"{torch.cuda.device_count()} x {name}, torch {torch.__version__}"
 
 
 def summary(out: Path, machine: str) -> str:
@@ -181,18 +178,14 @@ def summary(out: Path, machine: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def next_command(args: argparse.Namespace, device: str, machine: str) -> str:
+def next_command(args: argparse.Namespace, machine: str) -> str:
     """Return which command runs the next stage that is not complete."""
-    remaining = [
-        stage
-        for stage in STAGES
-        if stage.min_gpus <= num_gpus(device) and not is_complete(args.out, stage, machine)
-    ]
+    remaining = [stage for stage in STAGES if not is_complete(args.out, stage, machine)]
     if not remaining:
         return "all stages are complete"
-    options = (
-        f"--out {args.out} --resume --stage {remaining[0].number}{' --rehearse' if args.rehearse else ''}"
-    )
+    nccl = f" --nccl {args.nccl}" if args.nccl else ""
+    rehearse = " --rehearse" if args.rehearse else ""
+    options = f"--out {args.out} --resume --stage {remaining[0].number}{nccl}{rehearse}"
     return f"not complete: {numbers(remaining)}; next: scripts/check_gpu.sh {options}"
 
 

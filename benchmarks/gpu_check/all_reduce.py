@@ -1,6 +1,6 @@
 """Time all-reduce on all ranks.
 
-torchrun --nproc-per-node N -m benchmarks.gpu_check.all_reduce DEVICE [small]
+torchrun --nproc-per-node N -m benchmarks.gpu_check.all_reduce DEVICE [small] [share]
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ SIZES = (1, 16, 256, 1024)
 
 def main(device: str, *options: str) -> None:
     """Print a line of JSON for each size: on rank 0, of the median of 20 calls."""
-    sizes, num_calls = ((1,), 3) if options else (SIZES, 20)
+    sizes, num_calls = ((1,), 3) if "small" in options else (SIZES[:2] if "share" in options else SIZES, 20)
     backend = "gloo" if device == "cpu" else "auto"
-    with Topology.start(
-        ParallelConfig(distributed_backend=backend).mesh, Launch.from_environment()
-    ) as topology:
+    parallel = ParallelConfig(distributed_backend=backend, ranks_share_gpus="share" in options)
+    with Topology.start(parallel.mesh, Launch.from_environment()) as topology:
         n = topology.world_size
         for megabytes in sizes:
             x = torch.zeros(megabytes * 500_000, dtype=torch.bfloat16, device=topology.device)
@@ -40,7 +39,8 @@ def main(device: str, *options: str) -> None:
             seconds = statistics.median(taken[3:])
             rate = 2 * (n - 1) / n * x.numel() * 2 / seconds
             if topology.rank == 0:
-                print(json.dumps({"megabytes": megabytes, "bus_gbps": rate / 1e9}), flush=True)
+                row = {"megabytes": megabytes, "bus_gbps": rate / 1e9, "milliseconds": 1e3 * seconds}
+                print(json.dumps(row), flush=True)
 
 
 def _now(device: torch.device) -> float:

@@ -22,7 +22,7 @@ MODEL = (
     *("--vocab-size", "4096", "--micro-batch-size", "4", "--global-batch-size", "8"),
 )
 SMALL_MODEL = (
-    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"),
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"),
     *("--vocab-size", "128", "--micro-batch-size", "1", "--global-batch-size", "2", "--num-threads", "1"),
 )
 NUM_ITERATIONS, SAVE_INTERVAL, KILL_AFTER = 40, 10, 25

@@ -54,6 +54,11 @@ def cut(name: str, reason: str) -> Result:
     return Result(name, None, None, "", "skipped (time)", _line(reason))
 
 
+def is_cut(result: Result) -> bool:
+    """Return whether time cut a result off."""
+    return result.verdict == "skipped (time)"
+
+
 def failed(name: str, reason: str) -> Result:
     """Return that something went wrong."""
     return Result(name, None, None, "", "failed", _line(reason))
@@ -135,7 +140,7 @@ def _shown(value: Value) -> str:
 
 def needs_attention(result: Result) -> bool:
     """Return whether a reader wants to see a result at once."""
-    return result.verdict in ("failed", "skipped (time)")
+    return result.verdict == "failed" or is_cut(result)
 
 
 def has_failed(results: Iterable[Result]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu_check.results import Result, counted, cut, failed, info, needs_attention, table
+from benchmarks.gpu_check.results import Result, counted, cut, failed, info, is_cut, needs_attention, table
 
 ROOT = Path(__file__).parents[2]
 STAGE_SECONDS = 420.0
@@ -38,11 +39,16 @@ class CheckContext:
         device: cuda, or cpu to rehearse the check.
         is_small: use sizes that a CPU computes in seconds; then measurements are meaningless.
         scratch: an empty folder.
+        nccl: a library of NCCL to use instead of torch's; None for torch's.
+        done: names of the results that this check has reported in an earlier command, when time cut it off.
+            A check of many rows goes on after them.
     """
 
     device: str
     is_small: bool
     scratch: Path
+    nccl: Path | None = None
+    done: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,12 @@ class Stage:
     Attributes:
         builds: what is built or compiled before the checks, once per command. Its time does not count as
             theirs.
-        min_gpus: number of GPUs without which the stage has nothing to check.
     """
 
     number: int
     title: str
     checks: Sequence[Check]
     builds: Sequence[Check] = ()
-    min_gpus: int = 1
 
     @property
     def seconds(self) -> float:
@@ -97,9 +101,10 @@ class Finished:
 
 
 def worker_command(check: Check, context: CheckContext, results: Path) -> list[str]:
-    """Return the command of a check's process."""
-    command = [sys.executable, "-m", "benchmarks.gpu_check.worker", check.name, context.device]
-    return [*command, str(context.scratch), str(results), *(["small"] if context.is_small else [])]
+    """Return the command of a check's process, which reads the context from a file."""
+    file = results.with_name("context.pickle")
+    file.write_bytes(pickle.dumps(context))
+    return [sys.executable, "-m", "benchmarks.gpu_check.worker", check.name, str(file), str(results)]
 
 
 Command = Callable[[Check, CheckContext, Path], Sequence[str]]
@@ -113,7 +118,9 @@ class StageRunner:
         device: cuda, or cpu to rehearse.
         machine: the machine in words; results of another one are not kept.
         end: time of `time.monotonic` at which the command must have ended; None for no limit.
-        resumes: keep the results of checks that came to their end in an earlier command.
+        resumes: keep the results of checks that came to their end in an earlier command, and those that other
+            checks had reported when time cut them off.
+        nccl: see `CheckContext`.
         command: starts a check's process.
     """
 
@@ -126,6 +133,7 @@ class StageRunner:
         *,
         end: float | None = None,
         resumes: bool = False,
+        nccl: Path | None = None,
         command: Command = worker_command,
     ) -> None:
         self._out = out
@@ -134,6 +142,7 @@ class StageRunner:
         self._is_small = is_small
         self._end = float("inf") if end is None else end
         self._resumes = resumes
+        self._nccl = nccl
         self._command = command
         self._built: set[str] = set()
 
@@ -150,6 +159,7 @@ class StageRunner:
         """
         earlier = load_stage(self._out, stage, self._machine) if self._resumes else []
         kept = {each.name: each for each in earlier if each.is_whole}
+        unfinished = {each.name: each.results for each in earlier if not each.is_whole}
         finished: list[Finished] = []
         to_run = [check for check in stage.checks if check.name not in kept]
         # Builds are fast if they were done before, and later checks need them.
@@ -158,7 +168,7 @@ class StageRunner:
         with (self._out / f"stage_{stage.number}.log").open(mode, encoding="utf-8") as log:
             command_end = min(self._end, time.monotonic() + COMMAND_SECONDS)
             for check in to_build:
-                done = self._run(stage, check, command_end, log)
+                done = self._run(stage, check, command_end, log, [])
                 done.results.append(
                     info(f"{check.name}: time", done.seconds, "s", "not counted as the stage's")
                 )
@@ -166,28 +176,36 @@ class StageRunner:
                 self._built.add(check.name)
             end = min(command_end, time.monotonic() + limit)
             for check in stage.checks:
-                finished.append(kept.get(check.name) or self._run(stage, check, end, log))
+                before = unfinished.get(check.name, [])
+                finished.append(kept.get(check.name) or self._run(stage, check, end, log, before))
                 self._write_json(stage, finished)
             results = [result for each in finished for result in each.results]
             log.write(f"\n=== stage {stage.number}: {stage.title}\n{table(results)}\n")
         self._write_json(stage, finished)
         return results
 
-    def _run(self, stage: Stage, check: Check, end: float, log: IO[str]) -> Finished:
+    def _run(
+        self, stage: Stage, check: Check, end: float, log: IO[str], earlier: Sequence[Result]
+    ) -> Finished:
+        reported = [result for result in earlier if not is_cut(result)]
         left = end - SECONDS_TO_END - time.monotonic()
         seconds = min(check.seconds, left)
         title = f"stage {stage.number}: {check.name}"
         if seconds <= 0:
             print(f"{title}: no time left", flush=True)
-            return Finished(check.name, 0.0, False, [cut(check.name, "not run: the time was over")])
+            over = cut(check.name, "not run: the time was over")
+            return Finished(check.name, 0.0, False, [*reported, over])
         print(f"{title} …", flush=True)
         with tempfile.TemporaryDirectory(prefix="check-gpu-") as folder:
-            context = CheckContext(self._device, self._is_small, Path(folder) / "scratch")
+            scratch, names = Path(folder) / "scratch", frozenset(result.name for result in reported)
+            context = CheckContext(self._device, self._is_small, scratch, self._nccl, names)
             context.scratch.mkdir()
             log.write(f"\n=== {check.name} (at most {seconds:.0f} s)\n")
             log.flush()
             began = time.monotonic()
             results, is_whole = run_check(check, context, self._command, seconds, log)
+            again = {result.name for result in results}
+            results = [*(result for result in reported if result.name not in again), *results]
             taken = time.monotonic() - began
             log.write(f"--- {taken:.1f} s\n{table(results)}\n")
         print(f"{title}: {counted(results)} in {taken:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Stage 4: saves in the background, bit by bit against saves that block, with each ZeRO stage."""
+"""Stages 4 and 5: saves in the background, bit by bit against saves that block, with each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from benchmarks.gpu_check.results import Result, passed, skipped
+from benchmarks.gpu_check.results import Result, passed
 from benchmarks.gpu_check.runner import CheckContext
+from benchmarks.gpu_check.several_ranks import RankHost, on_several_ranks
 from megalite.checkpoint.folder import name_of
 from megalite.checkpoint.saver import Saver
 from megalite.config import (
@@ -75,11 +74,17 @@ class Compared(NamedTuple):
     has_changed: bool
 
 
-def config_of(case: Case, model: ModelConfig, folder: Path, backend: str) -> Config:
+def config_of(
+    case: Case, model: ModelConfig, folder: Path, backend: str, *, shares_gpu: bool = False
+) -> Config:
     """Return a run that saves to the folder in the background."""
     return Config(
         model=replace(model, params_dtype=case.params_dtype),  # type: ignore[arg-type]
-        parallel=ParallelConfig(zero_stage=case.zero_stage, distributed_backend=backend),  # type: ignore[arg-type]
+        parallel=ParallelConfig(
+            zero_stage=case.zero_stage,  # type: ignore[arg-type]
+            distributed_backend=backend,  # type: ignore[arg-type]
+            ranks_share_gpus=shares_gpu,
+        ),
         optimizer=OptimizerConfig(
             lr=1e-2, lr_decay_style="constant", optimizer_cpu_offload=case.is_offloaded
         ),
@@ -135,22 +140,31 @@ def _digests(checkpoint: Path) -> dict[str, str]:
 
 
 def asynchronous(context: CheckContext) -> Iterator[Result]:
-    """Compare both saves of each case, on two GPUs if there are."""
-    is_cpu = context.device == "cpu"
-    num_ranks = 2 if is_cpu else min(2, torch.cuda.device_count())
-    for number, case in enumerate(CASES):
-        name = f"async save, {case.name}"
-        if case.zero_stage > 0 and num_ranks == 1:
-            yield skipped(name, "ZeRO shards over replicas, and this machine has 1 GPU")
-            continue
-        folder = context.scratch / str(number)
-        (folder / "at_once").mkdir(parents=True)
-        config = config_of(
-            case, SMALL_MODEL if context.is_small else MODEL, folder, "gloo" if is_cpu else "nccl"
-        )
-        (compared, *_) = run_ranks(compare_saves, config.parallel.mesh, num_ranks, config)
-        is_equal = not compared.unequal and compared.has_changed
-        detail = f"unequal: {', '.join(compared.unequal)}" if compared.unequal else ""
-        if not compared.has_changed:
-            detail = "the state did not change while the save ran"
-        yield passed(name, is_equal, f"{compared.num_files} files", "equal", detail)
+    """Compare both saves of each case of one rank."""
+    for case in CASES:
+        if case.zero_stage == 0:
+            yield _result(case, context, 1, shares_gpu=False)
+
+
+@on_several_ranks("asynchronous saves of 2 ranks")
+def of_two_ranks(context: CheckContext, host: RankHost) -> Iterator[Result]:
+    """Compare both saves of each case whose state ZeRO shards over replicas."""
+    for case in CASES:
+        if case.zero_stage > 0:
+            yield _result(case, context, 2, shares_gpu=host.mps is not None)
+
+
+def _result(case: Case, context: CheckContext, num_ranks: int, *, shares_gpu: bool) -> Result:
+    folder = context.scratch / f"{case.zero_stage}_{case.params_dtype}_{case.is_offloaded}"
+    (folder / "at_once").mkdir(parents=True)
+    model, backend = (
+        (SMALL_MODEL if context.is_small else MODEL),
+        ("gloo" if context.device == "cpu" else "nccl"),
+    )
+    config = config_of(case, model, folder, backend, shares_gpu=shares_gpu)
+    (compared, *_) = run_ranks(compare_saves, config.parallel.mesh, num_ranks, config)
+    detail = f"unequal: {', '.join(compared.unequal)}" if compared.unequal else ""
+    if not compared.has_changed:
+        detail = "the state did not change while the save ran"
+    is_equal = not compared.unequal and compared.has_changed
+    return passed(f"async save, {case.name}", is_equal, f"{compared.num_files} files", "equal", detail)

@@ -77,6 +77,19 @@ STAGES = (
         (BUILD,),
     ),
     Stage(
+        5,
+        "several ranks",
+        (
+            Check("all-reduce", "several_ranks.all_reduce", 60.0),
+            Check("runs of several ranks", "several_ranks.runs", 110.0),
+            Check("resume in other layouts", "several_ranks.resumes", 70.0),
+            Check("a killed rank", "several_ranks.killed_rank", 60.0),
+            Check("verify_layout", "several_ranks.verification", 50.0),
+            Check("asynchronous saves of 2 ranks", "saves.of_two_ranks", 70.0),
+        ),
+        (BUILD,),
+    ),
+    Stage(
         8,
         "speed of larger models",
         (
@@ -107,15 +120,13 @@ STAGES = (
         (BUILD,),
     ),
     Stage(
-        5,
-        "several GPUs",
+        11,
+        "the layout table",
         (
-            Check("all-reduce", "several_gpus.all_reduce", 60.0),
-            Check("runs on 2 GPUs", "several_gpus.runs", 120.0),
-            Check("layout table", "several_gpus.layouts", 240.0),
+            Check("Triton's attention on several ranks", "layout_rows.attention_on_ranks", 120.0),
+            Check("layout table", "layout_rows.rows", 300.0),
         ),
         (BUILD,),
-        min_gpus=2,
     ),
 )
 """The first three answer the most: does the installation work, how fast is it, does Triton work."""

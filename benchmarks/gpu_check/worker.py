@@ -1,11 +1,13 @@
 """Run one check and append its results to a file.
 
-python -m benchmarks.gpu_check.worker NAME DEVICE SCRATCH FILE [small]
+python -m benchmarks.gpu_check.worker NAME CONTEXT RESULTS
 """
 
 from __future__ import annotations
 
 import importlib
+import pickle
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,10 +17,16 @@ from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.stages import STAGES
 
 
-def main(name: str, device: str, scratch: str, file: str, *options: str) -> None:
-    """Report each result when it is found, and an exception as a failure with the line that raised it."""
+def main(name: str, context_file: str, file: str) -> None:
+    """Report each result when it is found, and an exception as a failure with the line that raised it.
+
+    Args:
+        context_file: a pickled `CheckContext`.
+        file: where results go, a line of JSON for each.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end what the check has started
     check = next(check for stage in STAGES for check in (*stage.builds, *stage.checks) if check.name == name)
-    context = CheckContext(device, "small" in options, Path(scratch))
+    context: CheckContext = pickle.loads(Path(context_file).read_bytes())
     with open(file, "a", encoding="utf-8") as results:
         try:
             module, function = check.function.split(".")
