@@ -133,7 +133,7 @@ class BatchLoader:
         count = self.sequences_per_sample(consumed)
         if read is None:
             shape = len(numbers), self.samples.seq_length // self.positions.count
-            zeros = torch.zeros((), dtype=torch.int64).expand(shape)
+            zeros = torch.zeros(shape, dtype=torch.int64)  # not expanded: CUDA cannot pin such a tensor
             microbatch = Microbatch(zeros, zeros, torch.from_numpy(numbers)).in_sequences(count)
             return _on_host(microbatch, self.device).to(self.device)
         try:
