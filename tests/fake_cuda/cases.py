@@ -26,6 +26,7 @@ class Case:
         options: other fields of the config.
         num_microbatches: number of microbatches on each rank.
         waits: phases and functions in which the host waits for the device.
+        injected: name of an error in the code; see `injected.py`.
     """
 
     layout: str = "tp1"
@@ -33,6 +34,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     num_microbatches: int = 2
     waits: tuple[str, ...] = ()
+    injected: str = ""
 
     @property
     def world_size(self) -> int:
@@ -63,6 +65,8 @@ NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 TWO_LAYERS = {"num_layers": 2}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+
 HYBRID = {
     **{"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "linear_key_head_dim": 8},
     **{"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
@@ -71,6 +75,11 @@ HYBRID = {
 
 def _small(layout: str = "tp1", preset: str = "gpt-tiny", **options: Any) -> Case:
     return Case(layout, preset, TWO_LAYERS | options)
+
+
+def _deep(layout: str) -> Case:
+    """Return a case of four pipeline ranks, two of them between the first stage and the last."""
+    return Case(layout, options={"num_layers": 8}, num_microbatches=8 if "dpv" in layout else 4)
 
 
 CASES = {
@@ -136,9 +145,11 @@ CASES = {
     "experts": _small(
         "tp2+sp",
         preset="llama-tiny",
-        **{"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32},
+        **EXPERTS,
         moe_shared_expert_intermediate_size=32,
     ),
+    "experts between stages": Case("pp4", "llama-tiny", {**EXPERTS, **PACKED}, num_microbatches=4),
+    "stages in slices": Case("pp4cp2+p2p", "llama-tiny", PACKED, num_microbatches=4),
     "latent attention": _small(
         "tp2+sp",
         preset="llama-tiny",
@@ -180,11 +191,12 @@ CASES = {
     "recomputed attention": _small("tp1+selective"),
     "recomputed modules": _small("tp1+selective", recompute_modules=("layernorm", "mlp", "core_attn")),
     "recomputed activation": _small("tp1+selective", recompute_modules=("mlp_act",)),
-    "gpipe": _small("pp2gpipe"),
-    "1f1b": _small("pp2"),
-    "interleaved": Case("pp2v2"),
-    "zb-h1": _small("pp2zb"),
-    "zb-v": Case("pp2zbv"),
+    "gpipe": _deep("pp4gpipe"),
+    "1f1b": _deep("pp4"),
+    "interleaved": _deep("pp4v2"),
+    "zb-h1": _deep("pp4zb"),
+    "zb-v": _deep("pp4zbv"),
+    "dualpipev": _deep("pp4dpv"),
     "zb-v full recomputation": Case("pp2zbv+full"),
     "data parallel": _small("dp2", grad_communication_dtype="bf16"),
     "zero 1": _small("dp2+zero1"),

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from megalite.recording.nested_tensors import tensors_in
 from megalite.torch_private import EagerMode
+from tests.fake_cuda.refusals import refuse_collective, refuse_pinning, refuse_write
 
 ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten
@@ -36,6 +37,7 @@ class DeviceChecks(EagerMode):
     Attributes:
         mixed: operators with tensors of the host and of the device.
         waits: what lets the host wait for the device while `watches_waits` is set.
+        pageable: copies that must not wait, of host memory that is not pinned: CUDA waits in them.
         launches: numbers of operators on the device, by phase and name.
         phase: the phase that operators count for.
     """
@@ -50,6 +52,7 @@ class DeviceChecks(EagerMode):
         """Start the checks of other train steps."""
         self.mixed: list[str] = []
         self.waits: list[str] = []
+        self.pageable: list[str] = []
         self.watches_waits = False
         self.phase = "setup"
         self.launches: dict[str, Counter[str]] = defaultdict(Counter)
@@ -62,6 +65,7 @@ class DeviceChecks(EagerMode):
 
     def pin(self, memory: Tensor) -> None:
         """Regard host memory as pinned."""
+        refuse_pinning(memory, is_on_device=_is_on_device(memory))
         storage = memory.untyped_storage()
         self._pinned[storage._cdata] = weakref.ref(storage)
 
@@ -92,6 +96,7 @@ class DeviceChecks(EagerMode):
         if func is aten.is_pinned.default:
             return self.is_pinned(args[0])
         if func is aten._pin_memory.default:
+            refuse_pinning(args[0], is_on_device=_is_on_device(args[0]))
             pinned = torch.empty_like(args[0])
             self.pin(pinned)
             return pinned
@@ -102,7 +107,13 @@ class DeviceChecks(EagerMode):
         tensors = tensors_in((args, kwargs))
         if func in READS:
             return self._read(func, args, tensors)
-        self._check_devices(func, tensors)
+        if func.namespace == "c10d":
+            refuse_collective(
+                _name(func).removeprefix("c10d."), args, [_is_on_device(each) for each in tensors]
+            )
+        else:
+            self._check_devices(func, tensors)
+            refuse_write(func, args, kwargs)
         out = func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             self.pin(out)
@@ -144,7 +155,10 @@ class DeviceChecks(EagerMode):
         if not (is_async and is_pinned):
             kind = f"{'non-blocking' if is_async else 'blocking'} copy"
             memory = f"{'pinned' if is_pinned else 'pageable'} memory"
-            self.wait(f"{kind} with {memory} of {out.dtype} {list(out.shape)} to {out.device}")
+            what = f"{kind} with {memory} of {out.dtype} {list(out.shape)} to {out.device}"
+            self.wait(what)
+            if is_async:
+                self.pageable.append(f"{what} by {_caller()}")
 
 
 class InlineExecutor:

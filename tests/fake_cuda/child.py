@@ -36,6 +36,7 @@ class Outcome:
         error: traceback of the exception that ended it, or an empty string.
         mixed: operators with tensors of the host and of the device, in any iteration.
         waits: waits of the host before the update is queued.
+        pageable: copies without a wait, of host memory that is not pinned, in any iteration.
         misplaced: weights, gradients and state with another device or dtype than expected.
         launches: numbers of operators, by phase and name.
     """
@@ -43,6 +44,7 @@ class Outcome:
     error: str = ""
     mixed: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    pageable: list[str] = field(default_factory=list)
     misplaced: list[str] = field(default_factory=list)
     launches: dict[str, Counter[str]] = field(default_factory=dict)
 
@@ -97,17 +99,19 @@ def _serve(connection: Connection, library: Path) -> None:
 
 def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
     from megalite.distributed.topology import Topology
+    from tests.fake_cuda.injected import INJECTED
 
     checks.reset()
     outcome = Outcome()
     config = case.config()
     try:
         mesh = config.parallel.mesh
-        with Topology.fake(mesh, case.world_size, rank, "cuda:0") as topology, checks.active():
+        fake = Topology.fake(mesh, case.world_size, rank, "cuda:0")
+        with INJECTED[case.injected](), fake as topology, checks.active():
             _train(config, topology, checks, outcome)
     except Exception:
         outcome.error = traceback.format_exc()
-    outcome.mixed, outcome.waits = checks.mixed, checks.waits
+    outcome.mixed, outcome.waits, outcome.pageable = checks.mixed, checks.waits, checks.pageable
     return outcome
 
 

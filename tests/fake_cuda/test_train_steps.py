@@ -1,7 +1,8 @@
 """Train steps on fake CUDA tensors: what a machine without a GPU can say about the code that runs on one.
 
 The trainer's real code runs on tensors of a device that has shapes, dtypes and streams, but no values. The
-tests find operators that mix devices, waits of the host, and what ends on the wrong device.
+tests find what CUDA and NCCL refuse, operators that mix devices, waits of the host, and what ends on the
+wrong device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pytest
 from megalite.verify.layouts import TABLE
 from tests.fake_cuda.cases import CASES, TWO_LAYERS, WITH_OFFLOADED_STATE, Case
 from tests.fake_cuda.child import FakeGpu
+from tests.fake_cuda.refusals import OVERLAP
 
 
 def check(gpu: FakeGpu, case: Case) -> None:
@@ -22,6 +24,7 @@ def check(gpu: FakeGpu, case: Case) -> None:
         assert not outcome.mixed, "\n".join([f"rank {rank} mixes devices:", *outcome.mixed])
         waiting = {re.sub(r".* in |:\d+", "", wait) for wait in outcome.waits}
         assert waiting == set(case.waits), "\n".join([f"rank {rank} waits for the device:", *outcome.waits])
+        assert not outcome.pageable, "\n".join([f"rank {rank} copies pageable memory:", *outcome.pageable])
         assert not outcome.misplaced, "\n".join([f"rank {rank} has:", *outcome.misplaced])
         assert outcome.launches["backward"]
 
@@ -29,6 +32,28 @@ def check(gpu: FakeGpu, case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, name: str) -> None:
     check(gpu, CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("injected", "layout", "found"),
+    [
+        ("expanded tokens are pinned", "tp1", OVERLAP),
+        (
+            "tokens are copied from pageable memory",
+            "tp1",
+            "non-blocking copy with pageable memory",
+        ),
+        ("an expanded tensor is written", "dp2", OVERLAP),
+        ("transposed memory is gathered", "tp2+sp", "_allgather_base_: tensors must be contiguous"),
+        ("a gather has a part too few", "tp2+sp", "_allgather_base_: a tensor must be the world size"),
+        ("integers of 16 bits are summed", "dp2", "allreduce_: NCCL has no type for torch.int16"),
+        ("host and device are summed", "dp2", "some are on the host"),
+        ("a message has no elements", "pp2", "send: a message without elements"),
+    ],
+)
+def test_an_injected_error_is_found(gpu: FakeGpu, injected: str, layout: str, found: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(found)):
+        check(gpu, Case(layout, options=TWO_LAYERS, injected=injected))
 
 
 @pytest.mark.slow
