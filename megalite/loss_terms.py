@@ -18,6 +18,10 @@ Z_LOSS = "z_loss"
 """Name of the term of --z-loss-coeff."""
 
 
+REAL_TOKEN = "real token"
+"""Name in `LossTerm.per` of the tokens that are not padding."""
+
+
 def later_token(ahead: int) -> str:
     """Return the name in `LossTerm.per` of the tokens whose label so many positions later has a loss."""
     return f"later-{ahead} token"
@@ -28,7 +32,8 @@ class LossTerm(NamedTuple):
 
     Attributes:
         total: sum over the microbatch, a scalar.
-        per: the units: "token" for the tokens that have a loss, "sample" for samples, or `later_token`.
+        per: the units: "token" for the tokens that have a loss, "sample" for samples, `REAL_TOKEN` or
+            `later_token`.
         scale: weight of the term in the loss.
     """
 

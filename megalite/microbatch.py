@@ -51,6 +51,7 @@ class Microbatch:
         document_ids: int64 ``[b, S]``, equal within a document; None if attention crosses documents. Padding
             is a document of its own. They stay complete, because a query may see keys of other ranks.
         loss_mask: bool, shaped like `labels`, False for tokens without a loss; None if all tokens have one.
+        is_real: bool ``[b, s]``, False for padding; None without padding.
         label_positions: int64 ``[b, k]``, which of the s tokens to predict; None for all.
         token_types: int64 ``[b, s]``, 0 in the first segment of a sample and 1 in the second; None if the
             model has no token types.
@@ -71,6 +72,7 @@ class Microbatch:
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     loss_mask: Tensor | None = None
+    is_real: Tensor | None = None
     label_positions: Tensor | None = None
     token_types: Tensor | None = None
     order_labels: Tensor | None = None
@@ -101,7 +103,7 @@ class Microbatch:
         if count == 1:
             return self
         s = self.tokens.shape[1]
-        names = ["tokens", "labels", "document_ids", "loss_mask"]
+        names = ["tokens", "labels", "document_ids", "loss_mask", "is_real"]
         cut = {name: x.reshape(-1, s // count) for name in names if (x := getattr(self, name)) is not None}
         if self.position_ids is not None:  # of documents, which begin again with a sequence
             positions = self.position_ids.reshape(-1, s // count)
@@ -152,7 +154,8 @@ class Microbatch:
 
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""
-        names = ["tokens", "position_ids", "token_types", "later_tokens", "later_labels", "later_mask"]
+        names = ["tokens", "position_ids", "is_real", "token_types"]
+        names += ["later_tokens", "later_labels", "later_mask"]
         if self.label_positions is None:
             names += ["labels", "loss_mask"]
         return {name: x for name in names if (x := getattr(self, name)) is not None}

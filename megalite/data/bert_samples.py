@@ -103,6 +103,7 @@ class BertSamples:
             sample_numbers,
             document_ids=is_padding.long(),
             loss_mask=has_loss,
+            is_real=~is_padding,
             label_positions=positions,
             token_types=token_types,
             order_labels=text[:, -1].contiguous(),

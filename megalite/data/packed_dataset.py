@@ -75,7 +75,7 @@ def sequences_row(
     """Place sequences one after the other into a sample, int64 ``[4 S]``.
 
     The four parts are inputs, labels, whether a label has a loss, and the sequence's number in the sample.
-    The padding at the end is a document of its own, and has no loss.
+    The padding at the end is a document of its own, with -1 in the place of the loss.
 
     Args:
         sequences: tokens of each, and which of them have a loss.
@@ -86,7 +86,7 @@ def sequences_row(
         end = begin + len(tokens) - 1
         row[:, begin:end] = tokens[:-1], tokens[1:], has_loss[1:], np.full(end - begin, number)
         begin = end
-    row[-1, begin:] = len(sequences)
+    row[2:, begin:] = [-1], [len(sequences)]
     return row.reshape(-1)
 
 

@@ -30,9 +30,14 @@ from megalite.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Packs conversations or documents into samples, or gives each a sample of its own."""
+    """Packs conversations or documents into samples, or gives each a sample of its own.
+
+    Attributes:
+        marks_padding: every stage must know the padding, because its layers have experts.
+    """
 
     options: PackingOptions
+    marks_padding: bool = False
 
     are_masked = False  # --sft counts tokens while the batch runs
     are_of_documents = True
@@ -40,8 +45,8 @@ class PackedSamples:
 
     @property
     def on_every_stage(self) -> bool:
-        """Return whether the layers must know the documents."""
-        return self.options.packs
+        """Return whether the layers must know the documents or the padding."""
+        return self.options.packs or self.marks_padding
 
     @property
     def seq_length(self) -> int:
@@ -85,10 +90,11 @@ class PackedSamples:
         """
         fields = rows.view(len(rows), NUM_FIELDS, -1).unbind(1)
         tokens, labels, has_loss, documents = (field.contiguous() for field in fields)
+        mask, is_real = has_loss > 0, has_loss >= 0
         if not self.options.packs:
-            return Microbatch(tokens, labels, sample_numbers, loss_mask=has_loss.bool())
+            return Microbatch(tokens, labels, sample_numbers, loss_mask=mask, is_real=is_real)
         positions = torch.arange(self.seq_length) - document_starts(documents)
-        return Microbatch(tokens, labels, sample_numbers, positions, documents, has_loss.bool())
+        return Microbatch(tokens, labels, sample_numbers, positions, documents, mask, is_real)
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         return microbatch

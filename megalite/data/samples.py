@@ -144,10 +144,11 @@ class FieldSamples:
     """Reads samples of your own dataset, which returns a `Microbatch`'s fields by name.
 
     A sample is a mapping of each field to an int64 or bool array ``[s]``. With a loss mask the loss is the
-    mean over the tokens of the whole global batch that have a loss.
+    mean over the tokens of the whole global batch that have a loss. Routers of experts ignore tokens that are
+    padding: those with False in `is_real`.
 
     Args:
-        fields: fields of each sample: tokens and labels, and optionally loss_mask and position_ids.
+        fields: fields of each sample: tokens and labels, and optionally loss_mask, position_ids and is_real.
 
     Raises:
         UserError: there are no such fields.
@@ -161,11 +162,11 @@ class FieldSamples:
     are_whole_documents = False
 
     def __post_init__(self) -> None:
-        needed, allowed = {"tokens", "labels"}, {"tokens", "labels", "loss_mask", "position_ids"}
-        if not needed <= set(self.fields) <= allowed:
+        needed = {"tokens", "labels"}
+        if not needed <= set(self.fields) <= needed | {"loss_mask", "position_ids", "is_real"}:
             raise UserError(
                 f"a sample's fields are {', '.join(self.fields)}: it needs tokens and labels, and may have "
-                "loss_mask and position_ids"
+                "loss_mask, position_ids and is_real"
             )
 
     @property
@@ -196,6 +197,8 @@ class FieldSamples:
         stacked: dict[str, Any] = {
             name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields
         }
+        if "is_real" in stacked:
+            stacked["is_real"] = stacked["is_real"].bool()
         return Microbatch(sample_numbers=torch.from_numpy(numbers), **stacked)
 
     def marked(self, microbatch: Microbatch) -> Microbatch:

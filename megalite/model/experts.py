@@ -22,14 +22,15 @@ from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import fill_normal_, site_key
-from megalite.loss_terms import LossTerm, Terms
+from megalite.loss_terms import REAL_TOKEN, LossTerm, Terms
 from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.model.block import BlockOutput
-from megalite.model.expert_capacity import capacity_of, within_capacity
+from megalite.model.expert_capacity import within_capacity
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
+from megalite.model.positions import PositionInfo
 from megalite.model.routing_record import ChoiceObserver
 from megalite.model.routing_statistics import RoutingStatistics
 from megalite.model.shared_expert import SharedExpert
@@ -114,13 +115,22 @@ class Router(nn.Module):
         """Return whether `ExpertBalance` changes a buffer of this router after an update."""
         return self.expert_bias is not None or self.expert_loads is not None
 
-    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel.
+
+        Padding goes to experts too, but counts nowhere: neither in the terms of the loss, nor in the experts'
+        loads and capacities, nor in statistics.
 
         Args:
             sample_numbers: numbers of the samples in the run. Only a router whose choices depend neither on
                 positions nor on random numbers needs none.
+            is_real: bool ``[s, b]``, False for padding, of all tokens that the rank holds before sequence
+                parallelism cuts them; None without padding.
         """
+        if is_real is not None:
+            is_real = is_real[self.context.own_tokens(len(x))]
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(wide)
         logits = F.linear(self._jittered(x.to(wide), sample_numbers), self.weight.to(wide), bias)  # [s, b, e]
@@ -129,16 +139,16 @@ class Router(nn.Module):
         ranking = partial(self._ranking, logits.detach(), scores.detach(), sample_numbers)
         experts, is_first = choose(lambda: self._select(ranking(), sample_numbers))
         if is_first and torch.is_grad_enabled():
-            self._count(experts, scores.detach())
-        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, experts)
-        kept = self._kept(experts, weights.detach(), sample_numbers)
+            self._count(experts, scores.detach(), is_real)
+        weights, terms = self._weights(logits, scores, experts), self._terms(logits, scores, experts, is_real)
+        kept = self._kept(experts, weights.detach(), sample_numbers, is_real)
         return Routing(weights.to(x.dtype), kept, terms)
 
     def _weights(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
         """Return the weights ``[s, b, k]`` of the selected experts."""
         if self.config.moe_router_score_function != "softmax":
             selected = scores.gather(-1, experts)
-            weights = selected / selected.sum(-1, keepdim=True) if self.topk > 1 else selected
+            weights = shares_of(selected) if self.topk > 1 else selected
         elif self.config.moe_router_pre_softmax:
             weights = scores.gather(-1, experts)
         else:
@@ -146,17 +156,18 @@ class Router(nn.Module):
         factor = self.config.moe_router_topk_scaling_factor
         return weights if factor == 1.0 else weights * factor
 
-    def _terms(self, logits: Tensor, scores: Tensor, experts: Tensor) -> Terms:
-        """Return the terms of the loss by name."""
+    def _terms(self, logits: Tensor, scores: Tensor, experts: Tensor, is_real: Tensor | None) -> Terms:
+        """Return the terms of the loss by name: means over all tokens but padding."""
         terms = {}
         if BALANCE_LOSS in self.term_names:
             is_softmax = self.config.moe_router_score_function == "softmax"
-            shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
-            balance = self._balance_loss(shares, experts)
-            terms[BALANCE_LOSS] = LossTerm(balance, scale=self.config.moe_aux_loss_coeff)
+            balance = self._balance_loss(scores if is_softmax else shares_of(scores), experts, is_real)
+            terms[BALANCE_LOSS] = LossTerm(balance, REAL_TOKEN, self.config.moe_aux_loss_coeff)
         if ROUTER_Z_LOSS in self.term_names:
-            total = self._over_tokens(logits.logsumexp(-1).square().sum())
-            terms[ROUTER_Z_LOSS] = LossTerm(total, scale=self.config.moe_z_loss_coeff)
+            squares = logits.logsumexp(-1).square()  # [s, b]
+            squares = squares if is_real is None else squares.where(is_real, 0.0)
+            total = self._over_tokens(squares.sum())
+            terms[ROUTER_Z_LOSS] = LossTerm(total, REAL_TOKEN, self.config.moe_z_loss_coeff)
         return terms
 
     def _jittered(self, x: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
@@ -165,15 +176,22 @@ class Router(nn.Module):
         jittered: Tensor = self.jitter(x, _required(sample_numbers))
         return jittered
 
-    def _kept(self, experts: Tensor, weights: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
+    def _kept(
+        self,
+        experts: Tensor,
+        weights: Tensor,
+        sample_numbers: SampleNumbers | None,
+        is_real: Tensor | None,
+    ) -> Tensor:
         """Replace the experts ``[s, b, k]`` that drop the token by e. Evaluation and generation drop none."""
         factor = self.config.moe_expert_capacity_factor
         if factor is None or not self.training:
             return experts
+        experts = self._of_real(experts, is_real)
         positions = self.context.positions_of(experts, _required(sample_numbers))
         kept, is_first = choose(lambda: self._within_capacity(experts, weights, positions, factor))
         if is_first and self.statistics is not None and torch.is_grad_enabled():
-            self.statistics.num_dropped += (kept == self.num_experts).sum()
+            self.statistics.num_dropped += (kept != experts).sum()
         return kept
 
     def _within_capacity(self, experts: Tensor, weights: Tensor, positions: Tensor, factor: float) -> Tensor:
@@ -187,9 +205,12 @@ class Router(nn.Module):
             whole, priorities = whole.gather(0, order), priorities.gather(0, order)
         if self.config.moe_token_drop_policy == "position":
             priorities = torch.zeros_like(priorities)
-        capacity = capacity_of(len(whole), self.topk, self.num_experts, factor)
-        is_kept = within_capacity(whole, priorities, self.num_experts, capacity)
+        is_kept = within_capacity(whole, priorities, self.num_experts, factor)
         return experts.masked_fill(~is_kept.gather(0, positions), self.num_experts)
+
+    def _of_real(self, experts: Tensor, is_real: Tensor | None) -> Tensor:
+        """Replace the experts ``[s, b, k]`` of padding by e."""
+        return experts if is_real is None else experts.masked_fill(~is_real.unsqueeze(-1), self.num_experts)
 
     def _select(self, ranking: Tensor, sample_numbers: SampleNumbers | None) -> Tensor:
         """Return the experts of the tokens, ``[s, b, k]``."""
@@ -233,8 +254,8 @@ class Router(nn.Module):
             of_groups.append(scores.expand(-1, len(numbers), -1))
         return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
 
-    def _balance_loss(self, shares: Tensor, experts: Tensor) -> Tensor:
-        """Return the balance loss, summed over the microbatch's tokens.
+    def _balance_loss(self, shares: Tensor, experts: Tensor, is_real: Tensor | None) -> Tensor:
+        """Return the balance loss, summed over the microbatch's tokens but padding.
 
         It is ``e sum_i f_i p_i``: f_i is the part of the choices that expert i has, and p_i the mean of the
         router's share for it (Fedus et al. 2022). It is 1 if all experts are used alike, and at most e.
@@ -247,38 +268,49 @@ class Router(nn.Module):
             shares: ``[s, b, e]``, which add up to 1 over the experts.
             experts: ``[s, b, k]``.
         """
+        if is_real is not None:
+            shares = shares.where(is_real.unsqueeze(-1), 0.0)
         if self.expert_loads is not None:
             return self._over_tokens((shares * self.expert_loads).sum() * self.num_experts)
-        selected = experts.transpose(0, 1).flatten(1)  # [b, s k]
+        selected = self._of_real(experts, is_real).transpose(0, 1).flatten(1)  # [b, s k]
         counts, sums = self._counts(selected).to(shares.dtype), shares.sum(0)  # [b, e]
         if self.config.moe_router_load_balancing_type == "aux_loss":
             counts, sums = counts.sum(0, keepdim=True), sums.sum(0, keepdim=True)  # [1, e]
         axes = self.context.sequence_axes
         if axes:
             all_reduce(counts, self.context.topology.model.over(*axes), of="the rows of each expert")
-        num_rows = counts.sum(1, keepdim=True)
+        num_rows = counts.sum(1, keepdim=True).clamp_min(1.0)  # a sample may be padding only
         return self._over_tokens((sums * counts / num_rows).sum() * self.num_experts)
 
-    def _count(self, experts: Tensor, scores: Tensor) -> None:
+    def _count(self, experts: Tensor, scores: Tensor, is_real: Tensor | None) -> None:
         """Count the tokens of a microbatch, for `ExpertBalance` and for the log."""
         if not self.is_adjusted and self.statistics is None:
             return
-        counts = self._counts(experts.flatten())
+        counts = self._counts(self._of_real(experts, is_real).flatten())
         if self.is_adjusted and not self.config.moe_router_force_load_balancing:
             self.num_tokens += counts
         if self.statistics is not None:
-            self.statistics.add(counts, scores)
+            self.statistics.add(counts, shares_of(scores), is_real)
 
     def _counts(self, experts: Tensor) -> Tensor:
         """Return how often each expert occurs in the last dim, ``[..., e]``."""
-        counts = experts.new_zeros(*experts.shape[:-1], self.num_experts)
-        return counts.scatter_add_(-1, experts, torch.ones_like(experts))
+        counts = experts.new_zeros(*experts.shape[:-1], self.num_experts + 1)  # the last is e, for no expert
+        return counts.scatter_add_(-1, experts, torch.ones_like(experts))[..., :-1]
 
     def _over_tokens(self, total: Tensor) -> Tensor:
         """Sum a total of the rank's hidden states over all of its tokens, which tp can cut."""
         if not self.context.sequence_parallel:
             return total
         return reduce_from_tensor_parallel(total, self.context.tp)
+
+
+def shares_of(scores: Tensor) -> Tensor:
+    """Divide scores, which are not negative, by their sum in the last dim.
+
+    In fp32 a sigmoid below about -88 is 0, and so may all scores be: their shares are 0. Megatron-LM and
+    transformers add the same number.
+    """
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
 def _required(samples: SampleNumbers | None) -> SampleNumbers:
@@ -369,19 +401,27 @@ class MixtureOfExperts(nn.Module):
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared = SharedExpert(config, context) if has_shared else None
 
-    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> BlockOutput:
+    def forward(
+        self,
+        x: Tensor,
+        sample_numbers: SampleNumbers | None = None,
+        positions: PositionInfo | None = None,
+    ) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
             sample_numbers: ``[b]``; see `Router.forward`.
+            positions: say which tokens are padding.
         """
-        y, terms = self.transform(x, sample_numbers)
+        y, terms = self.transform(x, sample_numbers, None if positions is None else positions.is_real)
         return BlockOutput(y, None if self.shared is None else self.shared.down.bias, terms)
 
     @eager_point
-    def transform(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> tuple[Tensor, Terms]:
+    def transform(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
-        return self.compute_experts(x, self.router(x, sample_numbers))
+        return self.compute_experts(x, self.router(x, sample_numbers, is_real))
 
     def compute_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Terms]:
         """Map ``[s, b, h]`` to the weighted sum of each token's experts."""

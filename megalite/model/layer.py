@@ -79,7 +79,7 @@ class TransformerLayer(nn.Module):
 
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(total)  # on a GPU one kernel computes the sum and its norm
-        y, bias, terms, _ = self.mlp(normed, sample_numbers)
+        y, bias, terms, _ = self.mlp(normed, sample_numbers, positions)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers)), terms, shared
         )
@@ -98,7 +98,7 @@ class PostNormLayer(TransformerLayer):
         x = self.attention_norm(self.attention_output_dropout.add_to(x, y, bias, sample_numbers))
 
         # x = norm(x + dropout(mlp(x) + bias))
-        y, bias, terms, _ = self.mlp(x, sample_numbers)
+        y, bias, terms, _ = self.mlp(x, sample_numbers, positions)
         normed: Tensor = self.mlp_norm(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
         return WithTerms.if_any(self.output_scale(normed), terms, shared)
 
@@ -117,7 +117,7 @@ class OutputNormLayer(TransformerLayer):
         x = self.attention_output_dropout.add_to(x, normed, None, sample_numbers)
 
         # x = x + dropout(norm(mlp(x) + bias))
-        y, bias, terms, _ = self.mlp(x, sample_numbers)
+        y, bias, terms, _ = self.mlp(x, sample_numbers, positions)
         normed = self.mlp_norm(y if bias is None else y + bias)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(x, normed, None, sample_numbers)), terms, shared
@@ -152,13 +152,15 @@ class SandwichNormLayer(TransformerLayer):
 
         # x = x + dropout(norm(mlp(norm(x)) + bias))
         normed, x = self.mlp_norm(total)
-        y, terms = self.feed_forward(x, normed, sample_numbers)
+        y, terms = self.feed_forward(x, normed, sample_numbers, positions)
         y = self.mlp_output_norm(y)
         return self.mlp_output_dropout.add_to(x, y, None, sample_numbers), terms, shared
 
-    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers) -> tuple[Tensor, Terms]:
+    def feed_forward(
+        self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo
+    ) -> tuple[Tensor, Terms]:
         """Return mlp(normed) + bias, ``[s, b, h]``, of the residual stream x and its norm."""
-        y, bias, terms, _ = self.mlp(normed, sample_numbers)
+        y, bias, terms, _ = self.mlp(normed, sample_numbers, positions)
         return y if bias is None else y + bias, terms
 
 
@@ -170,10 +172,12 @@ class ExpertsBesideMLPLayer(SandwichNormLayer):
         self.mlp_own_norm = build_norm(config, context)
         self.experts = NormedExperts(config, context, layer)
 
-    def feed_forward(self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers) -> tuple[Tensor, Terms]:
+    def feed_forward(
+        self, x: Tensor, normed: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo
+    ) -> tuple[Tensor, Terms]:
         """Return norm(mlp(normed) + bias) + experts(x), ``[s, b, h]``, of the stream x and its norm."""
-        of_mlp, _ = super().feed_forward(x, normed, sample_numbers)
-        of_experts, _, terms, _ = self.experts(x, sample_numbers)
+        of_mlp, _ = super().feed_forward(x, normed, sample_numbers, positions)
+        of_experts, _, terms, _ = self.experts(x, sample_numbers, positions)
         return self.mlp_own_norm(of_mlp) + of_experts, terms
 
 
@@ -215,7 +219,7 @@ class ParallelLayer(TransformerLayer):
         of_attention, of_mlp, x = self.normed(x)
         y, bias, _, shared = self.mixer(of_attention, sample_numbers, positions, *keys)
         total = self.attention_output_dropout.add_to(x, y, bias, sample_numbers)
-        y, bias, terms, _ = self.mlp(of_mlp, sample_numbers)
+        y, bias, terms, _ = self.mlp(of_mlp, sample_numbers, positions)
         return WithTerms.if_any(
             self.output_scale(self.mlp_output_dropout.add_to(total, y, bias, sample_numbers)), terms, shared
         )
@@ -277,7 +281,7 @@ class MLPLayer(TransformerLayer):
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""
         # x = x + dropout(mlp(norm(x)) + bias)
         normed, x = self.mlp_norm(x)
-        y, bias, terms, shared = self.mlp(normed, sample_numbers)
+        y, bias, terms, shared = self.mlp(normed, sample_numbers, positions)
         x = self.output_scale(self.mlp_output_dropout.add_to(x, y, bias, sample_numbers))
         return WithTerms.if_any(x, terms, shared)
 

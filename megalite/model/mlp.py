@@ -17,6 +17,7 @@ from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.microbatch import SampleNumbers
 from megalite.model.block import BlockOutput
+from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.linear import (
     Activated,
     ColumnParallelLinear,
@@ -131,11 +132,17 @@ class MLP(nn.Module):
             width_ratio=config.width_ratio,
         )
 
-    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> BlockOutput:
+    def forward(
+        self,
+        x: Tensor,
+        sample_numbers: SampleNumbers | None = None,
+        positions: PositionInfo | None = None,
+    ) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel.
 
         Args:
             sample_numbers: experts in the place of an MLP use them.
+            positions: likewise.
         """
         return BlockOutput(self.transform(x), self.down.bias)
 

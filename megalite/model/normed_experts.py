@@ -31,9 +31,11 @@ class NormedRouter(Router):
         self.scale = new_parameter(ParameterSpec((config.hidden_size,), mean=1.0, decay=False), context)
         self.expert_scale = new_parameter(ParameterSpec((self.num_experts,), mean=1.0, decay=False), context)
 
-    def forward(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> Routing:
         """Route the rank's tokens ``[s, b, h]``, ``[s/tp, b, h]`` if sequence parallel."""
-        routing = super().forward(self.norm(x) * self.scale * x.shape[-1] ** -0.5, sample_numbers)
+        routing = super().forward(self.norm(x) * self.scale * x.shape[-1] ** -0.5, sample_numbers, is_real)
         experts = routing.experts.clamp_max(self.num_experts - 1)  # e is not an expert: it drops the token
         scales = F.embedding(experts, self.expert_scale.unsqueeze(1)).squeeze(-1)  # [s, b, k]
         return routing._replace(weights=routing.weights * scales)
@@ -48,7 +50,9 @@ class NormedExperts(MixtureOfExperts):
         self.output_norm = build_norm(config, context)
 
     @eager_point
-    def transform(self, x: Tensor, sample_numbers: SampleNumbers | None = None) -> tuple[Tensor, Terms]:
+    def transform(
+        self, x: Tensor, sample_numbers: SampleNumbers | None = None, is_real: Tensor | None = None
+    ) -> tuple[Tensor, Terms]:
         """Compute `forward`."""
-        y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers))
+        y, terms = self.compute_experts(self.input_norm(x), self.router(x, sample_numbers, is_real))
         return self.output_norm(y), terms

@@ -43,6 +43,7 @@ class PositionInfo(NamedTuple):
             ranks, those of one rank after those of another; None if they are the same in all samples.
         is_replicated: whether each context-parallel rank has all of the tokens, instead of its slices, as all
             have in generation after the prompt.
+        is_real: bool ``[s, b]``, for routers of experts: False for padding. None without padding.
     """
 
     visible: dict[int | None, VisibleKeys]
@@ -51,6 +52,7 @@ class PositionInfo(NamedTuple):
     document_starts: Tensor | None = None
     rank_order: Tensor | None = None
     is_replicated: bool = False
+    is_real: Tensor | None = None
 
     def angles_of(self, own_rotary: bool) -> Angles | None:
         """Return the angles of layers of a kind; None for positions within the sample, or without rope."""

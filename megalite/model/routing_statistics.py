@@ -23,14 +23,15 @@ class RoutingStatistics:
         self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.entropy = torch.zeros((), dtype=torch.float64, device=device)
 
-    def add(self, counts: Tensor, scores: Tensor) -> None:
+    def add(self, counts: Tensor, shares: Tensor, is_real: Tensor | None) -> None:
         """Add a microbatch.
 
         Args:
-            counts: number of tokens of each expert, ``[e]``.
-            scores: of the tokens' experts, ``[..., e]``, not negative; divided by their sums they are the
-                probabilities.
+            counts: number of tokens of each expert, ``[e]``, without padding.
+            shares: the tokens' probabilities of experts, ``[s, b, e]``.
+            is_real: bool ``[s, b]``, False for padding; None without padding.
         """
         self.num_tokens += counts
-        shares = scores / scores.sum(-1, keepdim=True)
-        self.entropy += torch.special.entr(shares).sum(dtype=torch.float64)
+        entropies = torch.special.entr(shares)
+        entropies = entropies if is_real is None else entropies.where(is_real.unsqueeze(-1), 0.0)
+        self.entropy += entropies.sum(dtype=torch.float64)

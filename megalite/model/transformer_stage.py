@@ -131,7 +131,10 @@ class TransformerStage(Stage):
 
     def layer_inputs(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """Return the keys of the layers' dropouts, and the tokens' positions."""
-        return microbatch.samples, self.core.position_info(microbatch)
+        positions = self.core.position_info(microbatch)
+        if microbatch.is_real is not None and self.config.has_experts:
+            positions = positions._replace(is_real=microbatch.is_real.t())
+        return microbatch.samples, positions
 
     def all_layers(self) -> Iterator[nn.Module]:
         """Yield the layers, also those of multi-token prediction."""

@@ -9,6 +9,8 @@ import torch
 from megalite.data.batch_loader import BatchLoader
 from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
+from megalite.model.experts import names_of_terms
+from megalite.model.multi_token_prediction import mtp_loss_names
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.model_chunks import hidden_shape
@@ -42,7 +44,7 @@ class Evaluator:
         """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
 
         A term's mean is over all tokens that have a loss, or over all samples. A module of multi-token
-        prediction has the mean of its batches' means, weighted by these tokens. An error that `before_batch`
+        prediction and a term of routers have the mean of their batches' means. An error that `before_batch`
         raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology
@@ -66,15 +68,21 @@ class Evaluator:
                     return masks.counted(loader(consumed, index))
 
                 load, divisors = self.batches.open(
-                    read, self.num_microbatches, self.global_batch_size, config.model.seq_length
+                    read,
+                    self.num_microbatches,
+                    self.global_batch_size,
+                    config.model.seq_length,
+                    counts_afterwards=config.data.masks_loss,
                 )
                 shape = hidden_shape(config, config.model.seq_length)
                 losses = self.pipeline.evaluate(self.num_microbatches, load, shape, divisors=divisors)
                 total += global_losses(losses, names, topology)
+        means = dict(zip(names, (topology.to_host(total) / self.num_batches).tolist(), strict=True))
         if config.data.masks_loss:
-            total *= masks.token_ratio(topology)
-        means = (topology.to_host(total) / self.num_batches).tolist()
-        return dict(zip(names, means, strict=True))
+            ratio = topology.to_host(masks.token_ratio(topology)).item()
+            others = {*names_of_terms(config.model), *mtp_loss_names(config.model)}
+            means = {name: mean if name in others else mean * ratio for name, mean in means.items()}
+        return means
 
     def first_sample(self, split: str, iteration: int) -> int:
         """Return the first sample of the evaluation after an iteration.

@@ -142,7 +142,8 @@ def packed_samples(config: Config) -> PackedSamples:
             packs=data.sft_packing or data.packs_documents,
             long=data.sft_long_conversations if data.sft else "split",
             only_answers=data.sft,
-        )
+        ),
+        marks_padding=model.has_experts,
     )
 
 

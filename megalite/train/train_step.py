@@ -15,8 +15,9 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
-from megalite.loss_terms import later_token
+from megalite.loss_terms import REAL_TOKEN, later_token
 from megalite.microbatch import Microbatch
+from megalite.model.experts import names_of_terms
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
 from megalite.tensor_parallel.fp8 import Fp8Weights
@@ -98,7 +99,6 @@ class TrainStep:
         self.check = AnomalyCheck(run.config.training)
         self.batches = GlobalBatches(run)
         self.loss_names = loss_names
-        self.masks_loss = run.config.data.masks_loss
 
     def __call__(self, progress: TrainingProgress) -> StepResult:
         """Run the iteration that follows `progress`."""
@@ -163,7 +163,7 @@ class TrainStep:
                 divisors=divisors,
                 loss_scale=self.optimizer.scaler.scale,
             )
-        ratio = masks.token_ratio(self.topology) if self.masks_loss else None
+        ratio = masks.token_ratio(self.topology) if self.batches.counts_afterwards else None
         means = global_losses(losses, self.loss_names, self.topology, ratio)
         return means, self.optimizer.finish_gradients(ratio)
 
@@ -195,46 +195,75 @@ class TrainStep:
 
 
 class GlobalBatches:
-    """Computes the divisors of a global batch's losses before its first microbatch runs."""
+    """Computes the divisors of a global batch's losses before its first microbatch runs.
+
+    Attributes:
+        counts_afterwards: tokens with a loss are counted while the batch runs, and `LossMasks.token_ratio`
+            then corrects loss and gradients as a whole.
+    """
 
     def __init__(self, run: RunContext) -> None:
         self._topology = run.topology
-        self._are_masked = run.samples.are_masked
-        self._counts_afterwards = run.config.data.masks_loss
         self._num_later = run.config.model.mtp_num_layers
+        self._has_masks = run.config.data.masks_loss or run.samples.are_masked
         self._reads_all = reads_whole_batches(run)
+        self.counts_afterwards = run.config.data.masks_loss and not self._reads_all
 
     def open(
-        self, read: Callable[[int], Microbatch], num_microbatches: int, num_sequences: int, seq_length: int
+        self,
+        read: Callable[[int], Microbatch],
+        num_microbatches: int,
+        num_sequences: int,
+        seq_length: int,
+        *,
+        counts_afterwards: bool | None = None,
     ) -> tuple[Callable[[int], Microbatch], dict[str, float | Tensor]]:
         """Return a function that loads a microbatch by its index, and the divisors by `LossTerm.per`.
 
-        Masked predictions are counted over all ranks with a loss, so the batch is loaded here; this is a
-        collective. Otherwise all tokens count. If the tokens with a loss are counted after backward, it
-        corrects the whole gradient: there is no divisor for samples.
+        Where a term is a mean over something else than the tokens with a loss, masks are counted before, over
+        all ranks with a loss: the batch is loaded here, and this is a collective. A stage that reads no
+        samples has only the divisors of the terms that it can have.
 
         Args:
             read: reads a microbatch by its index; called once for each.
             num_microbatches: number of microbatches of this rank.
             num_sequences: number of sequences of the global batch.
             seq_length: tokens of each.
+            counts_afterwards: divide the sum over the tokens with a loss by the number of all tokens; by
+                default as the attribute says.
         """
         batch = [read(index) for index in range(num_microbatches)] if self._reads_all else []
-        of_later = self._of_later_tokens(batch, num_sequences, seq_length) if self._num_later else {}
-        divisors = self._divisors(batch, num_sequences, seq_length)
-        return batch.__getitem__ if batch else read, divisors | of_later
+        afterwards = self.counts_afterwards if counts_afterwards is None else counts_afterwards
+        divisors = self._divisors(batch, num_sequences, seq_length, afterwards)
+        if self._num_later:
+            divisors |= self._of_later_tokens(batch, num_sequences, seq_length)
+        return batch.__getitem__ if batch else read, divisors
 
     def _divisors(
-        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
+        self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int, counts_afterwards: bool
     ) -> dict[str, float | Tensor]:
-        """Return the numbers of tokens with a loss and of sequences."""
-        if not self._are_masked:
-            divisors: dict[str, float | Tensor] = {"token": num_sequences * seq_length}
-            return divisors if self._counts_afterwards else divisors | {"sample": num_sequences}
-        masks = [microbatch.loss_mask for microbatch in batch]
-        num_masked = torch.stack([mask.sum() for mask in masks if mask is not None]).sum().double()
-        all_reduce(num_masked, self._topology.loss_ranks, of="the number of masked tokens")
-        return {"token": num_masked.clamp_min(1.0), "sample": torch.full_like(num_masked, num_sequences)}
+        """Return the numbers of tokens with a loss, of tokens that are not padding, and of sequences."""
+        num_tokens = num_sequences * seq_length
+        if counts_afterwards and not batch:  # the correction is of the whole gradient
+            return {"token": num_tokens}
+        divisors: dict[str, float | Tensor] = {
+            "token": num_tokens,
+            REAL_TOKEN: num_tokens,
+            "sample": num_sequences,
+        }
+        if self._has_masks and not counts_afterwards:
+            del divisors["token"]  # a stage without masks has no loss
+            divisors |= self._count("token", [each.loss_mask for each in batch])
+        return divisors | self._count(REAL_TOKEN, [each.is_real for each in batch])
+
+    def _count(self, name: str, masks: Sequence[Tensor | None]) -> dict[str, float | Tensor]:
+        """Return the number of marked tokens by its name; nothing if this stage has no masks."""
+        marked = [mask.sum() for mask in masks if mask is not None]
+        if not marked:
+            return {}
+        total = torch.stack(marked).sum().double()
+        all_reduce(total, self._topology.loss_ranks, of=f"the number of {name}s")
+        return {name: total.clamp_min(1.0)}
 
     def _of_later_tokens(
         self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
@@ -252,26 +281,23 @@ class GlobalBatches:
             return {}  # a stage without a loss, which reads no samples
         counts = torch.stack([mask.sum((0, 2)) for mask in masks]).sum(0).double()
         all_reduce(counts, self._topology.loss_ranks, of="the numbers of later tokens")
-        divisors = counts.clamp_min(1.0)
-        if self._counts_afterwards:  # `LossMasks.token_ratio` multiplies these terms too
-            own = [microbatch.loss_mask.sum() for microbatch in batch if microbatch.loss_mask is not None]
-            num_with_loss = torch.stack(own).sum().double()
-            all_reduce(num_with_loss, self._topology.loss_ranks, of="the number of tokens with a loss")
-            divisors = divisors * (num_sequences * seq_length) / num_with_loss.clamp_min(1.0)
-        return dict(zip(names, divisors.unbind(), strict=True))
+        return dict(zip(names, counts.clamp_min(1.0).unbind(), strict=True))
 
 
 def reads_whole_batches(run: RunContext) -> bool:
     """Return whether a global batch is read whole before it runs, because it must be counted."""
-    counts_later_tokens = run.config.data.masks_loss or run.config.data.masks_attention
-    return run.samples.are_masked or (run.config.model.mtp_num_layers > 0 and counts_later_tokens)
+    model, data = run.config.model, run.config.data
+    counts_later_tokens = model.mtp_num_layers > 0 and (data.masks_loss or data.masks_attention)
+    counts_real_tokens = data.masks_loss and bool(names_of_terms(model))
+    return run.samples.are_masked or counts_later_tokens or counts_real_tokens
 
 
 class LossMasks:
     """Counts the tokens that have a loss in the microbatches of one or several global batches.
 
     A microbatch's loss is divided by the number of all tokens in its global batch, before any rank knows how
-    many of them have a loss. Multiplying loss and gradients by `token_ratio` corrects the divisor.
+    many of them have a loss. Multiplying its mean over these, and its gradients, by `token_ratio` corrects
+    the divisor.
     """
 
     def __init__(self) -> None:
@@ -311,7 +337,7 @@ def global_losses(
     Args:
         losses: this rank's terms by name, already divided by the number of units of the global batch.
         names: names of all terms, on any stage.
-        token_ratio: factor on the sum; see `LossMasks`.
+        token_ratio: factor on the sum, a scalar or ``[names]``; see `LossMasks`.
 
     Returns:
         fp64 ``[names]`` on the device, not yet synchronized with the host.

@@ -751,8 +751,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda self, over: original(self, over) and not (
              "ep" in self.cut_over and over.factorings["experts"].axes["ep"].rank > 0), "experts"),
         ("the balance loss is that of a microbatch", "mbs1", experts.Router, "_balance_loss",
-         before(lambda self, shares, selected: (
-             self, shares.flatten(0, 1).unsqueeze(1), selected.flatten(0, 1).unsqueeze(1))), "experts"),
+         before(lambda self, shares, selected, is_real: (
+             self, shares.flatten(0, 1).unsqueeze(1), selected.flatten(0, 1).unsqueeze(1), is_real)),
+         "experts"),
         ("a router counts the rows of its slice", "tp2+sp", experts, "all_reduce",
          instead(lambda x, axis, **_: x), "experts"),
         ("a router's losses are those of its slice", "tp2+sp", experts, "reduce_from_tensor_parallel",
@@ -762,9 +763,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("experts drop tokens as if all slices were the own one", "tp2+sp", experts, "start_all_gather",
          instead(lambda x, axis: Pending(torch.cat([x] * axis.size), None)), "dropping"),
         ("an expert has a capacity for the microbatch", "mbs1", experts, "within_capacity",
-         lambda original, _: lambda experts, weights, number, capacity: original(
+         lambda original, _: lambda experts, weights, number, factor: original(
              experts.flatten(0, 1).unsqueeze(1), weights.flatten(0, 1).unsqueeze(1), number,
-             capacity * experts.shape[1]).view_as(experts), "dropping"),
+             factor).view_as(experts), "dropping"),
         ("gradients of the router's bias are not summed", "tp2+sp", experts.Router, "__init__",
          complete_over("bias"), "biased experts"),
         ("gradients of the projections of experts' latents are not summed", "tp2+sp",

@@ -139,7 +139,7 @@ def test_middle_stages_read_nothing() -> None:
         assert (
             batch.tokens.shape == batch.labels.shape == (2, PLAIN.seq_length)
         )  # attention asks for the length
-        assert batch.tokens.untyped_storage().nbytes() == 8
+        assert batch.tokens.is_contiguous()  # CUDA does not pin expanded memory
         assert batch.sample_numbers.tolist() == [6, 7]
 
 

@@ -41,7 +41,7 @@ def test_a_row_holds_conversations_one_after_the_other() -> None:
     assert row.tolist() == [
         [10, 11, 12, 20, 21, 0, 0],
         [11, 12, 13, 21, 22, 0, 0],
-        [0, 1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, -1, -1],
         [0, 0, 0, 1, 1, 2, 2],
     ]
 
@@ -57,7 +57,7 @@ def test_every_conversation_is_whole_in_one_sample(tmp_path: Path) -> None:
             assert tokens[own].tolist() == expected[:-1].tolist()
             assert labels[own].tolist() == expected[1:].tolist()
             assert has_loss[own].all()
-        assert not has_loss[documents == len(_sequences(dataset, i))].any()
+        assert (has_loss[documents == len(_sequences(dataset, i))] == -1).all()
         found += _sequences(dataset, i)
     assert sorted(found) == list(range(len(LENGTHS)))
     assert len(dataset) == 5  # 8, 8, 8 (truncated), 5 + 3, 4 + 2 + 1
@@ -173,7 +173,7 @@ def test_every_token_of_a_document_is_predicted_once(tmp_path: Path) -> None:
             assert labels[own].tolist() == whole[piece.start + 1 : end + 1].tolist()
             assert has_loss[own].all()
             predicted += [(piece.sequence, position) for position in range(piece.start + 1, end + 1)]
-        assert not has_loss[documents == len(dataset.pieces(i))].any()
+        assert (has_loss[documents == len(dataset.pieces(i))] == -1).all()
     assert sorted(predicted) == [(i, j) for i, length in enumerate(lengths) for j in range(1, length)]
     split = {piece.sequence for i in range(len(dataset)) for piece in dataset.pieces(i) if piece.start}
     assert split == {5, 8}  # the ones that are longer than a sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.model.test_experts import CONFIG, EXACT, experts_of, hidden
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 6), (1.01, 7), (0.01, 1), (9.0, 54)])
 def test_the_capacity_is_a_multiple_of_the_mean(factor: float, expected: int) -> None:
-    assert capacity_of(10, 3, 5, factor) == expected
+    assert capacity_of(torch.tensor([30]), 5, factor).tolist() == [expected]
 
 
 def by_hand(experts: Tensor, priorities: Tensor, capacity: int) -> Tensor:
@@ -34,15 +35,20 @@ def by_hand(experts: Tensor, priorities: Tensor, capacity: int) -> Tensor:
     return kept
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 50])
+@pytest.mark.parametrize(("factor", "capacity"), [(0.1, 1), (0.5, 3), (9.0, 51)])
 @pytest.mark.parametrize("num_values", [1, 4, 1000])
-def test_the_highest_priorities_have_a_place(capacity: int, num_values: int) -> None:
+def test_the_highest_priorities_have_a_place(factor: float, capacity: int, num_values: int) -> None:
     """With few values, many priorities are equal."""
     generator = torch.Generator().manual_seed(capacity)
     experts = torch.rand(17, 3, 6, generator=generator).argsort(-1)[..., :2]
     priorities = torch.randint(num_values, experts.shape, generator=generator).double()
-    found = within_capacity(experts, priorities, 6, capacity)
+    found = within_capacity(experts, priorities, 6, factor)
     assert torch.equal(found, by_hand(experts, priorities, capacity))
+    # Padding takes no place, and gives the experts of its sample less capacity.
+    experts[10:, 1] = 6
+    found = within_capacity(experts, priorities, 6, factor)
+    alone = within_capacity(experts[:10, 1:2], priorities[:10, 1:2], 6, factor)
+    assert torch.equal(found[:10, 1:2], alone)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -57,7 +63,7 @@ def test_dropped_tokens_lack_their_experts_share(policy: str, one_rank) -> None:
 
     weights, experts, _ = block.eval().router(x)
     priorities = weights.detach() if policy == "probs" else torch.zeros_like(weights)
-    kept = by_hand(experts, priorities, capacity_of(9, 3, 5, 0.5))
+    kept = by_hand(experts, priorities, math.ceil(9 * 3 * 0.5 / 5))
     assert counted.num_dropped == (~kept).sum() > 0 and counted.num_tokens.sum() == kept.numel()
     if policy == "position":
         assert (kept.sum(-1) == 0).any()  # a token without any expert

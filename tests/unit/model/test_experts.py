@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
+from megalite.model.routing_statistics import RoutingStatistics
 from megalite.optim.expert_balance import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
@@ -102,6 +104,80 @@ def test_all_tokens_may_have_one_expert(length: int, one_rank) -> None:
     y.sum().backward()
     assert not block.up.weight.grad[1:].any() and not block.down.weight.grad[1:].any()
     assert float(terms[BALANCE_LOSS].total) == pytest.approx(length)  # e times a share of 1 / e
+
+
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_padding_counts_nowhere(kind: str, score_function: str, one_rank) -> None:
+    """The terms, counts and gradients are those of each sample without its padding."""
+    config = replace(
+        CONFIG,
+        moe_router_load_balancing_type=kind,
+        moe_router_score_function=score_function,
+        moe_router_enable_expert_bias=True,
+    )
+    router = experts_of(config, one_rank).router
+    if router.expert_loads is not None:
+        router.expert_loads.copy_(torch.tensor([0.1, 0.3, 0.2, 0.25, 0.15]))
+    x, lengths = hidden(4), (9, 5, 1, 0)  # the last sample is padding only
+    is_real = torch.arange(9)[:, None] < torch.tensor(lengths)
+
+    def route(x: Tensor, is_real: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
+        router.num_tokens.zero_()
+        router.statistics = RoutingStatistics(5, torch.device("cpu"))
+        terms = router(x, torch.arange(x.shape[1]), is_real).terms
+        values = [terms[name].total for name in (BALANCE_LOSS, ROUTER_Z_LOSS)]
+        counted, router.statistics = router.statistics, None
+        assert torch.equal(counted.num_tokens, router.num_tokens)
+        return values, counted.num_tokens, counted.entropy
+
+    found, counts, entropy = route(x, is_real)
+    samples = [x[:length, i : i + 1] for i, length in enumerate(lengths) if length]
+    if kind == "aux_loss":  # one mean over the microbatch
+        samples = [torch.cat(samples)]
+    alone = [route(each, None) for each in samples]
+    expected = [sum(values) for values in zip(*(each[0] for each in alone), strict=True)]
+    torch.testing.assert_close(found, expected, **EXACT)
+    assert torch.equal(counts, sum(each[1] for each in alone)) and counts.sum() == 3 * sum(lengths)
+    torch.testing.assert_close(entropy, sum(each[2] for each in alone), **EXACT)
+    gradients = [torch.autograd.grad(sum(each), router.weight) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+    logits = (x[is_real] @ router.weight.t()).detach().numpy()  # and with numpy
+    squares = np.log(np.exp(logits).sum(-1)) ** 2
+    assert float(found[1]) == pytest.approx(squares.sum(), rel=1e-13)
+    if kind == "aux_loss" and score_function == "softmax":
+        mask = is_real.t().long()
+        theirs = load_balancing_loss_func((x.transpose(0, 1).flatten(0, 1) @ router.weight.t(),), 5, 3, mask)
+        # Theirs is a sum over the choices of a token instead of a mean.
+        assert float(found[0]) == pytest.approx(float(theirs) / 3 * sum(lengths), rel=1e-6)  # in fp32
+
+
+def test_padding_takes_no_capacity(one_rank) -> None:
+    config = replace(CONFIG, moe_expert_capacity_factor=0.5)
+    router = experts_of(config, one_rank).router
+    x, is_real = hidden(2), torch.arange(9)[:, None] < torch.tensor([9, 4])
+    router.statistics = RoutingStatistics(5, torch.device("cpu"))
+    kept = router(x, torch.arange(2), is_real).experts
+    dropped, router.statistics = router.statistics.num_dropped, None
+    alone = router(x[:4, 1:], torch.arange(1)).experts
+    assert torch.equal(kept[:4, 1:], alone) and (kept[4:, 1] == 5).all()
+    assert dropped == (kept == 5).sum() - 5 * 3
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_scores_may_all_be_zero(topk: int, one_rank) -> None:
+    """In fp32 a sigmoid is 0 below about -104, and its gradient below about -88."""
+    config = replace(CONFIG, moe_router_score_function="sigmoid", moe_router_topk=topk, params_dtype="fp32")
+    router = Router(config, LayerContext(one_rank, torch.float32))
+    with torch.no_grad():
+        router.weight.fill_(-20.0)
+    x = torch.ones(2, 1, 12, requires_grad=True)
+    router.statistics = RoutingStatistics(5, torch.device("cpu"))
+    weights, _, terms = router(x)
+    assert not weights.any() and router.statistics.entropy == 0
+    total = weights.sum() + sum(term.total for term in terms.values())
+    assert all(each.isfinite().all() for each in torch.autograd.grad(total, [x, router.weight]))
 
 
 @pytest.mark.parametrize("num_summed", [1, 2, 3])  # a group has two

@@ -12,8 +12,10 @@ from megalite.model.routing_statistics import RoutingStatistics
 
 def test_microbatches_add_up() -> None:
     statistics = RoutingStatistics(4, torch.device("cpu"))
-    # The probabilities of two tokens are 1/2, 1/2, 0, 0, and those of the third 1/4 each.
-    statistics.add(torch.tensor([2, 2, 0, 0]), torch.tensor([[3.0, 3.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]]))
-    statistics.add(torch.tensor([1, 0, 0, 1]), torch.full((1, 4), 0.9))
+    # The probabilities of two tokens are 1/2, 1/2, 0, 0, those of the third 1/4 each; the fourth is padding.
+    of_two = torch.tensor([[[0.5, 0.5, 0.0, 0.0]], [[0.5, 0.5, 0.0, 0.0]]])
+    statistics.add(torch.tensor([2, 2, 0, 0]), of_two, None)
+    real = torch.tensor([[True], [False]])
+    statistics.add(torch.tensor([1, 0, 0, 1]), torch.full((2, 1, 4), 0.25), real)
     assert statistics.num_tokens.tolist() == [3, 2, 0, 1]
     assert statistics.entropy.item() == pytest.approx(2 * math.log(2) + math.log(4))
