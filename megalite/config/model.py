@@ -134,9 +134,12 @@ class ModelConfig:
     """Sequence length: tokens per sample."""
     max_position_embeddings: int | None = field(
         default=None,
-        metadata=option(allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute",))),
+        metadata=option(
+            allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute", "rope", "none"))
+        ),
     )
-    """Rows of the learned position table. By default the sequence length."""
+    """Rows of the learned position table, or the longest context that a converted model names. By default the
+    sequence length, or the length that --rope-scaling reaches."""
     vocab_size: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Vocabulary size before padding. By default the tokenizer's."""
     make_vocab_size_divisible_by: int = field(
@@ -779,8 +782,12 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Return the number of rows of the learned position table, resolved."""
-        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+        """Return the rows of the learned position table, or the longest context of a model without one."""
+        if self.max_position_embeddings is not None:
+            return self.max_position_embeddings
+        if self.position_embedding_type == "rope" and self.rope_scaling in ("llama3", "yarn"):
+            return max(self.seq_length, int(self.original_max_position_embeddings * self.rope_scaling_factor))
+        return self.seq_length
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -135,7 +135,11 @@ class HFSource:
         if model.architecture == "bert":  # the published config.json names a model without the second head
             model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
         model = self._with_existing_mtp(model)
-        base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
+        base = replace(
+            model,
+            params_dtype=precision_of(self._dtype_of_first(model)),
+            max_position_embeddings=model.seq_length,  # it stays if the model is trained on shorter samples
+        )
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
         self._entries = {entry.ours: entry for entry in all_entries(self.config.model, self._model_type)}
         self._check_names(folder)

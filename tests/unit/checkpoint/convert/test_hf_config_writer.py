@@ -1,9 +1,11 @@
 """transformers builds the same model from the config that we write as from its own."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megalite.checkpoint.convert.hf_config import KEPT, config_of
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
@@ -66,6 +68,22 @@ def test_heads_of_one_size_in_all_layers():
     hf_config = changed("gemma4", head_dim=4, global_head_dim=4)
     assert hf_config.to_dict()["per_layer_config"] == {}
     assert_same_model("gemma4", hf_config)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "bloom"])
+def test_the_longest_context_outlives_shorter_samples(kind):
+    """A server caps the context at this number."""
+    config = config_of(CONFIGS[kind](lambda values: values[0]).to_dict())
+    shorter = dataclasses.replace(config, seq_length=8, max_position_embeddings=config.seq_length)
+    written = hf_config_of(shorter, eod=0)
+    assert AutoConfig.for_model(**written).max_position_embeddings == NUM_POSITIONS
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3"])
+def test_no_window_has_no_size(kind):
+    config = config_of(changed(kind, sliding_window=None, use_sliding_window=False).to_dict())
+    assert hf_config_of(config, eod=0)["sliding_window"] is None
+    assert_same_model(kind, changed(kind, sliding_window=None, use_sliding_window=False, layer_types=None))
 
 
 def test_a_small_vocabulary_has_no_token_for_padding():
