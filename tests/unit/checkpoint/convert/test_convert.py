@@ -10,7 +10,14 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, BertForMaskedLM, BertForPreTraining, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.hf_config import config_of
@@ -476,6 +483,34 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
     convert(tmp_path / "ours", tmp_path / "bytes", "--tokenizer-type", "byte")
     config = json.loads((tmp_path / "bytes" / "config.json").read_text())
     assert config["eos_token_id"] == 256
+
+
+@pytest.mark.parametrize("target", ["hf", "megalite"])
+def test_another_tokenizer_is_not_another_family(target, tmp_path):
+    """Qwen3.5's tensors have other names than those of Qwen3-Next, which computes the same."""
+    theirs = build_theirs("qwen3_5_moe", CONFIGS["qwen3_5_moe"](lambda values: values[-1]), seed=0)
+    original = save(theirs, tmp_path / "hf")
+    back = convert(original, tmp_path / "back", "--tokenizer-type", "byte", target=target)
+    if target == "megalite":
+        back = convert(back, tmp_path / "again")
+    assert tensors_of(back).keys() == tensors_of(original).keys()
+    config = AutoConfig.from_pretrained(back)
+    assert (config.model_type, config.eos_token_id) == (theirs.config.model_type, 256)
+
+
+def test_settings_of_generation_are_copied(tmp_path):
+    """Nemotron 3 has its end tokens only there."""
+    folder = save(build("llama"), tmp_path / "hf")
+    make_tokenizer(folder)
+    change(folder, bos_token_id=1, eos_token_id=0, pad_token_id=None)
+    settings = {"eos_token_id": [0, 2], "do_sample": True, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    back = convert(convert(folder, tmp_path / "ours"), tmp_path / "back")
+    direct = convert(folder, tmp_path / "direct", target="hf")
+    expected = GenerationConfig.from_pretrained(folder).to_dict()
+    assert expected["eos_token_id"] == [0, 2]
+    assert GenerationConfig.from_pretrained(back).to_dict() == expected
+    assert GenerationConfig.from_pretrained(direct).to_dict() == expected
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu", "relu2"])
