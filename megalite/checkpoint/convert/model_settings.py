@@ -111,6 +111,11 @@ class Settings:
         """Return whether the flags name a tokenizer other than the source's."""
         return self._has([flag_of(name) for name in TOKENIZER_FIELDS])
 
+    @property
+    def set_vocab_size(self) -> bool:
+        """Return whether the flags say how many rows the tables of the vocabulary have."""
+        return self._has(("--vocab-size",))
+
     def applied(self, base: Config) -> Config:
         """Return the config of a source with the flags applied.
 
