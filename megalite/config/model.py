@@ -48,14 +48,8 @@ GATED_ACTIVATIONS = get_args(GatedActivation)
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
-_SCALED: dict[str, Any] = {
-    "same_shapes": True,
-    "only_with": ("rope_scaling", ("linear", "llama3", "yarn")),
-}
-_GATED: dict[str, Any] = {
-    "same_shapes": True,
-    "only_with": ("activation", GATED_ACTIVATIONS),
-}
+_SCALED: dict[str, Any] = {"same_shapes": True, "only_with": ("rope_scaling", ("linear", "llama3", "yarn"))}
+_GATED: dict[str, Any] = {"same_shapes": True, "only_with": ("activation", GATED_ACTIVATIONS)}
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
 _LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
 _YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
@@ -134,9 +128,12 @@ class ModelConfig:
     """Sequence length: tokens per sample."""
     max_position_embeddings: int | None = field(
         default=None,
-        metadata=option(allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute",))),
+        metadata=option(
+            allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute", "rope", "none"))
+        ),
     )
-    """Rows of the learned position table. By default the sequence length."""
+    """Rows of the learned position table, or the longest context that a converted model names. By default the
+    sequence length, or the length that --rope-scaling reaches."""
     vocab_size: int | None = field(default=None, metadata=option(allowed=SIZE, in_megatron=False))
     """Vocabulary size before padding. By default the tokenizer's."""
     make_vocab_size_divisible_by: int = field(
@@ -779,8 +776,12 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Return the number of rows of the learned position table, resolved."""
-        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+        """Return the rows of the learned position table, or the longest context of a model without one."""
+        if self.max_position_embeddings is not None:
+            return self.max_position_embeddings
+        is_scaled = self.position_embedding_type == "rope" and self.rope_scaling in ("llama3", "yarn")
+        reached = self.original_max_position_embeddings * self.rope_scaling_factor if is_scaled else 0
+        return max(self.seq_length, int(reached))
 
 
 def round_up(value: int, multiple: int) -> int:

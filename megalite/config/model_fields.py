@@ -41,6 +41,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         if declared.on_resume is OnResume.MODEL
     }
     scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
+    has_table = model.position_embedding_type == "learned_absolute"
     return {
         **fields,
         "ffn_hidden_size": model.ffn_size,
@@ -50,7 +51,8 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "latent_norm_epsilon": model.latent_epsilon,
         "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
         "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
-        "max_position_embeddings": model.num_positions,
+        # Without a table of positions the longest context does not change the model.
+        "max_position_embeddings": model.num_positions if has_table else None,
         "num_experts": model.num_experts if model.has_experts else None,
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "mamba_num_heads": model.mamba.num_heads,

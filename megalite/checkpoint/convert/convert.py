@@ -16,6 +16,7 @@ from megalite.checkpoint.convert.model_check import (
     CheckInput,
     ModelOutputs,
     check_same,
+    load_in_transformers,
     run_megalite,
     run_transformers,
 )
@@ -109,6 +110,10 @@ class Conversion:
         if importlib.util.find_spec("transformers") is None:
             log.warning("check: skipped, because it needs transformers: pip install transformers")
             return
+        if target == "hf" and importlib.util.find_spec("accelerate") is not None:
+            load_in_transformers(folder, plan.config.model)
+        elif target == "hf":
+            log.info("check: transformers does not load the folder by itself: pip install accelerate")
         check_input = CheckInput.of(plan.config.model, plan.dtype)
 
         def outputs_of(model: str, its_folder: Path, its_source: ConversionSource) -> ModelOutputs:

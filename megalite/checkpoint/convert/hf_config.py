@@ -19,6 +19,10 @@ KEPT = ("model_type", "activation_function", *TOKEN_IDS, "pretraining_tp", "slow
 """Settings without a field in megalite's config. A conversion records them, to write them back later."""
 RECORDED = "hugging_face"
 """Key of these settings in a checkpoint's run.json."""
+TOKENS = "token_ids"
+"""Key of what has become of the recorded token ids, if a conversion cannot write them back as they are."""
+REPLACED, TRAINED = "replaced", "trained"
+"""Its values: flags have replaced the tokenizer, or documents of a run end with the tokenizer's token."""
 
 
 def config_of(hf: HFConfig) -> ModelConfig:
@@ -66,9 +70,13 @@ def recorded_of(hf: Any, settings: Settings) -> dict[str, Any] | None:
         hf: ``config.json``, or the settings that an earlier conversion recorded.
         settings: the user's settings; if they name another tokenizer, it has its own token ids.
     """
-    if not isinstance(hf, Mapping) or settings.change_tokenizer:
+    if not isinstance(hf, Mapping):
         return None
-    return {name: hf[name] for name in KEPT if name in hf}
+    if settings.change_tokenizer or hf.get(TOKENS) == REPLACED:
+        kept = {name: hf[name] for name in KEPT if name in hf and name not in TOKEN_IDS}
+        return {**kept, TOKENS: REPLACED}
+    kept = {name: hf[name] for name in KEPT if name in hf}
+    return {**kept, TOKENS: TRAINED} if hf.get(TOKENS) == TRAINED else kept
 
 
 def rounding_note(hf: HFConfig) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.checkpoint.convert.families.hf_settings import HF_ACTIVATIONS, TOKEN_IDS
-from megalite.checkpoint.convert.hf_config import KEPT
+from megalite.checkpoint.convert.hf_config import KEPT, REPLACED, TOKENS, TRAINED
 from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
 from megalite.checkpoint.manifest import dtype_name
 from megalite.config import ModelConfig
@@ -38,5 +38,17 @@ def hf_config_of(
     kept = {name: value for name, value in recorded.items() if name in KEPT and name != "model_type"}
     if HF_ACTIVATIONS.get(kept.get("activation_function", "")) != config.activation:
         kept.pop("activation_function", None)  # the activation has changed since, or has no other name
+    if recorded.get(TOKENS) == REPLACED:
+        return written | kept
+    if recorded.get(TOKENS) == TRAINED and eod is not None:
+        kept["eos_token_id"] = with_end(kept.get("eos_token_id"), eod)
     # transformers has a default for a token that config.json does not name; null would change it.
     return {name: value for name, value in written.items() if name not in TOKEN_IDS} | kept
+
+
+def with_end(ids: Any, eod: int) -> Any:
+    """Return an `eos_token_id`, one or several, with the token that ended documents in a run."""
+    several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if eod in several:
+        return ids
+    return [eod, *several] if several else eod

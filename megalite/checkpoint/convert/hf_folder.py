@@ -135,10 +135,16 @@ class HFSource:
         if model.architecture == "bert":  # the published config.json names a model without the second head
             model = replace(model, bert_binary_head=ORDER_WEIGHT in self._names)
         model = self._with_existing_mtp(model)
-        base = replace(model, params_dtype=precision_of(self._dtype_of_first(model)))
+        base = replace(
+            model,
+            params_dtype=precision_of(self._dtype_of_first(model)),
+            max_position_embeddings=model.seq_length,  # it stays if the model is trained on shorter samples
+        )
         self.config = settings.applied(Config(model=base, data=tokenizer_in(folder)))
         self._entries = {entry.ours: entry for entry in all_entries(self.config.model, self._model_type)}
         self._check_names(folder)
+        if not settings.set_vocab_size:
+            self._check_rows(folder)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self._files.tensor(self._names[self._entries[name].theirs[0]]).dtype
@@ -180,6 +186,18 @@ class HFSource:
                 f"{folder} has tensors that a {model_type} of this config does not have: "
                 f"{few(sorted(others))}"
             )
+
+    def _check_rows(self, folder: Path) -> None:
+        """Refuse tables with more rows than the vocabulary: they may be padding, or tokens added later."""
+        size = self.config.model.vocab_size
+        assert size is not None
+        for entry in self._entries.values():
+            name = self._names[entry.theirs[0]]
+            if entry.transform is VOCABULARY and (rows := self._files.shape(name)[0]) > size:
+                raise UserError(
+                    f"{folder}: {name} has {rows} rows, and config.json says vocab_size {size}: pass "
+                    f"--vocab-size {rows} to keep them, or --vocab-size {size} to drop those above"
+                )
 
     def _dtype_of_first(self, model: ModelConfig) -> torch.dtype:
         """Return the dtype of the word embedding, which most tensors share."""

@@ -12,7 +12,7 @@ from megalite.checkpoint.convert.families.bert import BERT
 from megalite.checkpoint.convert.families.bloom import BLOOM
 from megalite.checkpoint.convert.families.deepseek_v2 import DEEPSEEK_V2
 from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
-from megalite.checkpoint.convert.families.family import Entry, Family
+from megalite.checkpoint.convert.families.family import UNREADABLE, Entry, Family
 from megalite.checkpoint.convert.families.gemma2 import GEMMA2
 from megalite.checkpoint.convert.families.gemma3 import GEMMA3
 from megalite.checkpoint.convert.families.gemma4 import GEMMA4
@@ -80,7 +80,7 @@ def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
 
 def _distance(problems: Mapping[str, str]) -> tuple[int, ...]:
     """Return how far a family is from a model: the kinds of model, layers and positions come first."""
-    first = ("architecture", "hybrid_override_pattern", "position_embedding_type")
+    first = (UNREADABLE, "architecture", "hybrid_override_pattern", "position_embedding_type")
     return (*(name in problems for name in first), len(problems))
 
 

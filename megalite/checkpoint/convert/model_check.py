@@ -23,7 +23,7 @@ from megalite.checkpoint.convert.model_settings import without_training_buffers
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, first_line
+from megalite.errors import UserError, few, first_line
 from megalite.log import LineInterval, log
 from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
@@ -114,6 +114,40 @@ def run_megalite(source: ConversionSource, check_input: CheckInput) -> ModelOutp
         if isinstance(stage, BertStage) and stage.order_head is not None:
             outputs.append((ORDER_SCORES, stage.order_scores(normed)[0]))
     yield from outputs
+
+
+def load_in_transformers(folder: Path, config: ModelConfig) -> None:
+    """Load a written folder with transformers' own reader on device meta, without memory for weights.
+
+    Args:
+        config: the model, for its family.
+
+    Raises:
+        UserError: transformers cannot load it, or finds no tensor for a parameter.
+    """
+    import transformers
+    from transformers.utils import logging
+
+    (class_name,) = hf_config_of(config, recorded=HFFolder(folder).config)["architectures"]
+    had_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        _, found = getattr(transformers, class_name).from_pretrained(
+            folder, device_map="meta", local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # as in run_transformers
+        raise UserError(
+            f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}; "
+            "--no-check converts without loading it"
+        ) from error
+    finally:
+        if had_bar:
+            logging.enable_progress_bar()
+    if missing := sorted(map(str, found["missing_keys"])):
+        raise UserError(
+            f"transformers {transformers.__version__} finds no weights for {few(missing)} in {folder}; "
+            "--no-check converts without loading it"
+        )
 
 
 def run_transformers(folder: Path, config: ModelConfig, check_input: CheckInput) -> ModelOutputs:

@@ -15,9 +15,11 @@ from megalite.config.command_line import NEEDED_TO_TRAIN, parse
 from megalite.config.data import TOKENIZER_FIELDS
 from megalite.config.flags import flag_of
 from megalite.config.model import ParamsDtype
+from megalite.config.model_fields import inactive_options
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
+from megalite.log import log
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, buffer_spec, spec_of
@@ -109,6 +111,11 @@ class Settings:
         """Return whether the flags name a tokenizer other than the source's."""
         return self._has([flag_of(name) for name in TOKENIZER_FIELDS])
 
+    @property
+    def set_vocab_size(self) -> bool:
+        """Return whether the flags say how many rows the tables of the vocabulary have."""
+        return self._has(("--vocab-size",))
+
     def applied(self, base: Config) -> Config:
         """Return the config of a source with the flags applied.
 
@@ -137,7 +144,7 @@ class Settings:
                 file.flush()
                 config, _ = parse(["--config", file.name, *self.flags], NEEDED_TO_TRAIN)
         if not self._has(("--config",)):
-            _refuse_unused(config, base)
+            _report_unused(config, base)
         return config
 
     def _has(self, flags: Sequence[str]) -> bool:
@@ -145,14 +152,17 @@ class Settings:
         return not names.isdisjoint(flags)
 
 
-def _refuse_unused(config: Config, base: Config) -> None:
-    """Refuse flags that have no effect on a conversion."""
+def _report_unused(config: Config, base: Config) -> None:
+    """Warn about flags without effect on this model, and refuse those without effect on any conversion."""
     used, before = {*TOKENIZER_FIELDS, *(field.name for field in fields(ModelConfig))}, base.values()
     unused = [
         flag_of(name) for name, value in config.values().items() if value != before[name] and name not in used
     ]
     if unused:
         raise UserError(f"{', '.join(unused)}: a conversion does not use it, remove it")
+    for name, reason in inactive_options(config.model).items():
+        if getattr(config.model, name) != before[name]:
+            log.warning("%s has no effect: %s", flag_of(name), reason)
 
 
 def _check_model(config: Config) -> None:

@@ -17,7 +17,7 @@ from megalite.checkpoint.convert.megatron_deepspeed import find_in_deepspeed, is
 from megalite.checkpoint.convert.megatron_folder import find_in_megatron, is_megatron
 from megalite.checkpoint.convert.megatron_model import MegatronSource
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
-from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, tokenizer_in
+from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, model_beside, tokenizer_in
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
 from megalite.checkpoint.full_tensors import FullReader, check_averages, check_weights
 from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
@@ -79,7 +79,8 @@ class MegaliteSource:
         self.config = settings.applied(base)
         self.progress = TrainingProgress.from_record(manifest.description["progress"])
         is_same = self.config.model.params_dtype == base.model.params_dtype
-        self.hugging_face = recorded_of(manifest.description.get(RECORDED), settings)
+        recorded = manifest.description.get(RECORDED) or model_beside(base.data)
+        self.hugging_face = recorded_of(recorded, settings)
         names = parameters_of(self.config.model)
         check_weights(manifest, names.keys(), self.config.model.num_layers)
         self._names = {

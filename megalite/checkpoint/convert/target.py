@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.hf_config import RECORDED
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of
+from megalite.checkpoint.convert.hf_config import RECORDED, TOKENS, TRAINED
+from megalite.checkpoint.convert.hf_config_writer import hf_config_of, with_end
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, WEIGHT_FILES
 from megalite.checkpoint.convert.hf_tensors import all_entries
 from megalite.checkpoint.convert.stream_writer import ShardedWriter, TensorInfo
 from megalite.checkpoint.convert.tokenizer_files import (
+    GENERATION,
     TOKENIZER,
     end_of_document,
     moved_to,
@@ -37,6 +38,7 @@ from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.axes import MODEL
 from megalite.errors import UserError
+from megalite.files import parse_json
 from megalite.log import log
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
@@ -103,6 +105,11 @@ def write_hf(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None
                 _write_json(folder / name, settings)
     eod = end_of_document(data, model.vocab_size) if model.is_causal else None
     _write_json(folder / CONFIG_FILE, hf_config_of(model, eod, plan.hugging_face))
+    if GENERATION in tokenizer and eod is not None and (plan.hugging_face or {}).get(TOKENS) == TRAINED:
+        generation = parse_json(tokenizer[GENERATION])
+        ids = generation.get("eos_token_id")
+        if (ends := with_end(ids, eod)) != ids:
+            _write_json(folder / GENERATION, {**generation, "eos_token_id": ends})
 
 
 def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -> None:
@@ -119,6 +126,8 @@ def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -
         pieces.clear()  # before the next unit is read
     if tokenizer:
         write_files(tokenizer, folder / TOKENIZER)
+        if plan.hugging_face is not None:  # a run that continues from here keeps these files, not run.json
+            _write_json(folder / TOKENIZER / CONFIG_FILE, plan.hugging_face)
         data = moved_to(data, plan.final.absolute() / TOKENIZER)
     seal(
         checkpoint,

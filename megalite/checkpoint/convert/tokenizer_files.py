@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.convert.families.hf_settings import TOKEN_IDS
+from megalite.checkpoint.convert.hf_config import TOKENS, TRAINED
 from megalite.config import DataConfig
 from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
@@ -24,11 +26,13 @@ TOKENIZER = "tokenizer"
 """Folder beside a converted checkpoint for the tokenizer's files."""
 
 _JSON, _PIECES = "tokenizer.json", "tokenizer.model"
+_MODEL, _OF_MODEL = "config.json", ("model_type", *TOKEN_IDS)
 _GPT2 = ("vocab.json", "merges.txt")
 _WORDS = "vocab.txt"
 _SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 _BESIDE = (
-    _SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    _SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION,
 )  # fmt: skip
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _WORD_PIECE: dict[bool, TokenizerType] = {
@@ -74,6 +78,25 @@ def files_of(data: DataConfig) -> dict[str, Path]:
     if kind in _HUGGING_FACE:
         return _hugging_face_files(Path(data.tokenizer_name_or_path or data.tokenizer_model or "."))
     return {}
+
+
+def model_beside(data: DataConfig) -> dict[str, Any] | None:
+    """Return a trained model's family and token ids in a config.json beside its tokenizer; None without one.
+
+    The model of a run may be another one of the same tokenizer, so the other settings are not its own.
+    """
+    files = files_of(data)
+    if not files:
+        return None
+    try:
+        found = parse_json(
+            read_regular(next(iter(files.values())).with_name(_MODEL), _MAX_BYTES, follow=True)
+        )
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return {name: value for name, value in found.items() if name in _OF_MODEL} | {TOKENS: TRAINED}
 
 
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:

@@ -330,9 +330,9 @@ def attention_backend(config: Config, world_size: int | None) -> Iterator[Proble
 
 
 def position_table(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a learned position table has a row for each position of a sample."""
+    """Check that samples are no longer than the learned position table, or than the longest context."""
     model = config.model
-    if model.position_embedding_type == "learned_absolute" and model.seq_length > model.num_positions:
+    if model.position_embedding_type != "alibi" and model.seq_length > model.num_positions:
         yield Problem(
             ("seq_length", "max_position_embeddings", "position_embedding_type"),
             f"--seq-length {model.seq_length} is longer than --max-position-embeddings "

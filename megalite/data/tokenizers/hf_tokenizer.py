@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ _EOD_NAMES = (
     "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",
 )  # fmt: skip
 """Names of end-of-document tokens, for vocabularies that do not name theirs."""
+_SETTINGS, _ADDED = "tokenizer_config.json", "added_tokens_decoder"
 
 _UNKNOWN = "[UNK]"
 """WordPiece's token for words that its vocabulary cannot spell."""
@@ -38,11 +39,11 @@ class HuggingFaceTokenizer:
         Args:
             library: a tokenizers.Tokenizer; its truncation and padding are turned off.
             source: file of the tokenizer, for messages.
-            eod_name: name of the token that ends a document; by default the first well-known name.
+            eod_name: name of the token that ends a document; by default the only well-known name.
             path: its tokenizer.json.
 
         Raises:
-            UserError: the vocabulary is empty, or has no token with this name.
+            UserError: the vocabulary is empty.
         """
         library.no_truncation()
         library.no_padding()
@@ -53,31 +54,22 @@ class HuggingFaceTokenizer:
         vocab: dict[str, int] = library.get_vocab(with_added_tokens=True)
         if not vocab:
             raise UserError(f"{source} has an empty vocabulary: pass another tokenizer")
-        if eod_name is not None and eod_name not in vocab:
-            raise UserError(
-                f"the tokenizer_config.json beside {source} has eos_token {eod_name!r}, which is not in its "
-                "vocabulary: pass the name of one of its tokens"
-            )
         self.vocab_size = max(vocab.values()) + 1
         self.unk: int | None = vocab.get(getattr(library.model, "unk_token", None) or "")
-        self._eod = next(
-            (vocab[name] for name in (eod_name, *_EOD_NAMES) if name is not None and name in vocab), None
-        )
+        names = _EOD_NAMES if eod_name is None else (eod_name,)
+        self._ends = {name: vocab[name] for name in names if name in vocab}
 
     @classmethod
     def load(cls, name_or_path: str) -> HuggingFaceTokenizer:
         """Read a tokenizer.json: the file, its folder, or a name in Hugging Face's local cache."""
         path = _find_tokenizer_json(name_or_path)
-        return cls(_load_json(path), str(path), _eos_token_beside(path), path)
+        library = _load_json(path)
+        _add_tokens_beside(path, library)
+        return cls(library, str(path), _eos_token_beside(path, library), path)
 
     @property
     def eod(self) -> int:
-        if self._eod is None:
-            raise UserError(
-                f"{self._source} has no end-of-document token: it is none of {', '.join(_EOD_NAMES)}; "
-                'name it as "eos_token" in a tokenizer_config.json beside the file'
-            )
-        return self._eod
+        return only_end(self._ends, self._source, _EOD_NAMES, f'"eos_token" in a {_SETTINGS} beside the file')
 
     def encode(self, text: str) -> list[int]:
         with self._failures_explained():
@@ -141,7 +133,33 @@ def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer
         raise UserError(f"cannot read the tokenizer {source}: {first_line(error)}") from None
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    return HuggingFaceTokenizer(library, source)
+    path = Path(vocab_file)
+    ours = _EOD_NAMES[0] if library.token_to_id(_EOD_NAMES[0]) is not None else None  # as in Megatron
+    return HuggingFaceTokenizer(library, source, _eos_token_beside(path, library) or ours)
+
+
+def only_end(ends: Mapping[str, int], source: str, known: Sequence[str], advice: str) -> int:
+    """Return the id of the only token that may end a document.
+
+    Args:
+        ends: ids of the tokens that may, by name.
+        source: file of the tokenizer, for messages.
+        known: well-known names of such a token.
+        advice: where to name one.
+
+    Raises:
+        UserError: there is none, or there are several.
+    """
+    if len({*ends.values()}) > 1:
+        raise UserError(
+            f"{source} has several tokens that may end a document, and no file says which does: "
+            f"{', '.join(ends)}; name it as {advice}"
+        )
+    if not ends:
+        raise UserError(
+            f"{source} has no end-of-document token: it is none of {', '.join(known)}; name it as {advice}"
+        )
+    return next(iter(ends.values()))
 
 
 def word_piece_tokenizer(vocab_file: str, *, lowercase: bool) -> HuggingFaceTokenizer:
@@ -217,18 +235,65 @@ def _load_json(path: Path) -> Any:
         raise UserError(f"cannot read the tokenizer {path}: {first_line(error)}") from None
 
 
-def _eos_token_beside(path: Path) -> str | None:
-    """Return the eos_token of the tokenizer_config.json beside a file; it may be an object with a content."""
-    config_path = path.with_name("tokenizer_config.json")
-    if not config_path.is_file():
-        return None
+def _eos_token_beside(path: Path, library: Any) -> str | None:
+    """Return the name of the end token in the files beside a tokenizer, in transformers' order.
+
+    A special_tokens_map.json is of older versions: a tokenizer_config.json with added tokens replaces it. The
+    last two files are the model's, and name ids; of several, the first ends documents.
+
+    Raises:
+        UserError: a file cannot be read, or names a token that is not in the vocabulary.
+    """
+    settings = _json_beside(path, _SETTINGS)
+    older = {} if _ADDED in settings else _json_beside(path, "special_tokens_map.json")
+    for file, found in (("special_tokens_map.json", older), (_SETTINGS, settings)):
+        token = found.get("eos_token")  # a name, or an object with a content
+        name = token.get("content") if isinstance(token, dict) else token
+        if isinstance(name, str) and library.token_to_id(name) is not None:
+            return name
+        if isinstance(name, str):
+            raise UserError(
+                f"the {file} beside {path} has eos_token {name!r}, which is not in its vocabulary: pass the "
+                "name of one of its tokens"
+            )
+    for file in ("generation_config.json", "config.json"):
+        ids = _json_beside(path, file).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        if isinstance(first, int) and first >= 0:
+            ending: str | None = library.id_to_token(first)
+            if ending is not None:
+                return ending
+    return None
+
+
+def _add_tokens_beside(path: Path, library: Any) -> None:
+    """Add the tokens that only the tokenizer_config.json beside a file has, as transformers does."""
+    added = _json_beside(path, _SETTINGS).get(_ADDED)
+    if not isinstance(added, dict):
+        return
+    make, vocab = _import_tokenizers().AddedToken, library.get_vocab(with_added_tokens=True)
     try:
-        config = parse_json(config_path.read_bytes())
-        token = config.get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cannot read {config_path}: {first_line(error)}") from None
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+        tokens = [make(**token) for _, token in sorted(added.items(), key=lambda item: int(item[0]))]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"cannot read {_ADDED} in {path.with_name(_SETTINGS)}: {first_line(error)}; correct it, or "
+            "remove it"
+        ) from None
+    library.add_tokens([token for token in tokens if token.content not in vocab])
+
+
+def _json_beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of a file beside another one; empty if there is none."""
+    file = path.with_name(name)
+    if not file.is_file():
+        return {}
+    try:
+        found = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {first_line(error)}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"cannot read {file}: it is not a JSON object")
+    return found
 
 
 def _require_file(path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.data.tokenizers.hf_tokenizer import only_end
 from megalite.data.tokenizers.token_ids import IdArray, id_arrays
 from megalite.errors import UserError
 
@@ -43,11 +44,11 @@ class SentencePieceTokenizer:
 
     @property
     def eod(self) -> int:
-        ids = [self._library.eos_id(), *(self._library.piece_to_id(name) for name in _EOD_NAMES)]
-        for i in ids:
-            if i >= 0 and i != self._library.unk_id():
-                return int(i)
-        raise UserError(f"{self._source} has no end-of-sentence token: pass a model that has an eos_id")
+        if self._library.eos_id() >= 0:
+            return int(self._library.eos_id())
+        found = {name: self.token_id(name) for name in _EOD_NAMES}
+        ends = {name: number for name, number in found.items() if number is not None and number >= 0}
+        return only_end(ends, self._source, _EOD_NAMES, "the eos_piece of the model")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._library.encode(text, out_type=int, add_bos=self._begins_texts)

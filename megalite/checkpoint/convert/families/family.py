@@ -184,6 +184,8 @@ MTP_PARTS = (
 )
 """Modules of multi-token prediction besides their layers; ``{}`` stands for the number of the layer."""
 
+UNREADABLE = "unreadable"
+"""Key of the problem of a family that refuses to read a config's settings."""
 _NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
 """Sizes that every family has, under names that not every family distinguishes."""
 
@@ -265,8 +267,15 @@ class Family:
         }
 
     def problems(self, config: ModelConfig) -> dict[str, str]:
-        """Return the fields that this architecture cannot have, each with its value and the needed one."""
-        found, needed = resolved_fields(config), resolved_fields(self.model(self.settings(config)))
+        """Return the fields that this architecture cannot have, each with its value and the needed one.
+
+        If it cannot read its own settings for the config, the only problem is `UNREADABLE`.
+        """
+        try:
+            needed = resolved_fields(self.model(self.settings(config)))
+        except UserError as error:
+            return {UNREADABLE: str(error)}
+        found = resolved_fields(config)
         return {
             name: f"{name} {value} (needs {needed[name]})"
             for name, value in found.items()

@@ -38,7 +38,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_size,
         "num_attention_heads": config.num_attention_heads,
-        "max_position_embeddings": config.seq_length,
+        "max_position_embeddings": config.num_positions,
         **write_rotary(config, old_base="rotary_emb_base"),
         **write_biases(config),
         "rotary_pct": config.rotary_percent,

@@ -47,7 +47,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "n_embd": config.hidden_size,
         "n_head": config.num_attention_heads,
         "n_inner": none_if_default(config.ffn_size, 4 * config.hidden_size),
-        "n_positions": config.seq_length,
+        "n_positions": config.num_positions,
         "rotary_dim": max(1, min(config.rotary_dim, config.hidden_size // config.num_attention_heads)),
         "activation_function": THEIR_ACTIVATIONS.get(config.activation, "gelu_new"),
         "layer_norm_epsilon": config.norm_epsilon,

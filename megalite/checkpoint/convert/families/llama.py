@@ -77,7 +77,7 @@ def write_llama_like(config: ModelConfig, rotary: dict[str, Any] | None = None) 
         "intermediate_size": config.ffn_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.seq_length,
+        "max_position_embeddings": config.num_positions,
         "hidden_act": THEIR_GATES.get(config.activation, "silu"),
         "rms_norm_eps": config.norm_epsilon,
         **(write_rotary(config) if rotary is None else rotary),

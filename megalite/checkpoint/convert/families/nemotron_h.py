@@ -55,7 +55,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.seq_length,
+        "max_position_embeddings": config.num_positions,
         "layer_norm_epsilon": config.norm_epsilon,
         "mlp_hidden_act": THEIR_ACTIVATIONS.get(config.activation, "relu2"),
         "mlp_bias": config.has_mlp_bias,

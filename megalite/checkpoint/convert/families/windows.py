@@ -74,6 +74,7 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     marks = [kind.window is not None for kind in config.layer_kinds]
     return {
         **write_layer_types(config),
+        **({} if any(marks) else {"sliding_window": None}),
         "use_sliding_window": any(marks),
         "max_window_layers": marks.index(True) if any(marks) else config.num_layers,
     }
@@ -81,7 +82,7 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
     """Return the settings of Gemma and OLMo 3 for the windows, with a size even if no layer has one."""
-    size = config.seq_length if config.window_size is None else config.window_size[0] + 1
+    size = config.num_positions if config.window_size is None else config.window_size[0] + 1
     return {
         "sliding_window": size,
         "layer_types": [FULL if kind.window is None else WINDOW for kind in config.layer_kinds],

@@ -10,7 +10,14 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertForMaskedLM, BertForPreTraining
+from transformers import (
+    AutoConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.hf_config import config_of
@@ -21,6 +28,7 @@ from megalite.checkpoint.manifest import damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig
+from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
@@ -115,6 +123,55 @@ def test_kimi_k2_comes_back_as_the_deepseek_v3_that_it_is(tmp_path):
     assert all(same_bits(found[name], tensor) for name, tensor in expected.items())
     settings = json.loads((returned / "config.json").read_text())
     assert (settings["model_type"], settings["eos_token_id"]) == ("deepseek_v3", 7)
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+
+
+def test_a_shorter_training_keeps_the_longest_context(tmp_path, one_rank):
+    """transformers 4 computes YaRN's factor as the longest context divided by the original one."""
+    torch.manual_seed(1)
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    theirs = Qwen3Config(
+        **small,
+        num_hidden_layers=1,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=256,
+        rope_parameters=YARN,
+    )
+    original = save(Qwen3ForCausalLM(theirs).eval(), tmp_path / "hf")
+    convert(original, tmp_path / "ours")
+    flags = ("--use-checkpoint-args", "--seq-length", "64", "--mock-data", "--train-iters", "1")
+    config, _ = parse(["--load", str(tmp_path / "ours"), *flags])
+    assert (config.model.seq_length, config.model.num_positions) == (64, 256)
+    back = convert(tmp_path / "ours", tmp_path / "back", "--seq-length", "64")
+    written = AutoConfig.from_pretrained(back)
+    assert written.max_position_embeddings == 256
+    ids = torch.arange(200)[None]
+    assert torch.equal(logits_of(back, ids), logits_of(original, ids))
+    longer = convert(tmp_path / "ours", tmp_path / "longer", "--max-position-embeddings", "512")
+    assert AutoConfig.from_pretrained(longer).max_position_embeddings == 512
+    with pytest.raises(UserError, match="--seq-length 512 is longer than --max-position-embeddings 256"):
+        convert(tmp_path / "ours", tmp_path / "refused", "--seq-length", "512")
+
+
+@pytest.mark.parametrize("scaling", ["yarn", "llama3"])
+def test_the_longest_context_of_scaled_positions(scaling):
+    model = dataclasses.replace(
+        PRESETS["llama-tiny"],
+        **{"rope_scaling": scaling, "rope_scaling_factor": 8.0, "original_max_position_embeddings": 32},
+        seq_length=64,
+    )
+    assert model.num_positions == 256
+    assert dataclasses.replace(model, seq_length=300).num_positions == 300
+    assert dataclasses.replace(model, rope_scaling="linear").num_positions == 64
+
+
+def test_a_longest_context_without_effect_is_said(tmp_path, caplog):
+    save(build("bloom", layers=1), tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", "--max-position-embeddings", "512")
+    assert "--max-position-embeddings has no effect: --position-embedding-type is alibi" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -426,6 +483,34 @@ def test_another_activation_or_tokenizer_is_not_covered_by_what_was_recorded(tmp
     convert(tmp_path / "ours", tmp_path / "bytes", "--tokenizer-type", "byte")
     config = json.loads((tmp_path / "bytes" / "config.json").read_text())
     assert config["eos_token_id"] == 256
+
+
+@pytest.mark.parametrize("target", ["hf", "megalite"])
+def test_another_tokenizer_is_not_another_family(target, tmp_path):
+    """Qwen3.5's tensors have other names than those of Qwen3-Next, which computes the same."""
+    theirs = build_theirs("qwen3_5_moe", CONFIGS["qwen3_5_moe"](lambda values: values[-1]), seed=0)
+    original = save(theirs, tmp_path / "hf")
+    back = convert(original, tmp_path / "back", "--tokenizer-type", "byte", target=target)
+    if target == "megalite":
+        back = convert(back, tmp_path / "again")
+    assert tensors_of(back).keys() == tensors_of(original).keys()
+    config = AutoConfig.from_pretrained(back)
+    assert (config.model_type, config.eos_token_id) == (theirs.config.model_type, 256)
+
+
+def test_settings_of_generation_are_copied(tmp_path):
+    """Nemotron 3 has its end tokens only there."""
+    folder = save(build("llama"), tmp_path / "hf")
+    make_tokenizer(folder)
+    change(folder, bos_token_id=1, eos_token_id=0, pad_token_id=None)
+    settings = {"eos_token_id": [0, 2], "do_sample": True, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    back = convert(convert(folder, tmp_path / "ours"), tmp_path / "back")
+    direct = convert(folder, tmp_path / "direct", target="hf")
+    expected = GenerationConfig.from_pretrained(folder).to_dict()
+    assert expected["eos_token_id"] == [0, 2]
+    assert GenerationConfig.from_pretrained(back).to_dict() == expected
+    assert GenerationConfig.from_pretrained(direct).to_dict() == expected
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "relu", "relu2"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.hf_folder import _model_of
@@ -145,6 +145,26 @@ def test_fewer_tokens_and_another_precision(gpt2, tmp_path, caplog):
     weights = tensors_of(tmp_path / "new")
     assert weights["transformer.wte.weight"].shape == (290, 24)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_above_the_vocabulary_are_kept_or_dropped_by_the_user(kind, tmp_path):
+    """They are padding, or tokens that were added later. transformers does not load such a folder."""
+    folder = save(build(kind, layers=1), tmp_path / "hf")
+    change_config(folder, vocab_size=290)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    advice = (
+        r"has 300 rows, .* vocab_size 290: pass --vocab-size 300 to keep them, or --vocab-size 290 to drop"
+    )
+    for target in ("hf", "megalite"):
+        with pytest.raises(UserError, match=advice):
+            Conversion(folder, tmp_path / "refused", target=target).run()
+    for rows in (300, 290):
+        new = tmp_path / str(rows)
+        main(["--load", str(folder), "--save", str(new), "--to", "hf", "--vocab-size", str(rows)])
+        model = AutoModelForCausalLM.from_pretrained(new)
+        assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == rows
 
 
 def test_numbers_too_large_for_the_precision(gpt2, tmp_path):

@@ -1,12 +1,17 @@
 """transformers builds the same model from the config that we write as from its own."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megalite.checkpoint.convert.hf_config import KEPT, config_of
 from megalite.checkpoint.convert.hf_config_writer import hf_config_of
+from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
+from megalite.config.presets import PRESETS
+from megalite.errors import UserError
 from tests.unit.model.test_against_transformers import (
     CONFIGS,
     MODELS,
@@ -66,6 +71,45 @@ def test_heads_of_one_size_in_all_layers():
     hf_config = changed("gemma4", head_dim=4, global_head_dim=4)
     assert hf_config.to_dict()["per_layer_config"] == {}
     assert_same_model("gemma4", hf_config)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "bloom"])
+def test_the_longest_context_outlives_shorter_samples(kind):
+    """A server caps the context at this number."""
+    config = config_of(CONFIGS[kind](lambda values: values[0]).to_dict())
+    shorter = dataclasses.replace(config, seq_length=8, max_position_embeddings=config.seq_length)
+    written = hf_config_of(shorter, eod=0)
+    assert AutoConfig.for_model(**written).max_position_embeddings == NUM_POSITIONS
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3"])
+def test_no_window_has_no_size(kind):
+    config = config_of(changed(kind, sliding_window=None, use_sliding_window=False).to_dict())
+    assert hf_config_of(config, eod=0)["sliding_window"] is None
+    assert_same_model(kind, changed(kind, sliding_window=None, use_sliding_window=False, layer_types=None))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen2_moe", "qwen3_next_experts", "mixtral", "olmoe"])
+def test_one_expert_a_token_has_a_family(kind):
+    """Families that come before refuse to read it: their only expert has weight 1."""
+    hf_config = changed(kind, num_experts_per_tok=1)
+    assert hf_config_of(config_of(hf_config.to_dict()), eod=0)["model_type"] == hf_config.model_type
+    assert_same_model(kind, hf_config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"moe_router_topk": 1}, {"attn_logit_softcapping": 50.0}])
+def test_a_family_names_its_problems_and_never_raises(changes):
+    for preset in PRESETS.values():
+        config = dataclasses.replace(preset, **changes)
+        assert all(isinstance(family.problems(config), dict) for family in FAMILIES.values())
+
+
+def test_the_nearest_family_is_one_that_reads_the_model():
+    model = dataclasses.replace(PRESETS["mixtral-8x7b"], moe_router_topk=1, attn_logit_softcapping=50.0)
+    with pytest.raises(
+        UserError, match=r"transformers' mixtral cannot be this model: attn_logit_softcapping"
+    ):
+        family_of(model)
 
 
 def test_a_small_vocabulary_has_no_token_for_padding():

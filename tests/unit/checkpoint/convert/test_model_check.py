@@ -16,7 +16,7 @@ from megalite.checkpoint.convert.model_settings import Settings
 from megalite.cli.convert import main
 from megalite.errors import UserError
 from megalite.log import configure_logging
-from tests.unit.checkpoint.convert.foreign_models import build, save
+from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, build, save
 
 
 def exchanged_in_layer_1(config, model_type):
@@ -104,6 +104,19 @@ def test_without_transformers_the_check_is_skipped(tmp_path, monkeypatch, capsys
     assert "check: skipped, because it needs transformers: pip install transformers" in (
         captured.out + captured.err
     )
+
+
+def test_transformers_loads_the_written_folder(tmp_path, monkeypatch):
+    """Our own reader compares as many rows of the vocabulary as both models have."""
+    save(build("llama", layers=1), tmp_path / "hf")
+    written = target.hf_config_of
+    monkeypatch.setattr(
+        target, "hf_config_of", lambda *values: {**written(*values), "vocab_size": VOCABULARY - 4}
+    )
+    with pytest.raises(UserError, match=r"transformers \S+ cannot load .*; --no-check converts") as raised:
+        Conversion(tmp_path / "hf", tmp_path / "back", target="hf").run()
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "back").exists()
 
 
 def test_what_transformers_cannot_run_is_one_line(tmp_path):

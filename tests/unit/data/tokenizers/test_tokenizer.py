@@ -109,6 +109,86 @@ def test_eod_is_the_configured_one(tmp_path: Path, eos: object) -> None:
         build_tokenizer("HuggingFaceTokenizer", name_or_path=str(tmp_path))
 
 
+TWO_ENDS = {"<unk>": 0, "<eos>": 1, "word": 2, "</s>": 3}
+
+
+@pytest.fixture
+def two_ends(tmp_path: Path) -> Path:
+    """A tokenizer.json as Gemma's: ``</s>`` is a token of web pages."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(TWO_ENDS, unk_token="<unk>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<eos>"])
+    library.add_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "<eos>"}},
+        {"tokenizer_config": {"eos_token": "</s>"}, "special_tokens_map": {"eos_token": "<eos>"}},
+        {
+            "tokenizer_config": {"eos_token": "<eos>", "added_tokens_decoder": {}},
+            "special_tokens_map": {"eos_token": "</s>"},
+        },
+        {"tokenizer_config": {}, "special_tokens_map": {"eos_token": {"content": "<eos>"}}},
+        {
+            "tokenizer_config": {
+                "eos_token": "<end>",
+                "added_tokens_decoder": {
+                    "5": {"content": "<end>", "special": True},
+                    "4": {"content": "<more>", "special": True},
+                },
+            }
+        },
+    ],
+)
+def test_eod_is_transformers_end(two_ends: Path, files: dict[str, dict[str, object]]) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, content in files.items():
+        (two_ends / f"{name}.json").write_text(json.dumps(content))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(two_ends)
+    ours = build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends))
+    assert (ours.eod, ours.vocab_size) == (reference.eos_token_id, len(reference))
+    text = f"word </s> {reference.eos_token} word"
+    assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"generation_config": {"eos_token_id": [1, 2]}, "config": {"eos_token_id": 3}},
+        {"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 1}},
+        {"generation_config": {}, "config": {"eos_token_id": [1]}},
+        {"tokenizer_config": {"eos_token": None}, "generation_config": {"eos_token_id": 1}},
+    ],
+)
+def test_eod_is_the_models_end_if_the_tokenizer_names_none(
+    two_ends: Path, files: dict[str, dict[str, object]]
+) -> None:
+    for name, content in files.items():
+        (two_ends / f"{name}.json").write_text(json.dumps(content))
+    assert build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends)).eod == 1
+
+
+def test_several_known_ends_are_named(two_ends: Path) -> None:
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", name_or_path=str(two_ends))
+    with pytest.raises(UserError, match=r"several tokens that may end a document.*: </s>, <eos>; name it as"):
+        _ = tokenizer.eod
+
+
+def test_ends_of_two_files(bpe: Path, tmp_path: Path) -> None:
+    """Megatron's name comes first, unless a file says otherwise, as in the folder of an OPT."""
+    vocab = json.loads((bpe / "vocab.json").read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"</s>": len(vocab)}))
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(bpe / "merges.txt")}
+    assert build_tokenizer("GPT2BPETokenizer", **files).eod == vocab["<|endoftext|>"]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert build_tokenizer("GPT2BPETokenizer", **files).eod == len(vocab)
+
+
 def test_missing_eod_is_named_when_it_is_needed(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
