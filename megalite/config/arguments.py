@@ -133,7 +133,7 @@ def parse_value(field: ConfigField, tokens: Sequence[str]) -> Any:
         return True
     if len(tokens) != 1:
         found = f"{len(tokens)}: {' '.join(tokens)}" if tokens else "none"
-        raise ValueError(f"takes one value, {_KIND_NAMES[kind.item]}, but got {found}")
+        raise ValueError(f"takes one value, {_KIND_NAMES[kind.item]}, but got {found}{_with_equals(field)}")
     return _parse_item(field, tokens[0])
 
 
