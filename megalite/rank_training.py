@@ -20,7 +20,13 @@ from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_in_any_layout
 from megalite.data.samples import Samples
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.distributed.rendezvous import Launch, check_start, open_store, refusal_reported
+from megalite.distributed.rendezvous import (
+    Launch,
+    check_start,
+    open_store,
+    refusal_reported,
+    several_by_other_launcher,
+)
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
 from megalite.errors import ConfigError, UserError, one_line
@@ -99,11 +105,13 @@ def _unused(config: Config, world_size: int | None) -> list[str]:
 
 
 def _refuse_several_ranks(flag: str, more: str = "") -> None:
-    if (started := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(
-            f"{flag} is one process, but the launcher has started {started} (WORLD_SIZE): start it with "
-            f"python{more}"
-        )
+    if (world_size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        started = f"the launcher has started {world_size} (WORLD_SIZE)"
+    elif several := several_by_other_launcher():
+        _, started = several
+    else:
+        return
+    raise UserError(f"{flag} is one process, but {started}: start it with python{more}")
 
 
 def _with_layout_source(parsed: ParsedRun, providers: Providers, launch: Launch) -> Config:

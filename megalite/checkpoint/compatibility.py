@@ -13,7 +13,12 @@ from megalite.config.option import OnResume, Option
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.config.resume_rules import RESUME_RULES, fields_with
 from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
-from megalite.data.corpus_record import DataRecord, data_differences
+from megalite.data.corpus_record import (
+    DataRecord,
+    data_differences,
+    reordered_corpora,
+    samples_lost_and_repeated,
+)
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -117,7 +122,7 @@ def check_compatibility(
         found += [
             _compare_runs(description["run"], here["run"], checkpoint, config),
             _compare_schedules(_mapping(description, "schedule"), here["schedule"], checkpoint, config),
-            _compare_data(description, here, checkpoint, config),
+            _compare_data(description, here, checkpoint, config, topology.sample_ranks.size),
         ]
     found += [
         _compare_settings(description, here, checkpoint, config),
@@ -268,7 +273,7 @@ def _compare_settings(
 
 
 def _compare_data(
-    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config
+    description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config, dp: int
 ) -> _Findings:
     options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
     changed = [str(each) for each in options if RESUME_RULES.get(each.name) is not OnResume.CORPUS]
@@ -287,8 +292,12 @@ def _compare_data(
     elif flags := [each for each in options if RESUME_RULES.get(each.name) is OnResume.CORPUS]:
         notices.append(f"data flags differ from the checkpoint's: {_listed(flags)}")
     if not changed:
-        return _Findings([], notices)
+        return _Findings([], [*notices, *_reordered(description, config, dp)])
     if config.checkpoint.allow_data_change:
+        if saved and here["corpora"] is not None:
+            num_consumed = int(_mapping(description, "progress").get("consumed_samples", 0))
+            counts = samples_lost_and_repeated(saved, here["corpora"], num_consumed, _num_samples(config, dp))
+            notices += [f"in the order of the new blend, {', '.join(counts)}"] if counts else []
         notice = (
             f"the data differ from the checkpoint's: {', '.join(changed)}; the next samples follow the new "
             "order"
@@ -300,6 +309,29 @@ def _compare_data(
     )
     mistake = f"checkpoint {checkpoint} was trained on other data: {', '.join(changed)}; {advice}"
     return _Findings([mistake], notices)
+
+
+def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> list[str]:
+    """Return a notice of the corpora that the new length of the run reorders."""
+    saved, settings = _mapping(description, "corpora"), _mapping(description, "settings")
+    length = {name: settings[name] for name in ("train_iters", "train_samples") if name in settings}
+    of_documents = config.data.sft or config.data.packs_documents
+    if not saved or not length or of_documents or config.model.architecture != "gpt":
+        return []
+    before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
+    numbers = _num_samples(before, dp), _num_samples(config, dp)
+    texts = reordered_corpora(saved, *numbers, config.model.seq_length)
+    if not texts:
+        return []
+    return [
+        f"the new length of the run reorders the samples of {'; '.join(texts)}: some are read more "
+        "often than others"
+    ]
+
+
+def _num_samples(config: Config, dp: int) -> int:
+    """Return the number of samples that a whole run trains on."""
+    return config.batch_size(dp).consumed_before(config.num_iterations(dp) + 1)
 
 
 def _compare_tokenizers(saved: str | None, here: str | None, checkpoint: Path) -> _Findings:

@@ -427,4 +427,11 @@ def _run(arguments: list[str]) -> int:
         )
     for report in summary.reports:
         print("\n".join(report.lines()))
+        if count := report.num_ends_in_texts:
+            log.warning(
+                "%s: the texts contain the end-of-document token %s, and training ends a document at each: "
+                "remove it from the texts unless this is intended",
+                report.prefix,
+                "once" if count == 1 else f"{count:,} times",
+            )
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -175,6 +176,8 @@ def _parse_item(field: ConfigField, token: str) -> Any:
         if token.lower() not in _TRUE + _FALSE:
             raise ValueError(f"takes {_KIND_NAMES[bool]}, not {token!r}")
         return token.lower() in _TRUE
+    if kind.item is str and token.startswith("~"):  # a shell expands it, but not in a file or after `=`
+        token = os.path.expanduser(token)
     try:
         value = kind.item(token)
     except ValueError:

@@ -209,9 +209,17 @@ def _with_full_batch(config: Config) -> Config:
 
 def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator[UserSetting]:
     """Yield the values of the flags that set a field; report unknown flags."""
+    before: FlagTokens | None = None
     for flag in flags:
         field = fields_by_flag().get(flag.flag)
-        if field is None:
+        if (
+            before is not None
+            and not flag.name.startswith("--")
+            and flag.flag not in _HELP
+            and _lacks_value(before)
+        ):
+            diagnostics.problems[-1] += f": write {before.name}={flag.tokens[0]}"
+        elif field is None:
             if rule_of(flag.flag) is None and flag.flag not in _PROGRAM_FLAGS:
                 supported = [*fields_by_flag(), *accepted_flags(), *_PROGRAM_FLAGS]
                 meant = fields_by_flag().get(nearest(flag.flag, supported) or "")
@@ -232,6 +240,15 @@ def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator
         if flag.flag in _ALSO_SETS:
             other, value = _ALSO_SETS[flag.flag]
             yield UserSetting(fields_by_flag()[other], value, flag.name)
+        before = flag
+
+
+def _lacks_value(flag: FlagTokens) -> bool:
+    """Return whether a flag of a field has no value, but needs one."""
+    field = fields_by_flag().get(flag.flag)
+    return (
+        field is not None and flag.flag not in field.sets and not flag.values and field.kind.item is not bool
+    )
 
 
 def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> str | None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.blend import normalized
+from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
+from megalite.data.gpt_dataset import plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.errors import few
@@ -155,6 +156,67 @@ def data_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
         raise ValueError("run.json is damaged: its corpora cannot be read") from error
     evaluated = [text for split in SPLIT_NAMES[1:] for text in found[split] if text not in found["train"]]
     return found["train"], list(dict.fromkeys(evaluated))
+
+
+def samples_lost_and_repeated(
+    saved: Mapping[str, Any], here: Mapping[str, Any], num_consumed: int, num_samples: int
+) -> list[str]:
+    """Describe what a change of the training blend does to the samples of each corpus.
+
+    Each corpus is read from its first sample on. Under other weights the run continues at another sample.
+
+    Args:
+        saved, here: records of `DataRecord.for_json`.
+        num_consumed: number of samples that were trained on with the saved blend.
+        num_samples: number of samples of the whole run.
+
+    Returns:
+        A text for each corpus with such samples; none if corpora are weighted by their sizes.
+    """
+    before, after = _train_shares(saved), _train_shares(here)
+    texts = []
+    for key, (prefix, share) in after.items():
+        num_read = round(before.get(key, (prefix, 0.0))[1] * num_consumed)
+        first, end = round(share * num_consumed), round(share * num_samples)
+        if (num_lost := first - num_read) > 1:
+            texts.append(f"about {num_lost:,} samples of {prefix} are skipped")
+        elif (num_repeated := min(num_read, end) - first) > 1:
+            texts.append(f"about {num_repeated:,} samples of {prefix} are read again")
+    return texts
+
+
+def reordered_corpora(record: Mapping[str, Any], num_before: int, num_now: int, seq_length: int) -> list[str]:
+    """Describe the corpora whose samples another length of the run puts in another order.
+
+    The epochs of a corpus are shuffled together, so that their order depends on their number.
+
+    Args:
+        record: the record of `DataRecord.for_json`.
+        num_before: number of samples of the whole run until now.
+        num_now: number of samples of the whole run from now on.
+    """
+    texts = []
+    for (num_bytes, _, _, dtype, *_, begin, end), (prefix, share) in _train_shares(record).items():
+        num_tokens = round(num_bytes // np.dtype(dtype).itemsize * (end - begin))
+        weighs = share < 1
+        before, now = (
+            plan_epochs(num_tokens, num_samples_to_build(number, share) if weighs else number, seq_length)
+            for number in (num_before, num_now)
+        )
+        if before != now:
+            texts.append(f"{prefix}, whose {before.num_epochs} epochs are now {now.num_epochs}")
+    return texts
+
+
+def _train_shares(record: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[str, float]]:
+    """Return the prefix of each corpus to train on and its share of the samples, by contents and part."""
+    shares = dict[tuple[Any, ...], tuple[str, float]]()
+    for blend in record["splits"]["train"]:
+        weights = blend["weights"] or ([1.0] if len(blend["parts"]) == 1 else [])
+        for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=False):
+            contents = {**record["corpora"][prefix], "tokens_sha256": None}
+            shares[(*contents.values(), begin, end)] = prefix, weight
+    return shares
 
 
 def _split_differences(saved: Mapping[str, Any], here: Mapping[str, Any], split: str) -> list[str]:

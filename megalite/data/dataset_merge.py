@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from megalite.data.tokenizers.tokenizer_digest import (
 from megalite.errors import UserError
 from megalite.files import new_file, url_problem
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=_|$)")
+"""The number of a part, and the number of parts, in the name of a dataset that --partition wrote."""
 _BLOCK = 1 << 20
 """Number of index entries to write at a time."""
 
@@ -71,6 +74,28 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
     return found
 
 
+def _check_parts(prefixes: Sequence[str]) -> None:
+    """Check that all parts of a corpus are there if one is: parts count from 0, those of others also from 1.
+
+    Raises:
+        UserError: lists the missing parts of the first corpus that is not whole.
+    """
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for prefix in prefixes:
+        for part in _PART.finditer(os.path.basename(prefix)):
+            count = int(part[2])
+            others = _PART.sub(lambda each: f"-*-of-{each[2]}", os.path.basename(prefix))
+            numbers.setdefault((others, count), set()).add(int(part[1]))
+    for (name, count), found in numbers.items():
+        first = 0 if 0 in found or count not in found else 1
+        if missing := sorted(set(range(first, first + count)) - found):
+            listed = ", ".join(f"{number:05}" for number in missing[:8]) + (", ..." if missing[8:] else "")
+            raise UserError(
+                f"{name} has {count} parts, and the inputs lack {len(missing)} of them ({listed}): pass all "
+                "parts, or rename the inputs if this is intended"
+            )
+
+
 def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool = False) -> MergeSummary:
     """Merge datasets in this order into OUTPUT_PREFIX.bin and .idx.
 
@@ -78,9 +103,10 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str, overwrite: bool 
     once both files are complete, the .idx last.
 
     Raises:
-        UserError: an input is damaged, the token dtypes differ, the output exists, is an input or a URL, or
-            the disk is full.
+        UserError: an input is damaged, the token dtypes differ, the inputs are a part of the parts that their
+            names count, the output exists, is an input or a URL, or the disk is full.
     """
+    _check_parts(prefixes)
     if problem := url_problem(output_prefix):
         raise UserError(f"--output-prefix {problem}")
     paths = [f"{output_prefix}{suffix}" for suffix in (".bin", ".idx")]

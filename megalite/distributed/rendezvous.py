@@ -16,6 +16,12 @@ from megalite.distributed.network import choose_interface, is_this_machine, loop
 from megalite.distributed.store_barrier import name_of_start, wait_for_listener
 from megalite.errors import UserError
 
+_OF_OTHER_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which salloc and sbatch also set for one process
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+}
+"""Variables with the number of processes that a launcher has started, and the launcher."""
 _SECONDS_TO_REFUSE = 10.0
 """Seconds for which a rank that refuses its settings tries to report this to the others."""
 
@@ -42,16 +48,23 @@ class Launch:
         WORLD_SIZE is set, there is one rank.
 
         Raises:
-            UserError: only some of the variables that ``env://`` needs are set, or one is not valid.
+            UserError: only some of the variables that ``env://`` needs are set, or one is not valid; srun or
+                mpirun has started several processes without RANK.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         present = [name for name in needed if name in os.environ]
         restarts = sum(map(_environment_int, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
         if not {"RANK", "WORLD_SIZE"} & set(present):
+            _refuse_other_launcher()
             return Launch(0, 1, 0, 1, restarts)
         if missing := [name for name in needed if name not in os.environ]:
             raise UserError(
                 f"{', '.join(present)} set but not {', '.join(missing)}: set all four, or use torchrun"
+            )
+        if len(hosts := os.environ["MASTER_ADDR"].replace(",", " ").split()) != 1:
+            raise UserError(
+                f"MASTER_ADDR={os.environ['MASTER_ADDR']!r} is not one host: set it to rank 0's host"
+                + (f", {hosts[0]}" if hosts else "")
             )
         rank, world_size, _ = map(_environment_int, ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local_world_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
@@ -64,6 +77,31 @@ class Launch:
             raise mistake
         local_rank = _environment_int("LOCAL_RANK", rank % local_world_size)
         return Launch(rank, world_size, local_rank, local_world_size, restarts)
+
+
+def several_by_other_launcher() -> tuple[str, str] | None:
+    """Return srun or mpirun, and a clause on its processes, if it started several without RANK; else None."""
+    for name, launcher in _OF_OTHER_LAUNCHERS.items():
+        text = os.environ.get(name, "")
+        if "RANK" not in os.environ and text.isdecimal() and int(text) > 1:
+            return launcher, f"{launcher} has started {text} processes ({name})"
+    return None
+
+
+def _refuse_other_launcher() -> None:
+    """Refuse processes that do not know of each other: each would train the whole run.
+
+    Raises:
+        UserError: srun or mpirun has started several processes, but RANK is not set.
+    """
+    if several := several_by_other_launcher():
+        launcher, started = several
+        per_node = "--ntasks-per-node=1" if launcher == "srun" else "--map-by ppr:1:node"
+        raise UserError(
+            f"{started}, but RANK is not set, so that each would be a run of one rank: start one torchrun on "
+            f"each node ({launcher} {per_node} torchrun --nnodes N --nproc-per-node GPUS ...), or set RANK, "
+            "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process"
+        )
 
 
 def _environment_int(name: str, default: int = 0) -> int:

@@ -29,6 +29,7 @@ from megalite.data.preprocessing.shards import (
     join_extents,
     pack,
 )
+from megalite.data.tokenizers.tokenizer_digest import end_of_document
 from megalite.errors import UserError
 
 _BATCH_BYTES = 1 << 20
@@ -48,6 +49,8 @@ class ColumnResult:
     extent: Extent
     num_text_bytes: int = 0
     num_unknown: int = 0
+    num_ends: int = 0
+    """Number of end-of-document tokens in the texts themselves."""
     histogram: list[int] = field(default_factory=list)
     """Number of documents of 2^i to 2^(i+1) - 1 tokens, for each i."""
 
@@ -76,6 +79,9 @@ class Encoder:
             conversation_encoder(self._tokenizer, job.json_keys[0], job.now) if job.chat else None
         )
         self._eod = self._tokenizer.eod if job.append_eod else None
+        self._end = (
+            None if job.chat else end_of_document(self._tokenizer)
+        )  # a chat template may end turns by it
         self._unknown: int | None = self._tokenizer.unk
         self._split: Callable[[str], list[str]] | None = (
             sentence_splitter(job.sentence_language, job.keep_newlines) if job.sentence_language else None
@@ -188,6 +194,9 @@ class Encoder:
         packed = pack(documents, self._dtypes[k], self._eod)
         if self._unknown is not None and k < len(self._job.json_keys):
             column.num_unknown += int((packed.tokens == self._unknown).sum())
+        if self._end is not None:
+            num_appended = 0 if self._eod is None else len(packed.sequences)
+            column.num_ends += int((packed.tokens == self._end).sum()) - num_appended
         column.num_text_bytes += documents.num_text_bytes
         column.histogram = add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))

@@ -275,6 +275,7 @@ class _Run:
             num_sequences=total.num_sequences,
             num_tokens=total.num_tokens,
             num_answer_tokens=num_answer_tokens,
+            num_ends_in_texts=total.num_ends,
             num_text_bytes=total.num_text_bytes,
             bytes_per_token=total.num_text_bytes / total.num_tokens,
             num_skipped=self.progress.num_skipped,

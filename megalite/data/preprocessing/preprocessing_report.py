@@ -73,6 +73,7 @@ class ColumnTotal:
     num_tokens: int = 0
     num_text_bytes: int = 0
     num_unknown: int = 0
+    num_ends: int = 0
     histogram: list[int] = field(default_factory=list)
 
     def add(self, result: ColumnResult) -> None:
@@ -82,6 +83,7 @@ class ColumnTotal:
         self.num_documents += result.extent.documents[1]
         self.num_text_bytes += result.num_text_bytes
         self.num_unknown += result.num_unknown
+        self.num_ends += result.num_ends
         self.histogram = add_counts(self.histogram, result.histogram)
 
 
@@ -114,6 +116,8 @@ class DatasetReport:
     """Flags that the dataset depends on."""
     num_answer_tokens: int | None = None
     """Number of tokens of answers in conversations; None for a dataset of plain documents."""
+    num_ends_in_texts: int = 0
+    """Number of end-of-document tokens in the texts themselves; each ends a document in training."""
 
     def write(self, path: str) -> None:
         with open_new(path) as stream:

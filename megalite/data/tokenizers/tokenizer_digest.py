@@ -29,7 +29,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     Returns:
         SHA-256 in hexadecimal.
     """
-    size, eod = tokenizer.vocab_size, _eod(tokenizer)
+    size, eod = tokenizer.vocab_size, end_of_document(tokenizer)
     digest = hashlib.sha256(json.dumps([size, eod]).encode())
     if not isinstance(tokenizer, NullTokenizer):  # its text already consists of ids
         step = max(1, size // _NUM_PROBES)
@@ -60,7 +60,7 @@ def write_tokenizer_digest(prefix: str, tokenizer: Tokenizer) -> None:
     record = {
         "digest": tokenizer_digest(tokenizer),
         "vocab_size": tokenizer.vocab_size,
-        "eod": _eod(tokenizer),
+        "eod": end_of_document(tokenizer),
     }
     _write(prefix, f"{json.dumps(record, indent=1)}\n".encode())
 
@@ -131,8 +131,9 @@ def _digest_name(prefix: str) -> str:
     return f"{prefix}.tokenizer.json"  # not a Path, because the prefix may be a URL
 
 
-def _eod(tokenizer: Tokenizer) -> int | None:
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """Return the end-of-document token; None for a vocabulary without one."""
     try:
         return tokenizer.eod
     except UserError:
-        return None  # a vocabulary without an end-of-document token
+        return None

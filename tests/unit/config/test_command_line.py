@@ -101,6 +101,8 @@ def test_values(name: str, argv: list[str], expected: object) -> None:
         ("--config a b", "--config takes one value, but got a b"),
         ("--config missing.yaml", "--config missing.yaml cannot be read: No such file"),
         ("stray --tp 1", "'stray' does not follow a flag"),
+        ("--hybrid-override-pattern -M*", "but got none: write --hybrid-override-pattern=-M*"),
+        ("--data-path -corpus", "at least one value, a string: write --data-path=-corpus"),
         ("-lr 3", "unknown flag -lr; nearest is --lr"),
         ("--hiden-size 3", "unknown flag --hiden-size; nearest is --hidden-size"),
         ("--num-layer 3", "unknown flag --num-layer; nearest is --num-layers"),
@@ -111,6 +113,17 @@ def test_values(name: str, argv: list[str], expected: object) -> None:
 )
 def test_mistakes(line: str, message: str, problems) -> None:
     assert message in problems(line)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [f.name for f in config_fields() if f.kind.item is str and not f.kind.choices]
+)
+def test_the_home_folder_is_expanded_where_no_shell_does_it(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text(f"{name}: ~/x\n")
+    for argv in ([f"--{name}=~/x"], ["--config", str(tmp_path / "run.yaml")]):
+        found = value(name, *argv)
+        assert (found if isinstance(found, str) else found[0]) == f"{tmp_path}/x"
 
 
 def test_abbreviations_are_unknown(problems) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +14,15 @@ import pytest
 from megalite.config import DataConfig
 from megalite.data import corpus_record
 from megalite.data.build_datasets import open_corpora
-from megalite.data.corpus_record import CorpusIdentity, DataRecord, data_differences
+from megalite.data.corpus_record import (
+    CorpusIdentity,
+    DataRecord,
+    data_differences,
+    reordered_corpora,
+    samples_lost_and_repeated,
+)
 from megalite.data.corpus_sources import find_sources
+from megalite.data.gpt_dataset import build_gpt_index
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.loss_mask import LossMask
 from tests.chat import write_masked
@@ -109,6 +117,52 @@ def test_differences_name_the_corpus_or_the_blend(corpus: str, tmp_path: Path) -
     assert differences(
         record(data_path=(corpus, other)), record(data_path=(corpus, other), blend_by="documents")
     )[0]
+
+
+def drawn(weights: tuple[float, ...], num_samples: int) -> list[int]:
+    """Count the samples of each corpus as Megatron draws them: the one that is furthest behind comes next."""
+    counts = np.zeros(len(weights), int)
+    for i in range(num_samples):
+        counts[np.argmax(np.array(weights) * max(i, 1) - counts)] += 1
+    return [int(count) for count in counts]
+
+
+def test_lost_and_repeated_samples_of_other_weights_are_counted(corpus: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "b", (9, 9))
+    saved, here = record(data_path=("1", corpus, "1", other)), record(data_path=("8", corpus, "2", other))
+    (a, b), (a_here, b_here), (_, b_end) = (
+        drawn((0.5, 0.5), 10_000),
+        drawn((0.8, 0.2), 10_000),
+        drawn((0.8, 0.2), 20_000),
+    )
+    assert samples_lost_and_repeated(saved.for_json(), here.for_json(), 10_000, 20_000) == [
+        f"about {a_here - a:,} samples of {corpus} are skipped",
+        f"about {min(b, b_end) - b_here:,} samples of {other} are read again",
+    ]
+    assert (a_here - a, min(b, b_end) - b_here) == (3000, 2000)
+    added = record(data_path=(corpus,)).for_json(), saved.for_json()
+    assert samples_lost_and_repeated(*added, 1000, 2000) == [
+        f"about 500 samples of {corpus} are read again", f"about 500 samples of {other} are skipped",
+    ]  # fmt: skip
+    assert samples_lost_and_repeated(saved.for_json(), saved.for_json(), 1000, 2000) == []
+
+
+def test_a_longer_run_tells_whether_it_reorders_a_corpus(tmp_path: Path) -> None:
+    lengths = (50, 30, 70, 20, 60)
+    known = record(train_data_path=(write(tmp_path / "c", lengths),)).for_json()
+    orders = {
+        number: build_gpt_index(np.array(lengths, np.int32), range(5), number, 2, 1)
+        for number in range(1, 500)
+    }
+    reordered = set()
+    for before, now in itertools.pairwise(orders):
+        arrays = [[orders[i].document_index, orders[i].shuffle_index] for i in (before, now)]
+        is_same = all(np.array_equal(*pair) for pair in zip(*arrays, strict=True))
+        assert bool(reordered_corpora(known, before, now, 2)) != is_same, (before, now)
+        reordered |= {now} - ({now} if is_same else set())
+    assert reordered
+    (text,) = reordered_corpora(known, 200, 300, 2)
+    assert text == f"{tmp_path}/c, whose 2 epochs are now 3"
 
 
 def test_data_for_evaluation_alone_are_reported_apart(corpus: str, tmp_path: Path) -> None:

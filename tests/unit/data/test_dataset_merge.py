@@ -74,6 +74,22 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, write_dataset: Callabl
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.parametrize(
+    ("numbers", "missing"),
+    [((0, 1, 2, 3), ""), ((1, 2, 3, 4), ""), ((3, 0), "lack 2 .*00001, 00002"), ((1, 2, 3), "00000")],
+)
+def test_all_parts_of_a_corpus_are_merged_or_none(
+    tmp_path: Path, write_dataset: Callable[..., str], numbers: tuple[int, ...], missing: str
+) -> None:
+    parts = [write_dataset([3], f"c-{number:05}-of-00004_text_document") for number in numbers]
+    other = write_dataset([3], "other-00000-of-00001_text_document")
+    if not missing:
+        assert merge_datasets([*parts, other], str(tmp_path / "out")).num_documents == 5
+        return
+    with pytest.raises(UserError, match=rf"c-\*-of-00004_text_document has 4 parts, .*{missing}\): pass all"):
+        merge_datasets([*parts, other], str(tmp_path / "out"))
+
+
 def test_full_disk_leaves_nothing(
     tmp_path: Path, write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

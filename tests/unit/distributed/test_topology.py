@@ -21,6 +21,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.hardware import shared_gpus
+from megalite.rank_training import _refuse_several_ranks
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -37,7 +38,7 @@ def environment(monkeypatch):
     """Sets exactly these variables of the launcher's."""
 
     def set_variables(variables):
-        for name in (*WORLD, *LOCAL):
+        for name in (*WORLD, *LOCAL, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -238,11 +239,34 @@ def test_ranks_share_gpus_over_an_nccl_that_allows_it(monkeypatch):
         (WORLD, Launch(3, 8, 3, 8)),
         ({**WORLD, **LOCAL}, Launch(3, 8, 1, 2)),
         ({**WORLD, "LOCAL_WORLD_SIZE": "2"}, Launch(3, 8, 1, 2)),
+        ({**WORLD, "SLURM_STEP_NUM_TASKS": "4"}, Launch(3, 8, 3, 8)),  # srun torchrun
+        ({"SLURM_NTASKS": "4"}, Launch(0, 1, 0, 1)),  # one process under salloc or in a batch script
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"}, Launch(0, 1, 0, 1)),
     ],
 )
 def test_launch_from_environment(variables, launch, environment):
     environment(variables)
     assert Launch.from_environment() == launch
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpirun")],
+)
+def test_processes_without_ranks_are_refused(name, launcher, environment):
+    environment({name: "4"})
+    told = rf"{launcher} has started 4 processes \({name}\), .* torchrun on each node .* or set RANK, "
+    with pytest.raises(UserError, match=told):
+        Launch.from_environment()
+    with pytest.raises(UserError, match=f"--dry-run is one process, but {launcher} has started 4"):
+        _refuse_several_ranks("--dry-run")
+
+
+@pytest.mark.parametrize(("hosts", "told"), [("n1,n2", "host, n1"), ("n1 n2", "host, n1"), ("", "host")])
+def test_the_address_of_rank_0_is_one_host(hosts, told, environment):
+    environment({**WORLD, "MASTER_ADDR": hosts})
+    with pytest.raises(UserError, match=f"is not one host: set it to rank 0's {told}$"):
+        Launch.from_environment()
 
 
 @pytest.mark.parametrize("missing", WORLD)

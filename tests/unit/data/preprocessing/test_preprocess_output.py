@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.cli.preprocess import _run as run_preprocessing
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocessing import shards as join_module
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
@@ -65,6 +66,26 @@ def test_report(tmp_path: Path) -> None:
         digest = hashlib.sha256((tmp_path / f"o_text_document.{kind}").read_bytes()).hexdigest()
         assert on_disk["sha256"][kind] == digest
     assert "2-3 tokens" in "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_ends_of_documents_in_texts_are_counted_and_told(
+    tmp_path: Path, append_eod: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(
+        ["a b c"], vocab_size=260, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    model.save(str(tmp_path / "tokenizer.json"))
+    path = jsonl(
+        tmp_path / "a.jsonl", {"text": "a<|endoftext|>b"}, {"text": "c"}, {"text": "<|endoftext|>" * 2}
+    )
+    flags = ["--input", path, "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
+    flags += ["--tokenizer-model", str(tmp_path / "tokenizer.json"), *["--append-eod"] * append_eod]
+    assert run_preprocessing(flags) == 0
+    assert json.loads((tmp_path / "o_text_document.json").read_text())["num_ends_in_texts"] == 3
+    assert "contain the end-of-document token 3 times" in caplog.text
 
 
 def test_a_part_has_its_number_in_its_name(tmp_path: Path) -> None:
