@@ -35,6 +35,7 @@ from megalite.plan.plan_report import may_offload
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, first_problem
 from megalite.plan.programs import OWN
+from megalite.plan.quantities import large
 from megalite.plan.rank_memory import node_host_bytes
 
 _GB = 1e9
@@ -277,10 +278,12 @@ def _fits_host(plan: RunPlan, hardware: NodeHardware) -> bool:
 
 
 def _reason(plan: RunPlan, ratio: float, count: int) -> str:
-    available = plan.run.cluster.gpu.memory_bytes
+    available, config = plan.run.cluster.gpu.memory_bytes, plan.run.config
+    samples, length = config.training.global_batch_size or 0, config.model.seq_length
     return (
-        f"planned {plan.time.seconds:.3g} s per iteration and {_gb(plan.memory_bytes)} of {_gb(available)} "
-        f"per rank, the simplest within {ratio - 1:.0%} of the fastest of {count} that fit"
+        f"planned {plan.time.seconds:.3g} s per iteration of {large(samples * length)} tokens (samples of "
+        f"{length:,}) and {_gb(plan.memory_bytes)} of {_gb(available)} per rank, the "
+        f"simplest within {ratio - 1:.0%} of the fastest of {count} that fit"
     )
 
 

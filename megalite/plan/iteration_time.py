@@ -107,7 +107,7 @@ def time_step(run: PlannedRun) -> Step:
     ]
     busiest = max(range(run.pp), key=lambda rank: works[rank].seconds)
     forward = total_work(chunk[ActionKind.FORWARD] for chunk in by_rank[busiest])
-    seconds = makespan(run, stages)
+    seconds = max(makespan(run, stages), works[busiest].seconds)  # many microbatches are extrapolated
     return Step(
         seconds,
         works[busiest],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +76,53 @@ def routing_line(config: Config) -> str | None:
         f"--moe-imbalance {parallel.moe_imbalance:g}: the busiest rank's experts compute "
         f"{parallel.moe_imbalance:g} times the mean number of tokens"
     )
+
+
+NAME_SIZES = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "v": "chunks per stage (interleaved)",
+    "gpipe": "GPipe",
+    "zb": "zero bubble",
+    "zbv": "zero bubble in V shape",
+    "dpv": "DualPipeV",
+    "dp": "replicas",
+    "cp": "context-parallel ranks",
+    "ep": "expert-parallel ranks",
+    "etp": "tensor-parallel ranks of experts",
+    "shard": "ranks that ZeRO shards over",
+    "mbs": "samples per microbatch",
+}
+"""Meanings of the parts of a layout's name, in their order: sizes, and schedules after pp."""
+NAME_SWITCHES = {
+    "sp": "sequence parallelism",
+    "zero": "ZeRO stage",
+    "kept": "gathered weights are kept",
+    "gather": "gathers overlap with forward",
+    "overlap": "tp messages overlap with GEMMs",
+    "full": "whole layers are recomputed",
+    "selective": "some modules are recomputed",
+    "uneven": "uneven stages",
+    "offload": "offloading to host memory",
+    "a2a": "cp by all-to-all",
+    "p2p": "cp by a ring",
+    "dynamic": "documents assigned to cp ranks",
+    "allgather": "experts' tokens by all-gather",
+}
+"""Meanings of what follows a plus sign."""
+_NAME_PART = re.compile("|".join(sorted(NAME_SIZES, key=len, reverse=True)))
+
+
+def legend_lines(names: Iterable[str]) -> list[str]:
+    """Return lines that explain the parts of these layouts' names, at most 80 characters each."""
+    sizes, switches = set[str](), set[str]()
+    for name in names:
+        size, *switched = name.split("+")
+        sizes.update(_NAME_PART.findall(size))
+        switches.update(switch.rstrip("0123456789") if "zero" in switch else switch for switch in switched)
+    parts = [f"{part} {meaning}" for part, meaning in NAME_SIZES.items() if part in sizes]
+    parts += [f"+{part} {meaning}" for part, meaning in NAME_SWITCHES.items() if part in switches]
+    return textwrap.wrap(f"layout: {', '.join(parts)}", 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def layout_name(run: PlannedRun) -> str:

@@ -194,7 +194,7 @@ def fastest(plans: Sequence[RunPlan], count: int, watch: Watch = watch_nothing) 
 
 
 def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
-    """Return the layout for --layout auto: the one with the fewest options of those that are almost fastest.
+    """Return the layout for a run: the one with the fewest options of those that are almost fastest.
 
     Plans that may run out of memory count only if there is no other.
 
@@ -211,6 +211,13 @@ def simplest(plans: list[RunPlan], ratio: float = SIMILAR) -> RunPlan:
     return next(
         plan for plan in by_options if least_seconds(plan.run) <= longest and plan.time.seconds <= longest
     )
+
+
+def ranked(plans: list[RunPlan], count: int, watch: Watch = watch_nothing) -> list[RunPlan]:
+    """Return `count` plans: the one that --layout auto chooses, and then the fastest others."""
+    best = fastest(plans, count, watch)
+    chosen = simplest(plans)
+    return [chosen, *(plan for plan in best if plan is not chosen)][:count]
 
 
 def _layouts(request: Request, cluster: Cluster) -> Iterator[_Layouts]:

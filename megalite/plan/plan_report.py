@@ -14,16 +14,17 @@ from megalite.errors import ConfigError, UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
-from megalite.plan.layout_fields import layout_name, routing_line
+from megalite.plan.layout_fields import layout_name, legend_lines, routing_line
 from megalite.plan.layout_search import (
     NUM_NEAREST,
+    SIMILAR,
     SearchResult,
     Watch,
     fastest,
     largest_kind,
+    ranked,
     search,
     search_with_offload,
-    simplest,
     watch_nothing,
 )
 from megalite.plan.offloaded_state import (
@@ -114,8 +115,7 @@ def _all(request: Request, top: int, watch: Watch) -> Iterable[str]:
         found = offloaded if offloaded.fitting else found
     if not found.fitting:
         raise UserError(nothing_fits(request, found, watch))
-    is_chosen = request.layout == "auto" and top == 1
-    best = [simplest(found.fitting)] if is_chosen else fastest(found.fitting, top, watch)
+    best = ranked(found.fitting, top, watch)
     if not request.is_json:
         return search_lines(request, best, found)
     return [
@@ -307,7 +307,7 @@ def _goodput_lines(request: Request, plan: RunPlan) -> Iterator[str]:
 
 
 def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult) -> Iterator[str]:
-    """Yield the table of a search, the numbers of other layouts, and the fastest layout's command."""
+    """Yield the table of a search, the numbers of other layouts, and the command of the first layout."""
     yield from _assumptions(request)
     if best[0].run.config.optimizer.offloads_optimizer and not request.config.optimizer.offloads_optimizer:
         yield "note: no layout fits with the optimizer state on the GPU: these keep it in host memory"
@@ -318,16 +318,18 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
         yield "note: no layout fits with all activations on the GPU: these keep them in host memory"
     if routing := next(filter(None, (routing_line(plan.run.config) for plan in best)), None):
         yield f"assumed: {routing}"
+    yield _batch_line(request)
     rows = [_row(request, plan) for plan in best]
     yield "".join(f"{name:>{_WIDTHS[name]}}" for name in rows[0]) + "  layout"
     for plan, row in zip(best, rows, strict=True):
         cells = "".join(f"{cell:>{_WIDTHS[name]}}" for name, cell in row.items())
         yield f"{cells}  {layout_name(plan.run)}"
     yield ""
+    yield from textwrap.wrap(_choice(best[0], found), 80, break_long_words=False, break_on_hyphens=False)
     yield "TFLOP/s: per GPU; GB (10^9 bytes): memory of the largest rank"
     costs = run_costs(best[0], request.costs)
     yield _cost_legend(request, costs) if costs else "bubble: share of the time, for the average rank"
-    yield "layout: in the notation of --verify-layouts; --json has the command for each"
+    yield from legend_lines([layout_name(plan.run) for plan in best])
     yield f"{counted(len(found.fitting), 'layout')} fit{'s' if len(found.fitting) == 1 else ''}"
     available = request.cluster.gpu.memory_bytes / _GB
     if any(plan.is_tight for plan in best):
@@ -346,6 +348,27 @@ def search_lines(request: Request, best: Sequence[RunPlan], found: SearchResult)
     if best[0].is_tight:
         yield f"warning: {_tight(best[0])}"
     yield from command_lines(start_command(request, best[0].run.config))
+
+
+def _batch_line(request: Request) -> str:
+    """Return the size of an iteration, on which the time of a layout depends."""
+    samples, length = request.config.training.global_batch_size, request.config.model.seq_length
+    assert samples is not None  # a search needs it
+    return f"iteration: {counted(samples, 'sample')} of {length:,} tokens, {large(samples * length)} in all"
+
+
+def _choice(chosen: RunPlan, found: SearchResult) -> str:
+    """Return why the first row is the layout to use, and how much faster the fastest layout is."""
+    (best,) = fastest(found.fitting, 1)
+    if best is chosen:
+        return "first row: the fastest layout, and the one that --layout auto chooses"
+    faster = chosen.time.seconds / best.time.seconds - 1
+    name = f"{layout_name(best.run)} at {best.time.seconds:.3f} s{'!' if best.is_tight else ''}"
+    limit = f"{SIMILAR - 1:.0%} of the fastest{' that is not tight (!)' if best.is_tight else ''}"
+    return (
+        f"first row: the simplest layout within {limit}, the one that --layout auto chooses; the fastest is "
+        f"{name}, {faster:.1%} faster"
+    )
 
 
 def _row(request: Request, plan: RunPlan) -> dict[str, str]:

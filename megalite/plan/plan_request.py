@@ -17,6 +17,7 @@ from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.parallel import LayoutSource
+from megalite.config.presets import PRESETS
 from megalite.config.rules.parallel_rules import layout as layout_problems
 from megalite.config.stage_layers import num_stages
 from megalite.config.tool_parser import ToolParser, positive_int, positive_number
@@ -43,6 +44,7 @@ from megalite.plan.plan_options import (
 )
 from megalite.plan.planned_run import Cluster, PlannedRun, with_any_length
 from megalite.plan.programs import OWN, PROGRAMS, program_named
+from megalite.plan.quantities import large
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 
@@ -51,6 +53,8 @@ megalite plan --preset llama3-70b --gpu h100 --world-size 256 --global-batch-siz
 
 Accepts all flags of training (megalite train --help lists them), and these:"""
 
+USUAL_LENGTH = 8192
+"""Tokens of a sample above which pretraining usually begins with shorter samples."""
 DEFAULT_TOP = 10
 """Rows of a search's table."""
 
@@ -145,6 +149,9 @@ def read_request(arguments: Sequence[str]) -> Request:
     table, (flags, _) = fields_by_flag(), split_tokens(rest)
     set_fields = {table[flag.flag].name for flag in flags if flag.flag in table}
     has_model = any(flag.flag in ("--preset", "--config") for flag in flags)
+    if "seq_length" not in set_fields:
+        presets = [" ".join(flag.values) for flag in flags if flag.flag == "--preset"]
+        notices += _notices_of_length(config, presets)
     provider = _provider_of(own.program)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
@@ -175,6 +182,18 @@ def read_request(arguments: Sequence[str]) -> Request:
         layout=layout,
         scaling=scaling_of(own, config, cluster),
     )
+
+
+def _notices_of_length(config: Config, presets: Sequence[str]) -> list[str]:
+    """Return a line if samples are as long as a preset's context, and longer than in usual pretraining."""
+    length, samples = config.model.seq_length, config.training.global_batch_size
+    if length <= USUAL_LENGTH or length not in (PRESETS[name].seq_length for name in presets):
+        return []
+    batch = "" if samples is None else f", so that an iteration has {large(samples * length)} tokens"
+    return [
+        f"--seq-length {length} is the longest context of --preset {presets[-1]}{batch}: pass --seq-length "
+        f"{USUAL_LENGTH // 2} or {USUAL_LENGTH} for usual pretraining"
+    ]
 
 
 def _check_all_groups(config: Config, searched: Collection[str]) -> None:

@@ -141,9 +141,7 @@ def _request(own: argparse.Namespace, rest: Sequence[str]) -> tuple[Request, Con
     if request.is_json:
         raise UserError(f"--json is an option of {command_name('plan')}: remove it")
     if any(token.partition("=")[0] == "--top" for token in rest):
-        raise UserError(
-            f"--top is an option of {command_name('plan')}: remove it, the job uses the fastest layout"
-        )
+        raise UserError(f"--top is an option of {command_name('plan')}: remove it, the job uses one layout")
     config, _ = parse(request.training_tokens)
     if config.dry_run.dry_run:
         program = command_name(TRAINED_BY[config.model.architecture])

@@ -20,7 +20,7 @@ from megalite.config.rules import data_rules
 from megalite.errors import ConfigError, UserError
 from megalite.plan.estimate import RunPlan, run_costs
 from megalite.plan.layout_fields import layout_flags
-from megalite.plan.layout_search import fastest, search, simplest
+from megalite.plan.layout_search import search, simplest
 from megalite.plan.plan_report import goodput_of, nothing_fits
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import run_problems
@@ -161,7 +161,7 @@ def chosen_plan(request: Request) -> RunPlan:
         found = search(request)
         if not found.fitting:
             raise UserError(nothing_fits(request, found))
-        return simplest(found.fitting) if request.layout == "auto" else fastest(found.fitting, 1)[0]
+        return simplest(found.fitting)
     if problems := run_problems(request.config, request.cluster):
         raise ConfigError(problems)
     plan = RunPlan(request.planned_run())
@@ -185,7 +185,7 @@ def _too_large(request: Request, plan: RunPlan) -> str:
     found = search(free)
     if not found.fitting:
         return text + nothing_fits(free, found)
-    flags = " ".join(layout_flags(fastest(found.fitting, 1)[0].run.config))
+    flags = " ".join(layout_flags(simplest(found.fitting).run.config))
     return f"{text}pass --search without a layout, or the layout {flags}"
 
 

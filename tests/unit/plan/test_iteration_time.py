@@ -19,6 +19,7 @@ from megalite.plan.iteration_time import (
     replicas_of,
     sharing_of,
     time_iteration,
+    time_step,
     zero3_communication,
 )
 from megalite.plan.layer_time import (
@@ -30,6 +31,7 @@ from megalite.plan.layer_time import (
     offload_work,
 )
 from megalite.plan.layer_time import attention_seconds as seconds_of_call
+from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import Program, own_program
 from megalite.plan.saved_activations import stage_bytes
@@ -111,6 +113,15 @@ def test_many_microbatches_cost_what_the_whole_simulation_says(parallel) -> None
     stages = _stages(run)
     assert makespan(run, stages) == pytest.approx(makespan(run, stages, max_rounds=1000), rel=0.01)
     assert least_seconds(run) <= makespan(run, stages) * 1.001
+
+
+def test_an_extrapolated_step_takes_at_least_the_work_of_the_busiest_rank() -> None:
+    """The last microbatches that are simulated may cost less than those that are not."""
+    flags = "--preset llama2-7b --gpu h100 --world-size 64 --global-batch-size 1024 --bf16 --zero-stage 1"
+    run = read_request(f"{flags} --pp 2 --pipeline-schedule zb-v --micro-batch-size 2".split()).planned_run()
+    whole = makespan(run, _stages(run), max_rounds=1000)
+    assert makespan(run, _stages(run)) < least_seconds(run) <= whole * (1 + 1e-9)
+    assert time_step(run).seconds == pytest.approx(whole)
 
 
 def test_the_bubble_is_the_papers() -> None:
