@@ -176,7 +176,7 @@ def _parse_item(field: ConfigField, token: str) -> Any:
         if token.lower() not in _TRUE + _FALSE:
             raise ValueError(f"takes {_KIND_NAMES[bool]}, not {token!r}")
         return token.lower() in _TRUE
-    if kind.item is str and token.startswith("~"):  # a shell expands it, but not in a file or after `=`
+    if kind.item is str and token.startswith("~/"):  # a shell expands it, but not in a file or after `=`
         token = os.path.expanduser(token)
     try:
         value = kind.item(token)

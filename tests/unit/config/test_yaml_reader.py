@@ -146,8 +146,8 @@ def test_printing_a_config_with_mistakes_is_a_mistake(problems) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.text(max_size=8)),
-    st.text(max_size=8),
+    st.lists(st.text(max_size=8).filter(lambda text: not text.startswith("~/"))),
+    st.text(max_size=8).filter(lambda text: not text.startswith("~/")),  # it is expanded
     st.floats(0, 1e300),
     st.none() | st.integers(1, 10**15),
 )
