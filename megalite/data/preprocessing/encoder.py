@@ -50,6 +50,8 @@ class ColumnResult:
     num_unknown: int = 0
     histogram: list[int] = field(default_factory=list)
     """Number of documents of 2^i to 2^(i+1) - 1 tokens, for each i."""
+    num_empty: int = 0
+    """Number of documents without a token, which are not written."""
 
 
 @dataclass
@@ -189,6 +191,7 @@ class Encoder:
         if self._unknown is not None and k < len(self._job.json_keys):
             column.num_unknown += int((packed.tokens == self._unknown).sum())
         column.num_text_bytes += documents.num_text_bytes
+        column.num_empty += len(documents.counts or documents.sequences) - len(packed.sequences)
         column.histogram = add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))
 
