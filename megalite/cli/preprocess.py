@@ -14,7 +14,12 @@ from typing import Any
 
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.tool_parser import ToolParser, positive_int
-from megalite.data.preprocessing.documents import MAX_DOCUMENT_BYTES, TEXT_DOCUMENTS
+from megalite.data.preprocessing.documents import (
+    MAX_DOCUMENT_BYTES,
+    TEXT_DOCUMENTS,
+    find_inputs,
+    input_kind,
+)
 from megalite.data.preprocessing.preprocess import (
     PreprocessingProgress,
     PreprocessJob,
@@ -22,6 +27,7 @@ from megalite.data.preprocessing.preprocess import (
     preprocess,
     problems_of,
 )
+from megalite.data.preprocessing.preprocessing_report import skipped_text
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.errors import ConfigError, UserError
 from megalite.log import log
@@ -325,7 +331,7 @@ def _notices(args: argparse.Namespace) -> list[str]:
 def _describe(progress: PreprocessingProgress) -> str:
     return (
         f"{progress.num_documents:,} documents, {progress.num_tokens:,} tokens, "
-        f"{progress.num_skipped:,} skipped, {progress.seconds:.1f} s "
+        f"{skipped_text(progress)}, {progress.seconds:.1f} s "
         f"({progress.bytes_per_second / 1e6:.1f} MB/s, {progress.tokens_per_second:,.0f} tokens/s)"
     )
 
@@ -421,9 +427,12 @@ def _run(arguments: list[str]) -> int:
         return 0
     print(f"wrote {outputs}: {_describe(summary.progress)}")
     if summary.progress.num_documents == 1:
+        has_text = any(input_kind(file, job.text_documents) == "file" for file in find_inputs(job.inputs))
         log.warning(
-            "the input is one document, and a training run's --split cannot divide a document: to get "
-            "validation data from a .txt file, pass --text-documents paragraph (or line)"
+            "the input is one document, and a training run's --split cannot divide a document: %s",
+            "to get validation data from a .txt file, pass --text-documents paragraph (or line)"
+            if has_text
+            else "preprocess more documents, or validation data of its own for --valid-data-path",
         )
     for report in summary.reports:
         print("\n".join(report.lines()))

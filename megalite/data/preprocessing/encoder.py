@@ -53,6 +53,8 @@ class ColumnResult:
     """Number of end-of-document tokens in the texts themselves."""
     histogram: list[int] = field(default_factory=list)
     """Number of documents of 2^i to 2^(i+1) - 1 tokens, for each i."""
+    num_empty: int = 0
+    """Number of documents without a token, which are not written."""
 
 
 @dataclass
@@ -198,6 +200,7 @@ class Encoder:
             num_appended = 0 if self._eod is None else len(packed.sequences)
             column.num_ends += int((packed.tokens == self._end).sum()) - num_appended
         column.num_text_bytes += documents.num_text_bytes
+        column.num_empty += len(documents.counts or documents.sequences) - len(packed.sequences)
         column.histogram = add_counts(column.histogram, _histogram(packed))
         column.extent = join_extents(column.extent, self._append(k, packed))
 

@@ -229,6 +229,7 @@ class _Run:
         progress.num_bytes += result.num_bytes
         progress.num_input_bytes += result.num_input_bytes
         progress.num_skipped += result.num_skipped
+        progress.num_empty = min(total.num_empty for total in self._totals)
         progress.seconds = time.monotonic() - self._started
 
     def write(self, folder: str, tokenizer: Tokenizer, made_with: dict[str, Any]) -> list[DatasetReport]:
@@ -279,6 +280,7 @@ class _Run:
             num_text_bytes=total.num_text_bytes,
             bytes_per_token=total.num_text_bytes / total.num_tokens,
             num_skipped=self.progress.num_skipped,
+            num_empty=total.num_empty,
             unknown_share=None if unknown is None else total.num_unknown / total.num_tokens,
             length_histogram=name_histogram(total.histogram),
             dtype=dtype.name,

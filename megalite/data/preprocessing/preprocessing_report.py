@@ -22,6 +22,7 @@ class PreprocessingProgress:
         num_tokens: number of tokens written, over all keys.
         num_bytes: bytes of text read, uncompressed.
         num_skipped: number of bad records.
+        num_empty: number of documents without a token under the key that has the fewest of them.
         num_input_bytes: bytes of input files read, before decompression.
         total_input_bytes: bytes of all input files; 0 if unknown, as for standard input.
         num_resumed_bytes: part of `num_bytes` that an interrupted run had already done.
@@ -34,6 +35,7 @@ class PreprocessingProgress:
     num_tokens: int = 0
     num_bytes: int = 0
     num_skipped: int = 0
+    num_empty: int = 0
     num_input_bytes: int = 0
     total_input_bytes: int = 0
     num_resumed_bytes: int = 0
@@ -74,6 +76,7 @@ class ColumnTotal:
     num_text_bytes: int = 0
     num_unknown: int = 0
     num_ends: int = 0
+    num_empty: int = 0
     histogram: list[int] = field(default_factory=list)
 
     def add(self, result: ColumnResult) -> None:
@@ -84,6 +87,7 @@ class ColumnTotal:
         self.num_text_bytes += result.num_text_bytes
         self.num_unknown += result.num_unknown
         self.num_ends += result.num_ends
+        self.num_empty += result.num_empty
         self.histogram = add_counts(self.histogram, result.histogram)
 
 
@@ -118,6 +122,8 @@ class DatasetReport:
     """Number of tokens of answers in conversations; None for a dataset of plain documents."""
     num_ends_in_texts: int = 0
     """Number of end-of-document tokens in the texts themselves; each ends a document in training."""
+    num_empty: int = 0
+    """Number of documents without a token, which are not in the dataset."""
 
     def write(self, path: str) -> None:
         with open_new(path) as stream:
@@ -137,10 +143,16 @@ class DatasetReport:
         return [
             f"{self.prefix}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"({self.dtype}){answers}, {self.bytes_per_token:.3f} bytes a token, unknown tokens: {unknown}, "
-            f"{self.num_skipped:,} skipped",
+            f"{skipped_text(self)}",
             *rows,
             f"  sha256 of the .bin {self.sha256['bin']}",
         ]
+
+
+def skipped_text(counts: PreprocessingProgress | DatasetReport) -> str:
+    """Return how many documents are not in the output, and why."""
+    empty = f", {counts.num_empty:,} empty" if counts.num_empty else ""
+    return f"{counts.num_skipped:,} skipped{empty}"
 
 
 def read_report(prefix: str) -> dict[str, Any] | None:

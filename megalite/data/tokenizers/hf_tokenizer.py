@@ -133,9 +133,8 @@ def gpt2_bpe_tokenizer(vocab_file: str, merge_file: str) -> HuggingFaceTokenizer
         raise UserError(f"cannot read the tokenizer {source}: {first_line(error)}") from None
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    path = Path(vocab_file)
     ours = _EOD_NAMES[0] if library.token_to_id(_EOD_NAMES[0]) is not None else None  # as in Megatron
-    return HuggingFaceTokenizer(library, source, _eos_token_beside(path, library) or ours)
+    return HuggingFaceTokenizer(library, source, _eos_token_beside(Path(vocab_file), library) or ours)
 
 
 def only_end(ends: Mapping[str, int], source: str, known: Sequence[str], advice: str) -> int:

@@ -237,6 +237,11 @@ def test_longer_samples_are_for_a_run_of_its_own_and_for_positions_without_a_tab
         compare(CONFIG, finetuned(changed("model", longer)))
 
 
+def test_the_longest_context_of_an_export_is_free_without_a_table(compare) -> None:
+    rope = changed("model", {"position_embedding_type": "rope"})
+    assert compare(rope, changed("model", {"max_position_embeddings": 4096}, rope)) == []
+
+
 def test_fields_that_one_version_does_not_know(compare, topology: Topology) -> None:
     model = json.loads(json.dumps(compatibility_record(CONFIG, topology)["model"]))
     with pytest.raises(UserError, match=r"has another model: num_ideas 8 \(now None\); use the"):

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_a_whole_book_as_one_document_gets_a_hint(tmp_path: Path, caplog: pytest
     assert "pass --text-documents paragraph" in caplog.text
     with pytest.raises(UserError, match=r"--max-document-bytes: with --text-documents paragraph"):
         run(tmp_path, book, max_document_bytes=7)
+    caplog.clear()
+    line[1] = str(jsonl(tmp_path / "one.jsonl", {"text": "one"}))
+    assert program._run([*line, str(tmp_path / "json")]) == 0
+    assert "the input is one document" in caplog.text
+    assert "preprocess more documents" in caplog.text
+    assert "--text-documents" not in caplog.text
+
+
+@pytest.mark.parametrize("sentences", [False, True])
+def test_documents_without_a_token_are_counted(
+    sentences: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "One. Two."}, {"text": ""}, {"text": "Three."}, {"text": ""})
+    line = ["--input", str(path), "--tokenizer-type", "byte", "--output-prefix", str(tmp_path / "o")]
+    assert program._run([*line, *(["--split-sentences"] if sentences else [])]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [re.findall(r"[\d,]+ documents|\d+ skipped(?:, \d+ empty)?", line) for line in printed[:2]] == [
+        ["2 documents", "0 skipped, 2 empty"]
+    ] * 2
 
 
 def test_compressed_files(tmp_path: Path) -> None:
