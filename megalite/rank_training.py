@@ -31,7 +31,7 @@ from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
 from megalite.errors import ConfigError, UserError, one_line
 from megalite.hardware.node_hardware import NodeHardware, inspect_node
-from megalite.log import configure_logging, log
+from megalite.log import configure_logging, log, log_notes
 from megalite.model.stage import StageProvider, is_own_model
 from megalite.plan.auto_layout import (
     LayoutChoice,
@@ -79,8 +79,7 @@ def train_parsed_run(
         if config.dry_run.verify_layouts is not None:
             _refuse_several_ranks("--verify-layouts")
             configure_logging(rank=0)
-            for notice in notices:
-                log.warning(notice)
+            log_notes(notices)
             layouts = layouts_named(config.dry_run.verify_layouts, config)
             is_same = verify_layouts(config, layouts, providers=providers)
             raise SystemExit(0 if is_same else 1)

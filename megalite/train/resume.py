@@ -45,7 +45,7 @@ def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
             flag = "--train-samples" if trainer.config.training.is_counted_in_samples else "--train-iters"
             log.warning("nothing is left to train: raise %s to continue", flag)
     elif trainer.config.checkpoint.loads_own:  # first start of a run that loads from its own --save folder
-        log.warning("no checkpoint in --load %s yet: training starts from new weights", folder)
+        log.info("note: no checkpoint in --load %s yet: training starts from new weights", folder)
     else:
         there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
         raise UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")

@@ -19,7 +19,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.hardware.numa import bind_to_gpu
-from megalite.log import configure_logging, log
+from megalite.log import configure_logging, log, log_notes
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.torch_versions import untested_warning
@@ -32,16 +32,16 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
-    """Set up logging, log notices and warn of an untested torch, and check the config for this world size.
+    """Set up logging, log notes and warn of an untested torch, and check the config for this world size.
 
     Raises:
         ConfigError: lists all mistakes; raised on every rank, before any process group starts.
     """
     configure_logging(launch.rank)
     check_config(config, launch.world_size)
-    for notice in (*notices, untested_warning(torch.__version__)):
-        if notice is not None:
-            log.warning(notice)
+    log_notes(notices)
+    if (warning := untested_warning(torch.__version__)) is not None:
+        log.warning("%s", warning)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         torch.use_deterministic_algorithms(True)
