@@ -45,7 +45,7 @@ from megalite.plan.out_of_memory import MemoryExhausted, check_host_memory, expl
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
-from megalite.train.resume import resume
+from megalite.train.resume import check_load_folder, resume
 from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, bind_to_cores, listen, open_writers, prepare_process, settings_of
@@ -256,6 +256,7 @@ def train_rank(
         bind_to_cores(config.parallel, topology.device)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
+            check_load_folder(run.config.checkpoint, launch, topology)
             evaluates_tasks = task_evaluation(run)
             check_host_memory(run.config, topology, launch.local_world_size, providers.model)
             datasets = build_data(run)

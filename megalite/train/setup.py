@@ -17,6 +17,7 @@ from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
+from megalite.errors import counted
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.hardware.numa import bind_to_gpu
 from megalite.log import configure_logging, log, log_notes
@@ -193,11 +194,11 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
 def _log_batches(trainer: Trainer) -> None:
     training = trainer.config.training
     log.info(
-        "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
-        trainer.global_batch_size,
+        "global batch: %s (data-parallel size %d x %s of %s)",
+        counted(trainer.global_batch_size, "sample"),
         trainer.topology.sample_ranks.size,
-        trainer.num_microbatches,
-        training.micro_batch_size,
+        counted(trainer.num_microbatches, "microbatch", "es"),
+        counted(training.micro_batch_size, "sample"),
     )
     if rampup := training.rampup_batch_size:
         log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
@@ -215,7 +216,8 @@ def _log_datasets(trainer: Trainer) -> None:
     num_evaluated = eval_iters * trainer.global_batch_size
     for name, num_samples in trainer.datasets.sizes():
         if name == "train":
-            used, unit = f"the run trains on {num_trained:,}", f"{num_iterations:,} iterations"
+            used = f"the run trains on {num_trained:,}"
+            unit = f"{num_iterations:,} iteration{'s'[: num_iterations != 1]}"
         else:
             used = f"each evaluation uses {min(num_evaluated, num_samples):,}"
             unit = f"--eval-iters {eval_iters}"
