@@ -41,7 +41,12 @@ from megalite.plan.auto_layout import (
     choose_layout,
     read_notes,
 )
-from megalite.plan.out_of_memory import MemoryExhausted, check_host_memory, explain_out_of_memory
+from megalite.plan.out_of_memory import (
+    MemoryExhausted,
+    check_host_memory,
+    explain_out_of_memory,
+    warn_of_planned_memory,
+)
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
@@ -259,6 +264,8 @@ def train_rank(
             check_load_folder(run.config.checkpoint, launch, topology)
             evaluates_tasks = task_evaluation(run)
             check_host_memory(run.config, topology, launch.local_world_size, providers.model)
+            if not is_own_model(providers.model):
+                warn_of_planned_memory(run.config, topology, launch.local_world_size)
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,
