@@ -108,3 +108,8 @@ def kind_of(value: object) -> str:
 def one_line(text: str) -> str:
     """Escape every character that would break a line of output."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else plural}"

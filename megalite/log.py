@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -81,6 +82,12 @@ def configure_logging(rank: int, level: int = logging.INFO, stream: TextIO | Non
     log.handlers[:] = [handler]
     log.setLevel(level)
     log.propagate = False
+
+
+def log_notes(notes: Iterable[str]) -> None:
+    """Log what a user should know, but need not change, in one block."""
+    for note in notes:
+        log.info("note: %s", note)
 
 
 class LineInterval:

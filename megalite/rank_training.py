@@ -31,7 +31,7 @@ from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
 from megalite.errors import ConfigError, UserError, one_line
 from megalite.hardware.node_hardware import NodeHardware, inspect_node
-from megalite.log import configure_logging, log
+from megalite.log import configure_logging, log, log_notes
 from megalite.model.stage import StageProvider, is_own_model
 from megalite.plan.auto_layout import (
     LayoutChoice,
@@ -41,11 +41,16 @@ from megalite.plan.auto_layout import (
     choose_layout,
     read_notes,
 )
-from megalite.plan.out_of_memory import MemoryExhausted, check_host_memory, explain_out_of_memory
+from megalite.plan.out_of_memory import (
+    MemoryExhausted,
+    check_host_memory,
+    explain_out_of_memory,
+    warn_of_planned_memory,
+)
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
-from megalite.train.resume import resume
+from megalite.train.resume import check_load_folder, resume
 from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import announce, bind_to_cores, listen, open_writers, prepare_process, settings_of
@@ -79,8 +84,7 @@ def train_parsed_run(
         if config.dry_run.verify_layouts is not None:
             _refuse_several_ranks("--verify-layouts")
             configure_logging(rank=0)
-            for notice in notices:
-                log.warning(notice)
+            log_notes(notices)
             layouts = layouts_named(config.dry_run.verify_layouts, config)
             is_same = verify_layouts(config, layouts, providers=providers)
             raise SystemExit(0 if is_same else 1)
@@ -262,8 +266,11 @@ def train_rank(
         bind_to_cores(config.parallel, topology.device)
         with hold_folder(config.checkpoint.save, topology) as lease:
             run = resolve_run(config, topology, lease=lease, providers=providers)
+            check_load_folder(run.config.checkpoint, launch, topology)
             evaluates_tasks = task_evaluation(run)
             check_host_memory(run.config, topology, launch.local_world_size, providers.model)
+            if not is_own_model(providers.model):
+                warn_of_planned_memory(run.config, topology, launch.local_world_size)
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,

@@ -21,7 +21,7 @@ from megalite.config.tool_parser import ToolParser, local_path, positive_number
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
 from megalite.files import write_output
-from megalite.ladder.finished_runs import read_planned_run, read_runs
+from megalite.ladder.finished_runs import TooFewRuns, read_planned_run, read_runs
 from megalite.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
 from megalite.ladder.sizes import BATCH_EXPONENT, ScalingRules, default_lr_exponent
 from megalite.ladder.write_configs import ladder_lines, ladder_runs, write_configs
@@ -110,13 +110,21 @@ def _fit(arguments: Sequence[str], prog: str) -> None:
     record = page.with_suffix(".json")
     if page == record:
         raise UserError(f"--output {page} is the name of the JSON file beside the page: pass a .html")
-    runs, notes = read_runs(own.folders, own.dataset)
+    try:
+        runs, notes = read_runs(own.folders, own.dataset)
+    except TooFewRuns as error:
+        _print_notes(error.notes)
+        raise
     ladder = fit_ladder(runs, [read_planned_run(file) for file in own.predict])
     text = fit_page(ladder, own.folders[0].resolve().name)
     write_output(page, text, "--output")
     write_output(record, json.dumps({**fit_record(ladder), "notes": notes}, indent=2) + "\n", "--output")
-    sys.stderr.writelines(f"note: {note}\n" for note in notes)
+    _print_notes(notes)
     print("\n".join([*fit_lines(ladder), "", str(page), str(record)]))
+
+
+def _print_notes(notes: Sequence[str]) -> None:
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
 
 
 _STEPS = {"write": _write, "fit": _fit}

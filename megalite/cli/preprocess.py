@@ -288,8 +288,7 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
     )
     if problems:
         raise ConfigError([*problems, *problems_of(job)])
-    for notice in _notices(args):
-        log.warning("%s", notice)
+    sys.stderr.writelines(f"note: {notice}\n" for notice in _notices(args))
     return job, args.log_interval
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.errors import UserError
-from megalite.log import configure_logging, log
+from megalite.log import configure_logging, log_notes
 from megalite.verify.compare_runs import bisect_layouts, verify_layouts
 from megalite.verify.layouts import layouts_named
 
@@ -60,9 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("--replay-routing-from has no effect on a comparison: pass --replay-routing instead")
     layouts = layouts_named(own.layouts, config)
     has_cp = any("cp" in layout.sizes for layout in layouts)
-    for notice in notices:
-        if not (has_cp and notice.startswith(_CP_OPTIONS)):  # layouts with cp use these options
-            log.warning(notice)
+    # Layouts with cp use these options.
+    log_notes(notice for notice in notices if not (has_cp and notice.startswith(_CP_OPTIONS)))
     if own.bisect:
         if own.worst is not None:
             raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")

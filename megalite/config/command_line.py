@@ -265,12 +265,21 @@ def _preset(name: str | None, architecture: Architecture, diagnostics: Diagnosti
     if name is None:
         return Config(model=ModelConfig(architecture=architecture))
     if name not in PRESETS:
+        guess = nearest_preset(name)
+        hint = f"; nearest is {guess}" if guess else ""
         diagnostics.add_problem(
-            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}{nearest_hint(name, PRESETS)}",
+            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}{hint}",
             *(field.name for field in fields(Config().model)),
         )
         return Config()
     return Config(model=PRESETS[name])
+
+
+def nearest_preset(name: str) -> str | None:
+    """Return the preset that a name means, as in `llama3` or `Qwen/Qwen3-8B`; None if no name is similar."""
+    known = {"".join(filter(str.isalnum, preset)): preset for preset in PRESETS}
+    model = "".join(filter(str.isalnum, name.rpartition("/")[2].lower()))
+    return known.get(nearest(model, known) or "")
 
 
 def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:

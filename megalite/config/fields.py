@@ -67,8 +67,68 @@ SYNONYMS = {
     "tokenizer": "tokenizer_model",
     "dataset": "data_path",
     "train_data": "data_path",
+    # nanoGPT
+    "out_dir": "save",
+    "always_save_checkpoint": "save_interval",
+    "init_from": "load",
+    "wandb_log": "wandb_project",
+    "wandb_run_name": "wandb_exp_name",
+    "bias": "add_bias_linear",
+    "max_iters": "train_iters",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "grad_clip": "clip_grad",
+    "decay_lr": "lr_decay_style",
+    "warmup_iters": "lr_warmup_iters",
+    "backend": "distributed_backend",
+    "device": "distributed_backend",
+    # Hugging Face's TrainingArguments
+    "gradient_accumulation_steps": "global_batch_size",
+    "per_device_eval_batch_size": "micro_batch_size",
+    "lr_scheduler_kwargs": "lr_decay_style",
+    "optim": "optimizer",
+    "adam_epsilon": "adam_eps",
+    "activation_checkpointing": "recompute_granularity",
+    "activation_checkpointing_kwargs": "recompute_granularity",
+    "gradient_checkpointing_kwargs": "recompute_granularity",
+    "torch_compile": "compile",
+    "logging_strategy": "log_interval",
+    "eval_strategy": "eval_interval",
+    "save_strategy": "save_interval",
+    "save_only_model": "save_optim",
+    "do_eval": "eval_interval",
+    "report_to": "wandb_project",
+    "project": "wandb_project",
+    "run_name": "wandb_exp_name",
+    "full_determinism": "deterministic",
+    "data_seed": "seed",
+    "use_cpu": "distributed_backend",
+    "no_cuda": "distributed_backend",
+    "ddp_backend": "distributed_backend",
+    "ddp_timeout": "distributed_timeout_minutes",
+    "ddp_bucket_cap_mb": "ddp_bucket_size",
+    "fsdp": "zero_stage",
+    "fsdp_config": "zero_stage",
 }
 """Names that other programs use, and the field that each means."""
+_WITHOUT = """
+    optim_args optim_target_modules average_tokens_across_devices label_smoothing_factor bf16_full_eval
+    fp16_full_eval tf32 torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
+    use_cache neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_first_step
+    log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen disable_tqdm trackio_space_id
+    trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only eval_on_start
+    eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
+    batch_eval_metrics save_on_each_node enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint accelerator_config
+    parallelism_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
+    dataloader_in_order remove_unused_columns label_names train_sampling_strategy length_column_name
+    ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph debug skip_memory_metrics do_train
+    do_predict
+"""
+WITHOUT_COUNTERPART = frozenset(_WITHOUT.split())
+"""Names of Hugging Face's TrainingArguments that no option replaces: similar names mean other things."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -82,7 +142,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         None if no name is similar.
     """
     names = sorted(known)
-    synonym = SYNONYMS.get(name.lstrip("-").replace("-", "_").lower(), "")
+    plain = name.lstrip("-").replace("-", "_").lower()
+    if plain in WITHOUT_COUNTERPART:
+        return None
+    synonym = SYNONYMS.get(plain, "")
     for candidate in (synonym, flag_of(synonym)):
         if candidate in names:
             return candidate

@@ -31,6 +31,14 @@ class FinishedRun:
         return self.run.name
 
 
+class TooFewRuns(UserError):
+    """Raised when the finished runs do not suffice for a fit; the notes say which runs do not count."""
+
+    def __init__(self, num_sizes: int, notes: list[str]) -> None:
+        super().__init__(f"a fit needs runs of {MIN_SIZES} sizes or more, and there are {num_sizes}")
+        self.notes = notes
+
+
 def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[FinishedRun], list[str]]:
     """Read the runs in these folders, in the order of their compute.
 
@@ -42,7 +50,8 @@ def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[Finish
         The runs, and a line for each run that is skipped and for each two that have the same compute.
 
     Raises:
-        UserError: a folder holds no run, or the runs do not suffice for a fit.
+        UserError: a folder holds no run, or the vocabularies differ.
+        TooFewRuns: the runs do not suffice for a fit.
     """
     found, notes = list[FinishedRun](), list[str]()
     for folder in dict.fromkeys(each.resolve() for path in folders for each in _run_folders(path)):
@@ -57,10 +66,7 @@ def read_runs(folders: Sequence[Path], dataset: str | None) -> tuple[list[Finish
         if other is not each:
             notes.append(f"{other.name} and {each.name} have the same compute: they count as one size")
     if len(by_compute) < MIN_SIZES:
-        reasons = "".join(f"\n{note}" for note in notes)
-        raise UserError(
-            f"a fit needs runs of {MIN_SIZES} sizes or more, and there are {len(by_compute)}{reasons}"
-        )
+        raise TooFewRuns(len(by_compute), notes)
     sizes = {each.run.vocab_size: each.name for each in found}
     if len(sizes) > 1:
         (size, first), (other_size, second), *_ = sizes.items()

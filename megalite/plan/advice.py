@@ -147,6 +147,15 @@ def planned_run_on(
     return PlannedRun(config, cluster, program_named(OWN, config, gpu), provider=provider)
 
 
+def advise_largest(config: Config, world_size: int, device: Device) -> Advice | None:
+    """Advise the pipeline rank that needs most memory; return None if its plan fits on the device."""
+    totals = [memory.total for memory in _memories(planned_run_on(config, world_size, device, None))]
+    largest = max(totals)
+    return (
+        advise(config, world_size, totals.index(largest), device) if largest > device.memory_bytes else None
+    )
+
+
 def _memories(run: PlannedRun) -> list[RankMemory]:
     """Return the memory of each pipeline rank, keeping gathered weights as a run on this device would."""
     return rank_memories(choose_gathering(run))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.errors import UserError
+from megalite.errors import UserError, counted
 from megalite.plan.estimate import Costs, RunPlan, train_tokens
 from megalite.plan.goodput import (
     FREE_SPARE,
@@ -23,7 +23,7 @@ from megalite.plan.goodput import (
     simulate_runs,
     young_interval,
 )
-from megalite.plan.quantities import counted, duration, plain
+from megalite.plan.quantities import duration, plain
 
 _GB, _HOUR, _DAY = 1e9, 3600.0, 86400.0
 NODE_STORAGE_GBPS = 1.0

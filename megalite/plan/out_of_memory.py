@@ -17,8 +17,9 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.host_memory import free_bytes
+from megalite.log import log
 from megalite.model.stage import StageProvider
-from megalite.plan.advice import Device, advise, planned_run_on
+from megalite.plan.advice import Device, advise, advise_largest, planned_run_on
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.rank_memory import host_activations
 
@@ -122,6 +123,30 @@ def device_of(device: torch.device) -> Device:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # shared by its ranks
     memory = machine if limit == resource.RLIM_INFINITY else min(machine, limit)
     return Device(float(memory), _CPU_RESIDUAL_BYTES, is_host=True)
+
+
+def warn_of_planned_memory(config: Config, topology: Topology, local_world_size: int) -> None:
+    """Warn before a run whose layout was passed if the plan needs more memory than a rank has.
+
+    Rank 0 plans, without a collective. Ranks on a CPU share the memory of the machine.
+    """
+    if topology.rank != 0 or config.parallel.layout != "manual":
+        return
+    device = device_of(topology.device)
+    if device.is_host:
+        device = replace(device, memory_bytes=device.memory_bytes / local_world_size)
+    try:
+        advice = advise_largest(with_shard_degree(config, topology), topology.world_size, device)
+    except UserError:
+        return  # it cannot be planned
+    if advice is not None:
+        log.warning(
+            "planned %.1f GB of %.1f per rank: the run may run out of memory",
+            advice.memory.total / _GB,
+            device.memory_bytes / _GB,
+        )
+        for line in advice.lines():
+            log.warning("%s", line)
 
 
 def check_host_memory(

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.commands import command_lines
 from megalite.config.model_flops import CONVENTION
-from megalite.errors import ConfigError, UserError
+from megalite.errors import ConfigError, UserError, counted
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
@@ -37,7 +37,7 @@ from megalite.plan.plan_options import Scaling
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.programs import OWN
-from megalite.plan.quantities import counted, duration, large, plain
+from megalite.plan.quantities import duration, large, plain
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
     RankMemory,

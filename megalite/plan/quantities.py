@@ -28,8 +28,3 @@ def duration(days: float, digits: int = 4) -> str:
     name = next((name for name, unit in units.items() if days * unit >= 1), "second")
     text = plain(days * units[name], digits)
     return f"{text} {name}{'' if text == '1' else 's'}"
-
-
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else plural}"

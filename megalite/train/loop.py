@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.checkpoint.callback_states import CallbackStates, recorded_state
+from megalite.config import CheckpointConfig
 from megalite.errors import UserError, check_call, kind_of
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS
@@ -288,9 +289,18 @@ def train(
     log.info("exiting %s: %s", when, stop.reason)
     if not trainer.config.checkpoint.save:
         log.warning("nothing is saved: there is no --save folder")
+    elif stop.is_urgent:
+        log.info("%s", _how_to_resume(trainer.config.checkpoint))
     if stop.wants_requeue:
         requeue_note.write(f"{when}: {stop.reason}")
     return stop.status
+
+
+def _how_to_resume(checkpoint: CheckpointConfig) -> str:
+    """Return the last line of a run that a signal or the kill switch has ended."""
+    load = "" if checkpoint.loads_own else f" with --load {checkpoint.save}"
+    without = f"{' and' if load else ''} without --finetune" if checkpoint.finetune else ""
+    return f"to resume, run the same command{load or ' again'}{without}"
 
 
 def is_due(iteration: int, interval: int | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from megalite.checkpoint.callback_states import CallbackStates
 from megalite.checkpoint.load import LoadPlan
+from megalite.config import CheckpointConfig
 from megalite.distributed.collectives import largest_of_all
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
@@ -45,11 +46,27 @@ def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:
             flag = "--train-samples" if trainer.config.training.is_counted_in_samples else "--train-iters"
             log.warning("nothing is left to train: raise %s to continue", flag)
     elif trainer.config.checkpoint.loads_own:  # first start of a run that loads from its own --save folder
-        log.warning("no checkpoint in --load %s yet: training starts from new weights", folder)
+        log.info("note: no checkpoint in --load %s yet: training starts from new weights", folder)
     else:
-        there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
-        raise UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")
+        raise _no_checkpoint(folder)
     return None if loaded is None else loaded.callbacks
+
+
+def check_load_folder(config: CheckpointConfig, launch: Launch, topology: Topology) -> None:
+    """Refuse a --load folder without checkpoints, before datasets and model are built; a collective.
+
+    Raises:
+        UserError: the folder has no checkpoint; raised on every rank.
+    """
+    may_be_empty = config.loads_own or config.non_persistent_local_ckpt_dir is not None or launch.restarts
+    with topology.agreed():
+        if config.load and not may_be_empty and not any(Path(config.load).glob("iter_*")):
+            raise _no_checkpoint(config.load)
+
+
+def _no_checkpoint(folder: str) -> UserError:
+    there = "holds no checkpoint of megalite" if Path(folder).exists() else "does not exist"
+    return UserError(f"--load {folder} {there}: pass the folder that --save wrote, or omit it")
 
 
 def _is_restart(launch: Launch, topology: Topology) -> bool:

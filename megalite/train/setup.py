@@ -17,10 +17,11 @@ from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
+from megalite.errors import counted
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.hardware.numa import bind_to_gpu
 from megalite.hardware.shared_gpus import describe_sharing
-from megalite.log import configure_logging, log
+from megalite.log import configure_logging, log, log_notes
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.torch_versions import untested_warning
@@ -33,16 +34,16 @@ from megalite.train.weight_gradients import weight_gradient_fusion
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:
-    """Set up logging, log notices and warn of an untested torch, and check the config for this world size.
+    """Set up logging, log notes and warn of an untested torch, and check the config for this world size.
 
     Raises:
         ConfigError: lists all mistakes; raised on every rank, before any process group starts.
     """
     configure_logging(launch.rank)
     check_config(config, launch.world_size)
-    for notice in (*notices, untested_warning(torch.__version__)):
-        if notice is not None:
-            log.warning(notice)
+    log_notes(notices)
+    if (warning := untested_warning(torch.__version__)) is not None:
+        log.warning("%s", warning)
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         torch.use_deterministic_algorithms(True)
@@ -194,11 +195,11 @@ def describe_offload(config: OptimizerConfig, size: OffloadBytes, *, keeps_gradi
 def _log_batches(trainer: Trainer) -> None:
     training = trainer.config.training
     log.info(
-        "global batch: %d samples (data-parallel size %d x %d microbatches of %d samples)",
-        trainer.global_batch_size,
+        "global batch: %s (data-parallel size %d x %s of %s)",
+        counted(trainer.global_batch_size, "sample"),
         trainer.topology.sample_ranks.size,
-        trainer.num_microbatches,
-        training.micro_batch_size,
+        counted(trainer.num_microbatches, "microbatch", "es"),
+        counted(training.micro_batch_size, "sample"),
     )
     if rampup := training.rampup_batch_size:
         log.info("global batch ramp-up: starts at %d samples and grows by %d, over %d samples", *rampup)
@@ -216,7 +217,8 @@ def _log_datasets(trainer: Trainer) -> None:
     num_evaluated = eval_iters * trainer.global_batch_size
     for name, num_samples in trainer.datasets.sizes():
         if name == "train":
-            used, unit = f"the run trains on {num_trained:,}", f"{num_iterations:,} iterations"
+            used = f"the run trains on {num_trained:,}"
+            unit = f"{num_iterations:,} iteration{'s'[: num_iterations != 1]}"
         else:
             used = f"each evaluation uses {min(num_evaluated, num_samples):,}"
             unit = f"--eval-iters {eval_iters}"

@@ -83,7 +83,7 @@ def test_the_same_run_on_any_number_of_ranks(corpus: str, tmp_path: Path) -> Non
     flags = ["--data-path", corpus, "--save-interval", "2"]
     status, log = run(tmp_path / "manual", *flags, "--layout", "manual", "--calibration", "none.json")
     assert status == 0
-    assert "warning: --calibration has no effect" in log
+    assert "note: --calibration has no effect" in log
     assert "layout:" not in log
     folder = tmp_path / "auto"
     flags += ["--layout", "auto", "--load", str(folder)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite import rank_training
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import ROOT, TINY_FLAGS, RunHere, write_corpus
@@ -185,7 +186,10 @@ def test_too_little_text(
     assert said in lines[0]
 
 
-def test_a_folder_to_load_that_is_not_there_is_no_new_run(pretrain_here: RunHere, tmp_path: Path) -> None:
+def test_a_folder_to_load_that_is_not_there_is_no_new_run(
+    pretrain_here: RunHere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_training, "build_data", None)  # the error comes before it
     missing = tmp_path / "typo"
     status, lines = pretrain_here("--load", str(missing), "--finetune", "--save", str(tmp_path / "new"))
     assert status == 1

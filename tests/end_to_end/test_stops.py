@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megalite.cli import train
+from megalite.config import CheckpointConfig
 from megalite.log import log
 from megalite.train import stopping
+from megalite.train.loop import _how_to_resume
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import TINY_FLAGS, RunHere, signals_restored
@@ -82,6 +84,21 @@ def test_ctrl_c_saves_and_asks_for_nothing(
     assert pretrain_here(*FLAGS, *_folders(tmp_path))[0] == 130
     assert (tmp_path / "latest").exists()
     assert not (tmp_path / "requeue").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"load": "runs/a", "save": "runs/a"}, "to resume, run the same command again"),
+        ({"save": "runs/a"}, "to resume, run the same command with --load runs/a"),
+        (
+            {"load": "b", "save": "runs/a", "finetune": True},
+            "to resume, run the same command with --load runs/a and without --finetune",
+        ),
+    ],
+)
+def test_a_stopped_run_says_how_to_resume(flags: dict[str, Any], told: str) -> None:
+    assert _how_to_resume(CheckpointConfig(**flags)) == told
 
 
 def test_a_signal_without_a_folder_says_that_nothing_is_saved(

@@ -283,8 +283,8 @@ ACCEPTED = (
     AcceptedFlags("checkpoint", _NO_RNG_STATE, "no-load-rng no-save-rng"),
     AcceptedFlags(
         "checkpoint",
-        "checkpoints are checksummed safetensors files that any layout loads; tools/convert_checkpoint.py "
-        "writes others",
+        "checkpoints are checksummed safetensors files that any layout loads, and "
+        "tools/convert_checkpoint.py also writes Hugging Face's format",
         """
         use-dist-ckpt auto-detect-ckpt-format ckpt-fully-parallel-save ckpt-fully-parallel-load
         ckpt-fully-parallel-load-exchange-algo=1 ckpt-fully-parallel-load-per-rank-objects

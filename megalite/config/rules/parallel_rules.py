@@ -20,7 +20,7 @@ from megalite.config.stage_layers import (
 )
 from megalite.config.vocab_padding import vocab_padding_problems
 from megalite.distributed.axes import CONTEXT
-from megalite.errors import Problem
+from megalite.errors import Problem, counted
 from megalite.pipeline.schedules import SCHEDULES
 
 _TP = "tensor_model_parallel_size"
@@ -428,11 +428,12 @@ def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
         smallest = min(size for _, size in steps)
         batch_flag = f"--step-batch-size-schedule with {smallest}"
     if smallest // (micro * dp) < parallel.pp:
+        made = counted(smallest // (micro * dp), "microbatch", "es")
         yield Problem(
             ("global_batch_size", "rampup_batch_size", "micro_batch_size", *_SHAPE, "data_parallel_size"),
-            f"{batch_flag} makes {smallest // (micro * dp)} microbatches of --micro-batch-size {micro} on "
-            f"each of {dp} replicas, but an interleaved schedule needs one for each of --pp {parallel.pp} "
-            "ranks: pass a larger batch, or use --pipeline-schedule 1f1b without chunks",
+            f"{batch_flag} makes {made} of --micro-batch-size {micro} on each of {dp} replicas, but an "
+            f"interleaved schedule needs one for each of --pp {parallel.pp} ranks: pass a larger "
+            "batch, or use --pipeline-schedule 1f1b without chunks",
         )
 
 

@@ -16,12 +16,11 @@ from megalite.config import Config
 from megalite.config.command_line import parse
 from megalite.config.tool_parser import ToolParser, local_path
 from megalite.config.yaml_writer import to_yaml
-from megalite.errors import UserError
+from megalite.errors import UserError, counted
 from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
 from megalite.plan.autotune.trial import Length, Trial, read_measured, run_trial, trial_config
 from megalite.plan.estimate import RunPlan
 from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
-from megalite.plan.quantities import counted
 from megalite.plan.scaling.scaling_plan import ScaledRun, ScalingPoint, scaled_runs
 from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
 from megalite.plan.slurm.sbatch_request import (

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.errors import counted
 from megalite.files import write_output
 from megalite.plan.plan_request import Request
-from megalite.plan.quantities import counted, large
+from megalite.plan.quantities import large
 from megalite.plan.scaling.scaling_plan import MODES, ScalingPoint, efficiencies
 from megalite.plan.units import whole_model
 

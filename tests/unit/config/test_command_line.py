@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import Config, ModelConfig, OptimizerConfig, check_config, entry_point
-from megalite.config.command_line import parse
+from megalite.config.command_line import known_flags, parse
 from megalite.config.compatibility.megatron import megatron_rules
 from megalite.config.entry_point import run_main
-from megalite.config.fields import SYNONYMS, config_fields, field_docs, fields_by_flag
+from megalite.config.fields import SYNONYMS, WITHOUT_COUNTERPART, config_fields, field_docs, fields_by_flag
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
 from megalite.errors import ConfigError, UserError
@@ -277,7 +278,43 @@ def test_the_flag_that_is_meant(written: str, meant: str | None, problems) -> No
 def test_synonyms_are_of_fields() -> None:
     names = {field.name for field in config_fields()}
     assert set(SYNONYMS.values()) <= names
-    assert not SYNONYMS.keys() & names
+    assert not (SYNONYMS.keys() | WITHOUT_COUNTERPART) & names
+    assert not SYNONYMS.keys() & WITHOUT_COUNTERPART
+
+
+NANO_GPT = """
+    out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from wandb_log
+    wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size n_layer
+    n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip decay_lr
+    warmup_iters lr_decay_iters min_lr backend device dtype compile
+"""
+
+
+def test_each_name_of_nano_gpt_and_of_training_arguments_is_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = {field.name for field in fields(transformers.TrainingArguments) if field.init}
+    known = {flag.lstrip("-").replace("-", "_") for flag in known_flags()} | SYNONYMS.keys()
+    assert set(NANO_GPT.split()) <= known
+    assert not {name for name in theirs - known - WITHOUT_COUNTERPART if not name.startswith("_")}
+    assert not theirs & known & WITHOUT_COUNTERPART
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--max_iters 9", "unknown flag --max_iters; nearest is --train-iters"),
+        ("--grad_clip 1", "nearest is --clip-grad"),
+        ("--gradient_accumulation_steps 4", "nearest is --global-batch-size"),
+        ("--device cpu", "nearest is --distributed-backend"),
+        ("--wandb_log True", "nearest is --wandb-project"),
+        ("--hub_strategy end", "unknown flag --hub_strategy (--help-all lists all)"),
+        ("--preset gpt2", "; nearest is gpt2-124m"),
+        ("--preset llama3", "; nearest is llama3-8b"),
+        ("--preset meta-llama/Llama-3.1-8B", "; nearest is llama3.1-8b"),
+    ],
+)
+def test_names_of_other_programs_get_ours(line: str, message: str, problems) -> None:
+    assert message in problems(line)[0]
 
 
 def test_help_has_each_field_once_with_all_its_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,7 +254,7 @@ RULES = [
     (
         "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --rampup-batch-size 1 1 99",
         None,
-        "--rampup-batch-size from 1 makes 1 microbatches",
+        "--rampup-batch-size from 1 makes 1 microbatch",
     ),
 ]
 

@@ -308,7 +308,7 @@ RULES = [
         "--step-batch-size-schedule 0:4 1M:8 --micro-batch-size 4 --pp 2 --pipeline-schedule interleaved "
         "--num-virtual-stages-per-pipeline-rank 2",
         2,
-        "--step-batch-size-schedule with 4 makes 1 microbatches of --micro-batch-size 4",
+        "--step-batch-size-schedule with 4 makes 1 microbatch of --micro-batch-size 4",
     ),
     (
         "--seq-length 64 --seq-length-schedule 1K:64",

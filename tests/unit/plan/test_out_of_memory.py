@@ -21,7 +21,14 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import dropout
 from megalite.plan import out_of_memory
-from megalite.plan.out_of_memory import check_host_memory, device_of, explain_out_of_memory
+from megalite.plan.advice import Device, planned_run_on
+from megalite.plan.out_of_memory import (
+    check_host_memory,
+    device_of,
+    explain_out_of_memory,
+    warn_of_planned_memory,
+)
+from megalite.plan.rank_memory import rank_memories
 
 CONFIG = Config(
     model=ModelConfig(
@@ -137,3 +144,26 @@ def test_host_memory_for_offloaded_activations_is_checked_before_training(
     assert str(caught.value).startswith("--cpu-offload-activations 12 and offloaded optimizer state need ")
     monkeypatch.setattr("megalite.plan.out_of_memory.free_bytes", lambda: 10**15)
     check_host_memory(offloading, rank_6, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_gigabytes", "layout", "warns"), [(40, "manual", True), (400, "manual", False), (40, "auto", False)]
+)
+def test_a_layout_that_does_not_fit_is_told_before_the_run(
+    num_gigabytes: int,
+    layout: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = float(num_gigabytes) * 4e9  # of 4 ranks
+    monkeypatch.setattr(out_of_memory, "device_of", lambda _: Device(memory, 0.0, is_host=True))
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, layout=layout))
+    config = replace(config, training=replace(config.training, micro_batch_size=32, global_batch_size=64))
+    with Topology.fake(CONFIG.parallel.mesh, 8, 0, device="cpu") as topology:
+        warn_of_planned_memory(config, topology, 4)
+    planned = planned_run_on(config, 8, Device(memory, 0.0), None)
+    total = max(each.total for each in rank_memories(planned)) / 1e9
+    assert (f"planned {total:.1f} GB of {num_gigabytes}.0 per rank" in caplog.text) == warns
+    assert bool(caplog.messages) == warns
+    assert any("--micro-batch-size" in line for line in caplog.messages) == warns

@@ -44,7 +44,7 @@ def test_samples_of_the_run_are_distinguished_from_those_of_the_dataset(
     assert f"valid dataset: each evaluation uses 8 of its {sizes['valid']} samples (--eval-iters 2)" in lines
     (kernels,) = (line for line in lines if line.startswith("kernels on cpu: "))
     assert kernels.endswith(f"; {trainer.epilogues}")
-    assert "global batch: 4 samples (data-parallel size 1 x 4 microbatches of 1 samples)" in lines
+    assert "global batch: 4 samples (data-parallel size 1 x 4 microbatches of 1 sample)" in lines
 
 
 @pytest.mark.parametrize(
