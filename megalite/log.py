@@ -83,6 +83,12 @@ def configure_logging(rank: int, level: int = logging.INFO, stream: TextIO | Non
     log.propagate = False
 
 
+def is_on_terminal() -> bool:
+    """Return whether megalite's messages go to a terminal."""
+    streams = [handler.stream for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
+    return any(stream.isatty() for stream in streams)
+
+
 class LineInterval:
     """Limits how often a line of progress is logged."""
 
