@@ -90,6 +90,43 @@ def log_notes(notes: Iterable[str]) -> None:
         log.info("note: %s", note)
 
 
+def is_on_terminal() -> bool:
+    """Return whether megalite's messages go to a terminal."""
+    streams = [handler.stream for handler in log.handlers if isinstance(handler, logging.StreamHandler)]
+    return any(stream.isatty() for stream in streams)
+
+
+class ProgressLine:
+    """Shows a line of progress on standard error, if that is a terminal.
+
+    Args:
+        seconds_between: least time between two texts, and before the first one.
+    """
+
+    def __init__(self, seconds_between: float = 0.2) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._seconds_between = seconds_between
+        self._shown_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if self._is_terminal and time.monotonic() - self._shown_at >= self._seconds_between:
+            self._write(f"\r{text}\033[K")
+            self._shown_at = time.monotonic()
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear the line."""
+        if self._is_terminal:
+            self._write("\r\033[K")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
 class LineInterval:
     """Limits how often a line of progress is logged."""
 

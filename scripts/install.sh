@@ -30,6 +30,17 @@ pip_install() { # what there is of torch and Triton stays
   .venv/bin/python -m pip install --quiet --constraint .venv/pins.txt "$@"
 }
 
+with_progress() { # run a command, and say every 15 seconds that it still runs
+  local watcher status=0 start=$SECONDS
+  # Ctrl-C does not reach the loop, so it ends with this script. A pipe that sleep held would outlast it.
+  while sleep 15 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do echo "   still running, $((SECONDS - start)) s"; done &
+  watcher=$!
+  "$@" || status=$?
+  kill "$watcher" 2>/dev/null || true
+  wait "$watcher" 2>/dev/null || true
+  return "$status"
+}
+
 if ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))'; then
   echo "error: Python 3.10 to 3.13 is required, and $python is $("$python" --version 2>&1): set PYTHON to another interpreter" >&2
   exit 1
@@ -81,7 +92,7 @@ if [ -n "$cuda" ] && ! missing=$(.venv/bin/python scripts/cuda_toolkit.py "$cuda
 fi
 say "Building and installing megalite with extras: $extras (a few minutes)"
 pip_install 'setuptools>=77.0.3' wheel 'pybind11>=2.13' ninja numpy
-pip_install --no-build-isolation --editable ".${extras:+[$extras]}" || {
+with_progress pip_install --no-build-isolation --editable ".${extras:+[$extras]}" || {
   echo "error: not installed, for the reason above; without a network, all that megalite${extras:+[$extras]} requires must be installed already" >&2
   exit 1
 }

@@ -10,7 +10,7 @@ from megalite.config.flags import flags
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
-LogLine = Literal["megatron", "megatron-deepspeed"]
+LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,11 @@ class LoggingConfig:
 
     log_interval: int = 100
     """Iterations between log lines."""
-    log_line: LogLine = field(default="megatron", metadata=flags(sets={"--deepspeed": "megatron-deepspeed"}))
-    """Fields of the log line: Megatron-LM's, or Megatron-DeepSpeed's, which add consumed tokens, samples per
-    second and TFLOPs."""
+    log_line: LogLine = field(
+        default="auto", metadata=flags("--log-format", sets={"--deepspeed": "megatron-deepspeed"})
+    )
+    """Fields of the log line: Megatron-LM's, Megatron-DeepSpeed's, or short ones: step, loss, tokens/s, time
+    left. By default short on a terminal, and Megatron-LM's elsewhere."""
     profile_modules: int | None = None
     """Log the parameters, operations, time and memory of each module's forward and backward, before this
     iteration."""

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, UserError
-from megalite.log import log
+from megalite.log import ProgressLine, log
 from megalite.model.routing_record import RoutingRecord, largest_gap
 from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
@@ -199,13 +200,15 @@ def verify_layouts(
     tolerance = TOLERANCES[config.model.params_dtype]
     row = _logged_head(alone, layouts, num_iterations)
     routing = RoutingRecord() if replays_routing else None
-    reference = record_run(alone, num_iterations, 1, providers, routing)
+    num_runs = 1 + len(layouts)
+    reference = _shown_run(f"run 1 of {num_runs}: one rank", alone, num_iterations, 1, providers, routing)
     same: list[ParallelConfig] = []
     different: list[tuple[Layout, Config]] = []
     num_refused = 0
-    for layout, applied in zip(layouts, configs, strict=True):
+    for number, (layout, applied) in enumerate(zip(layouts, configs, strict=True), 2):
         try:
-            run = record_run(applied, num_iterations, layout.world_size, providers, reference.routing)
+            what = f"run {number} of {num_runs}: {layout}"
+            run = _shown_run(what, applied, num_iterations, layout.world_size, providers, reference.routing)
         except UserError as error:  # for example, an option that a custom model does not support
             log.info(row(str(layout), layout.world_size, "", "", "", "", f"cannot run: {error}"))
             num_refused += 1
@@ -225,6 +228,13 @@ def verify_layouts(
     if not replays_routing:
         _log_first_differences(different, alone, num_iterations, providers)
     return _log_verdict(num_other=len(different), num_refused=num_refused)
+
+
+def _shown_run(what: str, *arguments: Any) -> RunRecord:
+    """Record a run; meanwhile a terminal shows which one it is."""
+    with ProgressLine(seconds_between=0.0) as show:
+        show(what)
+        return record_run(*arguments)
 
 
 def _rerouting(comparison: RunComparison, routing: RoutingRecord | None) -> str:
@@ -315,7 +325,7 @@ def with_constant_loss_scale(config: Config) -> Config:
 def _logged_head(alone: Config, layouts: Sequence[Layout], num_iterations: int) -> Callable[..., str]:
     """Log the head of the table, and return the function that formats its rows."""
     log.info(
-        "%d iterations of %d samples in %s against one rank; differences are relative",
+        "%d iterations of %d samples in %s against one rank, which runs first; differences are relative",
         num_iterations,
         alone.training.global_batch_size,
         alone.model.params_dtype,

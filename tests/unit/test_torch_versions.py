@@ -112,6 +112,25 @@ class Checkout:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
 
+def test_a_build_shows_that_it_runs_and_what_it_returns(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path, "2.14.1+cu130")
+    script = tmp_path / "scripts" / "install.sh"
+    script.write_text(script.read_text().replace("sleep 15", "sleep 0.2"))
+    slow = checkout.python.read_text().replace(
+        "shift 2;", 'shift 2; [[ "$*" != *--editable* ]] || sleep 1.5;'
+    )
+    checkout.python.write_text(slow)
+    status, output = checkout.install()
+    assert status == 0, output
+    assert "== Building and installing megalite" in output.split("   still running, ")[0]
+    assert 2 <= output.count("   still running, ") < 8
+    installed = tmp_path / ".venv" / "bin" / "python"
+    installed.write_text(installed.read_text().replace("sleep 1.5;", "exit 3;"))
+    status, output = checkout.install()
+    assert status == 1
+    assert output.splitlines()[-1].startswith("error: not installed")
+
+
 def test_the_torch_that_is_there_is_used_and_kept(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path, "2.14.1+cu130")
     checkout.add("triton", "3.8.0")

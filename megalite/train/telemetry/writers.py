@@ -15,7 +15,7 @@ from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
 from megalite.distributed.observer import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
-from megalite.log import THIS_RANK, log
+from megalite.log import THIS_RANK, is_on_terminal, log
 from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
 from megalite.train.telemetry.expert_use import ExpertUse
 from megalite.train.telemetry.machine_load import MachineLoad
@@ -67,7 +67,7 @@ def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
         fields.append(f"consumed tokens: {metrics.consumed_tokens:12d}")
     fields.append(f"elapsed time per iteration (ms): {metrics.iteration_time_ms:.1f}")
     if config.log_throughput:
-        fields.append(f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.1f}")
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {_tflops(metrics, 1)}")
     fields.append(f"learning rate: {metrics.learning_rate:.3E}")
     if metrics.decoupled_learning_rate is not None:
         fields.append(f"decoupled learning rate: {metrics.decoupled_learning_rate:.3E}")
@@ -92,9 +92,45 @@ def iteration_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
         seq_length = metrics.consumed_tokens / metrics.consumed_samples
         fields += [
             f"samples per second: {metrics.tokens_per_second / seq_length:.3f}",
-            f"TFLOPs: {metrics.tflops_per_gpu:.2f}",
+            f"TFLOPs: {_tflops(metrics, 2)}",
         ]
     return "".join(f" {field} |" for field in fields)
+
+
+def short_line(metrics: IterationMetrics, config: LoggingConfig) -> str:
+    """Return the log line of an interval for a terminal: step, losses, speed and the time left.
+
+    The time left does not count evaluations and saves.
+    """
+    width = len(str(metrics.train_iters))
+    seconds = (metrics.train_iters - metrics.iteration) * metrics.iteration_time_ms / 1000
+    counts = {"skipped": metrics.num_skipped, "nan": metrics.num_nan}
+    fields = [f"step {metrics.iteration:{width}d}/{metrics.train_iters}", f"loss {metrics.lm_loss:.4f}"]
+    fields += [f"{name.replace('_', ' ')} {loss:.4f}" for name, loss in metrics.other_losses.items()]
+    if metrics.num_zeros is not None:
+        fields.append(f"{metrics.num_zeros} zeros in the gradient")
+    if metrics.params_norm is not None:
+        fields.append(f"params norm {metrics.params_norm:.3f}")
+    fields += [f"{count} {name}" for name, count in counts.items() if count]
+    fields.append(f"{metrics.tokens_per_second:,.0f} tokens/s")
+    if config.log_throughput:
+        fields.append(f"{_tflops(metrics, 1)} TFLOP/s per GPU")
+    return " | ".join([*fields, f"{_clock(seconds)} left"])
+
+
+def _tflops(metrics: IterationMetrics, decimals: int) -> str:
+    """Return TFLOP/s of a rank, with more decimals for a CPU, whose rate would be 0.0."""
+    return f"{metrics.tflops_per_gpu:.{decimals if metrics.tflops_per_gpu >= 1 else 4}f}"
+
+
+def _clock(seconds: float) -> str:
+    """Return a length of time as minutes:seconds, hours:minutes:seconds, or with days in front."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def validation_block(metrics: ValidationMetrics) -> str:
@@ -132,11 +168,13 @@ class LogLineWriter:
 
     def __init__(self, config: LoggingConfig) -> None:
         self._config = config
+        is_short = config.log_line == "short" or (config.log_line == "auto" and is_on_terminal())
+        self._line = short_line if is_short else iteration_line
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         for warning in metrics.warnings:
             log.warning(warning, extra=THIS_RANK)
-        log.info(iteration_line(metrics, self._config), extra=THIS_RANK)
+        log.info(self._line(metrics, self._config), extra=THIS_RANK)
         if self._config.timing_log_level:
             log.info(timer_table(times, self._config.timing_log_option), extra=THIS_RANK)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 import math
+import os
+import pty
 import sys
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from megalite.train.telemetry.writers import (
     MetricsFile,
     Writers,
     iteration_line,
+    short_line,
     validation_block,
 )
 
@@ -178,6 +182,60 @@ def test_the_fields_of_blooms_logs(metrics: IterationMetrics) -> None:
 def test_a_loss_that_is_no_number_is_shown(metrics: IterationMetrics, loss: float, shown: str) -> None:
     line = iteration_line(dataclasses.replace(metrics, lm_loss=loss), LoggingConfig())
     assert f" lm loss: {shown} |" in line
+
+
+def test_a_terminal_gets_a_short_line(metrics: IterationMetrics) -> None:
+    running = dataclasses.replace(metrics, train_iters=2500, tokens_per_second=15_246.6)
+    line = "step  100/2500 | loss 7.4489 | 15,247 tokens/s"
+    assert short_line(running, LoggingConfig()) == f"{line} | 21:30 left"  # 2400 iterations of 537.3 ms
+    logged = LoggingConfig(log_throughput=True)
+    assert short_line(running, logged) == f"{line} | 117.7 TFLOP/s per GPU | 21:30 left"
+    for train_iters, left in ((100, "0:00"), (20_100, "2:59:06"), (1_000_100, "6d 05:15:00")):
+        text = short_line(dataclasses.replace(running, train_iters=train_iters), LoggingConfig())
+        assert text.endswith(f" | {left} left")
+    broken = dataclasses.replace(
+        running,
+        lm_loss=math.nan,
+        num_nan=2,
+        num_skipped=1,
+        params_norm=12.345,
+        num_zeros=3,
+        other_losses={"sop_loss": 0.6931},
+    )
+    shown = "loss nan | sop loss 0.6931 | 3 zeros in the gradient | params norm 12.345 | 1 skipped | 2 nan |"
+    assert shown in short_line(broken, LoggingConfig())
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_terminal", "in_file"),
+    [
+        ("", "step ", " iteration "),
+        ("--log-line short", "step ", "step "),
+        ("--log-format megatron", " iteration ", " iteration "),
+        ("--deepspeed", " iteration ", " iteration "),
+    ],
+)
+def test_the_line_is_short_on_a_terminal_and_megatrons_in_a_file(
+    metrics: IterationMetrics, flags: str, on_terminal: str, in_file: str
+) -> None:
+    config, _ = parse(flags.split())
+    main, terminal = pty.openpty()
+    for stream, start in ((os.fdopen(terminal, "w"), on_terminal), (io.StringIO(), in_file)):
+        configure_logging(rank=0, stream=stream)
+        LogLineWriter(config.logging).iteration(metrics, {})
+        stream.flush()
+        text = stream.getvalue() if isinstance(stream, io.StringIO) else os.read(main, 1000).decode()
+        assert text.startswith(start)
+        assert "step" in start or config.logging.log_line == "megatron-deepspeed" or GOLDEN in text
+    os.close(main)
+
+
+def test_the_rate_of_a_cpu_is_not_zero(metrics: IterationMetrics) -> None:
+    slow = dataclasses.replace(metrics, tflops_per_gpu=0.0123)
+    logged = LoggingConfig(log_throughput=True)
+    assert " throughput per GPU (TFLOP/s/GPU): 0.0123 |" in iteration_line(slow, logged)
+    assert " | 0.0123 TFLOP/s per GPU | " in short_line(slow, logged)
+    assert " TFLOPs: 0.0123 |" in iteration_line(slow, LoggingConfig(log_line="megatron-deepspeed"))
 
 
 def test_lines_of_a_validation() -> None:
