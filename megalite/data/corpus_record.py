@@ -215,7 +215,8 @@ def _train_shares(record: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[str,
         weights = blend["weights"] or ([1.0] if len(blend["parts"]) == 1 else [])
         for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=False):
             contents = {**record["corpora"][prefix], "tokens_sha256": None}
-            shares[(*contents.values(), begin, end)] = prefix, weight
+            part = (*contents.values(), begin, end)
+            shares[part] = prefix, weight
     return shares
 
 
