@@ -204,7 +204,7 @@ def reordered_corpora(record: Mapping[str, Any], num_before: int, num_now: int, 
             for number in (num_before, num_now)
         )
         if before != now:
-            texts.append(f"{prefix}, whose {before.num_epochs} epochs are now {now.num_epochs}")
+            texts.append(f"{prefix} (epochs: {before.num_epochs}, now {now.num_epochs})")
     return texts
 
 
