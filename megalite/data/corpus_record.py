@@ -204,7 +204,7 @@ def reordered_corpora(record: Mapping[str, Any], num_before: int, num_now: int, 
             for number in (num_before, num_now)
         )
         if before != now:
-            texts.append(f"{prefix}, whose {before.num_epochs} epochs are now {now.num_epochs}")
+            texts.append(f"{prefix} (epochs: {before.num_epochs}, now {now.num_epochs})")
     return texts
 
 
@@ -215,7 +215,8 @@ def _train_shares(record: Mapping[str, Any]) -> dict[tuple[Any, ...], tuple[str,
         weights = blend["weights"] or ([1.0] if len(blend["parts"]) == 1 else [])
         for weight, (prefix, begin, end) in zip(weights, blend["parts"], strict=False):
             contents = {**record["corpora"][prefix], "tokens_sha256": None}
-            shares[(*contents.values(), begin, end)] = prefix, weight
+            part = (*contents.values(), begin, end)
+            shares[part] = prefix, weight
     return shares
 
 

@@ -162,7 +162,7 @@ def test_a_longer_run_tells_whether_it_reorders_a_corpus(tmp_path: Path) -> None
         reordered |= {now} - ({now} if is_same else set())
     assert reordered
     (text,) = reordered_corpora(known, 200, 300, 2)
-    assert text == f"{tmp_path}/c, whose 2 epochs are now 3"
+    assert text == f"{tmp_path}/c (epochs: 2, now 3)"
 
 
 def test_data_for_evaluation_alone_are_reported_apart(corpus: str, tmp_path: Path) -> None:
