@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,38 @@ SIGNAL_HANDLERS = {
 FOLDERS_OF_RANKS = {"parity", "power", "ranks", "slurm", "soak"}  # their tests run several processes at once
 
 
+class FirstResult:
+    """Prints how long a session of several workers has run, until the first test ends: it takes minutes.
+
+    Args:
+        interval: seconds between lines.
+    """
+
+    def __init__(self, reporter: Any, interval: float = 15.0) -> None:
+        self._reporter, self._interval = reporter, interval
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self._is_over.set()
+
+    def pytest_sessionfinish(self) -> None:
+        self._is_over.set()
+
+    def _show(self) -> None:
+        start = time.monotonic()
+        while not self._is_over.wait(self._interval):
+            seconds = round(time.monotonic() - start)
+            self._reporter.ensure_newline()
+            self._reporter.write_line(
+                f"{seconds} s: imports, collection or the first tests; none has ended yet"
+            )
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--layout-sample",
@@ -72,6 +106,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.layout_seed is None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         config.option.layout_seed = commit.stdout.strip()[:12] or "no commit"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    if plugins.has_plugin("dsession"):  # in one process, a test's capture would take the lines
+        result = FirstResult(plugins.get_plugin("terminalreporter"))
+        plugins.register(result)
+        result.start()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

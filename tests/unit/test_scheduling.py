@@ -1,8 +1,9 @@
-"""How tests/conftest.py divides the tests among pytest's workers."""
+"""How tests/conftest.py divides tests among pytest's workers, and what it prints before the first result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -51,3 +52,33 @@ def test_tests_are_divided_and_forgotten(request: pytest.FixtureRequest, monkeyp
         assert [set(group) <= set(each) for each in ran.values()].count(True) == 1
         assert [set(group).isdisjoint(each) for each in ran.values()].count(True) == 1
     assert all(set(OTHERS).intersection(each) for each in ran.values())
+
+
+@pytest.mark.parametrize(
+    ("when", "passed", "is_last"), [("setup", True, False), ("call", True, True), ("setup", False, True)]
+)
+def test_a_session_shows_that_it_runs_until_a_test_has_ended(
+    request: pytest.FixtureRequest, when: str, passed: bool, is_last: bool
+) -> None:
+    plugins = request.config.pluginmanager.get_plugins()
+    (conftest,) = (each for each in plugins if getattr(each, "FOLDERS_OF_RANKS", None))
+    lines: list[str] = []
+    reporter = SimpleNamespace(ensure_newline=lambda: None, write_line=lines.append)
+    shown = conftest.FirstResult(reporter, interval=0.02)
+    shown.start()
+    _wait_until(lambda: len(lines) >= 2)
+    assert lines[0].startswith("0 s: ")
+    shown.pytest_runtest_logreport(SimpleNamespace(when=when, passed=passed))
+    if not is_last:
+        number = len(lines)
+        _wait_until(lambda: len(lines) > number)
+        shown.pytest_sessionfinish()
+    shown._thread.join(5.0)
+    assert not shown._thread.is_alive()
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
