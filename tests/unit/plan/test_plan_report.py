@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +21,7 @@ from megalite.config.command_line import parse
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
+from megalite.log import ProgressLine
 from megalite.plan.layout_fields import legend_lines, with_even_stages
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
@@ -532,7 +534,7 @@ def test_a_search_shows_on_a_terminal_how_far_it_is(
 ) -> None:
     screen = _Screen(is_terminal)
     monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setattr("megalite.cli.plan._SECONDS_BETWEEN_SHOWS", -1.0)
+    monkeypatch.setattr("megalite.cli.plan.ProgressLine", partial(ProgressLine, seconds_between=0.0))
     main(f"--json {SMALL} --search --top 1 --tp 2 --pp 2".split())
     assert json.loads(capsys.readouterr().out)["layouts"]
     printed = screen.getvalue()
