@@ -178,7 +178,7 @@ def record_rank(
 
 def _figures(layers: Mapping[str, LayerLoads]) -> dict[str, float]:
     """Return the tokens of each expert and the other figures of each layer, by what they are."""
-    figures = {}
+    figures: dict[str, float] = {}
     for layer, loads in layers.items():
         figures |= {f"tokens of expert {i} of {layer}": float(each) for i, each in enumerate(loads.tokens)}
         figures |= {f"{name} of the router of {layer}": each for name, each in loads.figures.items()}

@@ -305,6 +305,20 @@ def _without_moments(tensors: Mapping[str, Any], *_: Any) -> None:
             each.tensor.zero_()
 
 
+def _blind_at_the_window_edge(steps: Any, held: Any, own: int, window: int | None, _: bool) -> Any:
+    """Return the steps of a ring without the blocks of which only the last key is in the window."""
+    return tuple(
+        step._replace(
+            blocks=tuple(
+                (i, j)
+                for i, j in step.blocks
+                if window is None or step.positions[j].stop > held.ranks[own][i].positions.start - window + 1
+            )
+        )
+        for step in steps
+    )
+
+
 def _drops_anew(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
     calls: dict[int, int] = {}
 
@@ -767,6 +781,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
          after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps))),
+        ("a ring does not see a key at the edge of a window", "cp2+p2p", ring_attention, "ring_steps",
+         after(_blind_at_the_window_edge), "edge"),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",

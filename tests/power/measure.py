@@ -41,7 +41,7 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
-    | {"averaged": "gpt-tiny", "later": "llama-tiny", "mixed": "gpt-tiny"}
+    | {"averaged": "gpt-tiny", "edge": "gpt-tiny", "later": "llama-tiny", "mixed": "gpt-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
@@ -52,6 +52,7 @@ MODELS = (
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
+    "edge": {"window_size": (9, 0)},  # of two slices of 8 tokens with one between, it has a single key
     "fp16": {"params_dtype": "fp16"},
     "qwen": {
         **{"qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
