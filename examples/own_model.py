@@ -40,6 +40,8 @@ class ConvolutionLayer(nn.Module):
 class ConvolutionModel(megalite.SequentialStage):
     """Predict the next token, with GPT's embedding, head and loss."""
 
+    mixes_tokens = True  # a convolution sees the rank's own tokens only: no --cp
+
     def build_layer(self, number: int) -> nn.Module:
         """Return one layer."""
         return ConvolutionLayer(self.config, self.context)

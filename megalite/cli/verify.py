@@ -7,6 +7,9 @@ loss and gradients. It uses this machine's CPU, or its GPUs with --distributed-b
 flags of megalite train; with --params-dtype fp64, differences are around 1e-13. Without --data-path, the
 tokens are random. The exit status is 1 if a layout trains differently.
 
+Each run also evaluates, with masks, and saves in its middle; the next layout resumes that save, and must
+train the rest of the same run. --quick only trains.
+
 If a layout trains differently, it is traced, and the first tensor that differs is named. --bisect traces the
 layouts at once, without the table.
 """
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str]) -> None:
         "--bisect", action="store_true", help="only name the first tensor in which each layout differs"
     )
     parser.add_argument(
+        "--quick", action="store_true", help="only train: do not evaluate, and do not save and resume"
+    )
+    parser.add_argument(
         "--replay-routing",
         action="store_true",
         help="send tokens to the experts of the run on one rank, and count those that would go elsewhere",
@@ -67,9 +73,16 @@ def main(arguments: Sequence[str]) -> None:
             raise UserError("--worst has no effect with --bisect, which shows one tensor: remove it")
         if own.replay_routing:
             raise UserError("--replay-routing has no effect with --bisect, which traces layouts: remove one")
+        if own.quick:
+            raise UserError("--quick has no effect with --bisect, which only trains: remove it")
         is_same = bisect_layouts(config, layouts, own.iterations)
     else:
         is_same = verify_layouts(
-            config, layouts, own.iterations, own.worst or 1, replays_routing=own.replay_routing
+            config,
+            layouts,
+            own.iterations,
+            own.worst or 1,
+            replays_routing=own.replay_routing,
+            is_quick=own.quick,
         )
     sys.exit(0 if is_same else 1)

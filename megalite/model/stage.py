@@ -65,9 +65,12 @@ class Stage(nn.Module, ABC):
         layer_arguments: names of the arguments of a layer's forward besides x.
         head_name: name of the module of `build_head`.
         loss_names: names of all terms of the model's loss, on any stage; a subclass that adds terms sets it.
+        mixes_tokens: whether a layer mixes the tokens of a rank and does not get those of other ranks; a
+            subclass sets it, and context parallelism is then refused.
 
     Raises:
-        UserError: a subclass builds an object that is not a module, or that does not take its arguments.
+        UserError: a subclass builds an object that is not a module, or that does not take its arguments, or
+            the model cannot be cut by context parallelism.
     """
 
     embedding: nn.Module
@@ -76,6 +79,7 @@ class Stage(nn.Module, ABC):
     layer_arguments: tuple[str, ...] = ("microbatch",)
     head_name: str = "head"
     loss_names: tuple[str, ...] = (LM_LOSS,)
+    mixes_tokens: bool = False
     buffer_specs: Mapping[str, ParameterSpec]
 
     def __init__(
@@ -90,6 +94,11 @@ class Stage(nn.Module, ABC):
     ) -> None:
         super().__init__()
         assert context.dtype == DTYPES[config.params_dtype], (context.dtype, config.params_dtype)
+        if self.mixes_tokens and context.cp.size > 1:
+            raise UserError(
+                f"{type(self).__name__} mixes the tokens of a rank alone (mixes_tokens), so a sample cannot "
+                f"be cut over {context.cp.size} ranks: remove --cp"
+            )
         self.config = config
         self.context = context
         self.is_first = is_first

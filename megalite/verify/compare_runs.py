@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from megalite.verify.compare_traces import magnitude
 from megalite.verify.first_difference import SMALLEST, is_only_rounding
 from megalite.verify.layouts import Layout, common_batch_size
 from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.save_chain import SaveChain
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class RunComparison:
             least to `SMALLEST` times the largest gradient.
         weights: differences by name, relative to the largest magnitude of the reference tensor, or of all
             weights if the weight's gradient is only rounding (`is_only_rounding`).
+        evaluation: differences of the means of an evaluation, by term.
+        expert_use: differences of the routers' figures in the last iteration.
+        num_before: iterations before the first compared one.
         num_rerouted: number of tokens that went to the reference's experts instead of their own.
         rerouted_gap: largest difference of the scores of these experts.
     """
@@ -68,6 +74,9 @@ class RunComparison:
     weights: Mapping[str, float]
     num_rerouted: int = 0
     rerouted_gap: float = 0.0
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    expert_use: Mapping[str, float] = field(default_factory=dict)
+    num_before: int = 0
 
     @property
     def loss(self) -> float:
@@ -80,45 +89,65 @@ class RunComparison:
 
     def excesses(self, tolerance: Tolerance) -> list[str]:
         """Describe each difference above its tolerance; empty if the runs are the same."""
-        ((gradient_name, gradient),) = self.worst(self.gradients)
-        ((weight_name, weight),) = self.worst(self.weights)
+        checks = [
+            *(
+                (f"{name} of the evaluation", value, tolerance.loss)
+                for name, value in self.evaluation.items()
+            ),
+            *((name, value, tolerance.weight) for name, value in self.worst(self.expert_use)),
+        ]
+        return self.training_excesses(tolerance) + _excesses(checks)
+
+    def training_excesses(self, tolerance: Tolerance) -> list[str]:
+        """Describe the differences of losses, gradients and weights, which a trace can locate."""
+        gradients, weights = self.worst(self.gradients), self.worst(self.weights)
         checks = [
             *(self._first_excess(name, tolerance.loss) for name in self.terms),
             ("gradient norm", self.grad_norm, tolerance.grad_norm),
-            (f"gradient of {gradient_name}", gradient, tolerance.gradient),
-            (f"weight {weight_name}", weight, tolerance.weight),
+            *((f"gradient of {name}", value, tolerance.gradient) for name, value in gradients),
+            *((f"weight {name}", value, tolerance.weight) for name, value in weights),
             (
                 f"a score at which {self.num_rerouted} tokens change experts",
                 self.rerouted_gap,
                 tolerance.gradient,
             ),
         ]
-        return [
-            f"{name} differs by {value:.1e}, over {limit:.0e}"
-            for name, value, limit in checks
-            if not value <= limit
-        ]
+        return _excesses(checks)
 
     def _first_excess(self, name: str, limit: float) -> tuple[str, float, float]:
         """Return the check of a term in the first iteration that exceeds the limit, or in the last one."""
         values = self.terms[name]
         found = next((i for i, value in enumerate(values) if not value <= limit), len(values) - 1)
-        return f"{name} of iteration {found + 1}", values[found], limit
+        return f"{name} of iteration {self.num_before + found + 1}", values[found], limit
+
+
+def _excesses(checks: Sequence[tuple[str, float, float]]) -> list[str]:
+    """Describe the differences above their limits, of checks that are a name, a difference and a limit."""
+    return [
+        f"{name} differs by {value:.1e}, over {limit:.0e}"
+        for name, value, limit in checks
+        if not value <= limit
+    ]
 
 
 def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
-    """Compare a run with the reference. Both must have the same parameters, as full tensors."""
+    """Compare a run with the reference. Both must have the same parameters, as full tensors.
+
+    Of a run that was resumed, the iterations since then are compared, and no first gradients.
+    """
+    since = run.num_before
     assert run.weights.keys() == reference.weights.keys()
     magnitudes = {name: magnitude(full) for name, full in reference.gradients.items()}
     largest = max(magnitudes.values(), default=0.0)
     rounded = {name for name, each in magnitudes.items() if is_only_rounding(each, largest)}
     largest_weight = max(map(magnitude, reference.weights.values()), default=0.0)
     return RunComparison(
-        terms=_of_terms(run.terms, reference.terms),
-        grad_norm=max(_relative(run.grad_norms, reference.grad_norms), key=_nan_first),
+        terms=_of_terms(run.terms, reference.terms[since:]),
+        grad_norm=max(_relative(run.grad_norms, reference.grad_norms[since:]), key=_nan_first),
         gradients={
             name: _difference(run.gradients[name], full, SMALLEST * largest)
             for name, full in reference.gradients.items()
+            if since == 0
         },
         weights={
             name: _difference(
@@ -128,6 +157,9 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
         },
         num_rerouted=len(run.rerouted),
         rerouted_gap=largest_gap(run.rerouted),
+        evaluation=_of_figures(run.evaluation, reference.evaluation),
+        expert_use=_of_figures(run.expert_use, reference.expert_use),
+        num_before=since,
     )
 
 
@@ -144,6 +176,11 @@ def _of_terms(
         for name in names
     }
     return {name: _relative(*both) for name, both in values.items()}
+
+
+def _of_figures(figures: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
+    """Return the differences by name; NaN for a figure that one of the runs does not have."""
+    return {name: value for name, (value,) in _of_terms([figures], [reference]).items()}
 
 
 def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -177,16 +214,19 @@ def verify_layouts(
     providers: Providers | None = None,
     *,
     replays_routing: bool = False,
+    is_quick: bool = False,
 ) -> bool:
     """Run the config in each layout and on one rank, and log their differences.
 
-    If a layout differs, both are traced to find the first tensor that does.
+    Each run evaluates and saves, and the next layout resumes what the one before has saved; one rank resumes
+    the last one. If a layout trains another run, both are traced to find the first tensor that differs.
 
     Args:
         num_iterations: number of iterations of each run.
         num_worst: number of parameters to show for each layout, those with the largest gradient differences.
         providers: providers of a custom model and datasets; by default the config determines them.
         replays_routing: send tokens to the experts of the run on one rank. Layouts are then not traced.
+        is_quick: only train: do not evaluate, save and resume.
 
     Returns:
         True if every layout trains the same run, up to the order of floating-point sums.
@@ -197,44 +237,95 @@ def verify_layouts(
         UserError: the config cannot run in any layout.
     """
     alone, *configs = _configs_of(config, layouts)
-    tolerance = TOLERANCES[config.model.params_dtype]
     row = _logged_head(alone, layouts, num_iterations)
     routing = RoutingRecord() if replays_routing else None
+
+    def record(run: Config, world_size: int) -> RunRecord:
+        return record_run(run, num_iterations, world_size, providers, routing, is_quick=is_quick)
+
+    with TemporaryDirectory(prefix="megalite-verify-") as folder:
+        chain = SaveChain(None if is_quick or num_iterations == 1 else Path(folder), record)
+        found = _log_comparisons(chain, alone, list(zip(layouts, configs, strict=True)), row, num_worst)
+    if providers is not None and config.model.params_dtype in ("fp64", "fp32"):  # 16 bits prove little
+        record_verified(providers.model, found.same)
+    if not replays_routing:
+        _log_first_differences(found.different, alone, num_iterations, providers)
+    return _log_verdict(found.num_other, found.num_refused)
+
+
+@dataclass
+class _Verified:
+    """Holds the results of a verification.
+
+    Attributes:
+        different: the layouts that train another run.
+        num_other: number of layouts in which anything differs.
+    """
+
+    same: list[ParallelConfig] = field(default_factory=list)
+    different: list[tuple[Layout, Config]] = field(default_factory=list)
+    num_other: int = 0
+    num_refused: int = 0
+
+
+def _log_comparisons(
+    chain: SaveChain,
+    alone: Config,
+    layouts: Sequence[tuple[Layout, Config]],
+    row: Callable[..., str],
+    num_worst: int,
+) -> _Verified:
+    """Compare each layout with one rank, and log a row for it."""
+    found, tolerance = _Verified(), TOLERANCES[alone.model.params_dtype]
     num_runs = 1 + len(layouts)
-    reference = _shown_run(f"run 1 of {num_runs}: one rank", alone, num_iterations, 1, providers, routing)
-    same: list[ParallelConfig] = []
-    different: list[tuple[Layout, Config]] = []
-    num_refused = 0
-    for number, (layout, applied) in enumerate(zip(layouts, configs, strict=True), 2):
+    with _shown(f"run 1 of {num_runs}: one rank"):
+        reference, _ = chain.run("one rank", alone, 1)
+    for number, (layout, applied) in enumerate(layouts, 2):
+        before = chain.last
         try:
-            what = f"run {number} of {num_runs}: {layout}"
-            run = _shown_run(what, applied, num_iterations, layout.world_size, providers, reference.routing)
+            with _shown(f"run {number} of {num_runs}: {layout}"):
+                run, resumed = chain.run(str(layout), applied, layout.world_size)
         except UserError as error:  # for example, an option that a custom model does not support
             log.info(row(str(layout), layout.world_size, "", "", "", "", f"cannot run: {error}"))
-            num_refused += 1
-            if num_refused == len(layouts):
+            found.num_refused += 1
+            if found.num_refused == len(layouts):
                 raise
             continue
         comparison = compare(run, reference)
-        excesses = comparison.excesses(tolerance)
+        excesses = comparison.excesses(tolerance) + resumed_excesses(before, resumed, reference, tolerance)
+        if comparison.training_excesses(tolerance):
+            found.different.append((layout, applied))
         if excesses:
-            different.append((layout, applied))
+            found.num_other += 1
         else:
-            same.append(applied.parallel)
+            found.same.append(applied.parallel)
         verdict = "; ".join(excesses) or "the same run" + _rerouting(comparison, reference.routing)
         _log_rows(row, layout, comparison, verdict, num_worst)
-    if providers is not None and config.model.params_dtype in ("fp64", "fp32"):  # 16 bits prove little
-        record_verified(providers.model, same)
-    if not replays_routing:
-        _log_first_differences(different, alone, num_iterations, providers)
-    return _log_verdict(num_other=len(different), num_refused=num_refused)
+    before, resumed = chain.last, chain.resume(alone, 1)
+    if excesses := resumed_excesses(before, resumed, reference, tolerance):
+        found.num_other += 1
+        log.info(row("one rank", 1, "", "", "", "", "; ".join(excesses)))
+    return found
 
 
-def _shown_run(what: str, *arguments: Any) -> RunRecord:
-    """Record a run; meanwhile a terminal shows which one it is."""
+def resumed_excesses(
+    saved_by: str, resumed: RunRecord | str | None, reference: RunRecord, tolerance: Tolerance
+) -> list[str]:
+    """Describe what differs after a resume, of a save by the layout `saved_by`; see `SaveChain.resume`."""
+    if resumed is None:
+        return []
+    if isinstance(resumed, str):
+        return [f"resumed from {saved_by}: {resumed}"]
+    found = compare(resumed, reference).excesses(tolerance)
+    return [f"resumed from {saved_by}: {', '.join(found)}"] * bool(found)
+
+
+@contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Show on a terminal which run goes on in the block."""
     with ProgressLine(seconds_between=0.0) as show:
         show(what)
-        return record_run(*arguments)
+        yield
 
 
 def _rerouting(comparison: RunComparison, routing: RoutingRecord | None) -> str:

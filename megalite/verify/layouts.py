@@ -63,7 +63,10 @@ DEFAULT = (
     ("mbs1", "mbs2"),
     ("tp2+sp",),
     ("tp2+overlap",),
+    ("cp2",),
+    ("cp2+p2p",),
     ("dp2+zero2",),
+    ("dp4+zero2",),
     ("dp2+zero3",),
     ("pp2v2", "pp2v3"),
     ("pp2zbv",),
@@ -75,7 +78,8 @@ that changes it.
 
 Four ranks share the keys and values of two groups, and a pipeline of three or more has a stage that is
 neither first nor last. Only another micro-batch size shows a mean over a microbatch, or numbers that depend
-on the index in it, and only sequence parallelism shows a gradient that is partial over tp.
+on the index in it, and only sequence parallelism shows a gradient that is partial over tp. With two shards,
+an order of the shards that is wrong may be its own inverse.
 """
 
 WITH_EXPERTS = (("dp2ep2",), ("tp2dp2ep4etp1+sp",))

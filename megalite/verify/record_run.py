@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.config import Config
+from megalite.data.samples import Samples
 from megalite.distributed.local_ranks import LocalRanks, run_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.microbatch import Microbatch
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
+from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
+from megalite.train.evaluator import Evaluator
 from megalite.train.model_chunks import named_parameters, saved_buffers
-from megalite.train.run_context import Providers, resolve_run
+from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
+from megalite.train.telemetry.expert_use import LayerLoads
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 
@@ -31,6 +39,9 @@ class RunRecord:
         gradients: gradients of the first iteration that updates the weights, as full tensors by parameter.
         weights: weights and buffers after the last iteration, as full tensors by name, and the averages of
             weights as ``ema.NAME``.
+        evaluation: mean of each term of the loss in an evaluation with masks; none in a quick record.
+        expert_use: figures of the routers in the last iteration, as a log has them; none in a quick record.
+        num_before: iterations before the first recorded one, of the run that this one resumes.
         routing: experts of the tokens, if they were recorded.
         rerouted: tokens that went to recorded experts instead of their own; see `ChoiceReplayer`.
     """
@@ -41,6 +52,9 @@ class RunRecord:
     weights: dict[str, Tensor]
     routing: RoutingRecord | None = None
     rerouted: Mapping[RoutedToken, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    expert_use: Mapping[str, float] = field(default_factory=dict)
+    num_before: int = 0
 
     @property
     def losses(self) -> list[float]:
@@ -55,6 +69,8 @@ def record_run(
     providers: Providers | None = None,
     routing: RoutingRecord | None = None,
     ranks: LocalRanks | None = None,
+    *,
+    is_quick: bool = True,
 ) -> RunRecord:
     """Train `num_iterations` iterations on `world_size` ranks of this machine.
 
@@ -62,6 +78,7 @@ def record_run(
         providers: providers of a custom model and datasets, from a module that the ranks can import.
         routing: experts to which tokens go; an empty record to record them, on one rank; None for neither.
         ranks: ranks that stay alive between runs; by default new ones are started.
+        is_quick: do not evaluate, save and resume; see `record_rank`.
 
     Raises:
         UserError: the config's data or tokenizer cannot be read, or it skips all iterations.
@@ -73,7 +90,15 @@ def record_run(
             "iterations: pass more --iterations, or remove it"
         )
     stages = (run_ranks if ranks is None else ranks.run)(
-        record_rank, config.mesh, world_size, config, num_iterations, providers, routing, timeout=3600.0
+        record_rank,
+        config.mesh,
+        world_size,
+        config,
+        num_iterations,
+        providers,
+        routing,
+        is_quick,
+        timeout=3600.0,
     )
     return merge_stages(stages)
 
@@ -87,7 +112,7 @@ def merge_stages(stages: Sequence[RunRecord]) -> RunRecord:
         weights.update(stage.weights)
     rerouted = {token: gap for stage in stages for token, gap in stage.rerouted.items()}
     first = stages[0]
-    return RunRecord(first.terms, first.grad_norms, gradients, weights, first.routing, rerouted)
+    return dataclasses.replace(first, gradients=gradients, weights=weights, rerouted=rerouted)
 
 
 def record_rank(
@@ -96,10 +121,20 @@ def record_rank(
     num_iterations: int,
     providers: Providers | None = None,
     routing: RoutingRecord | None = None,
+    is_quick: bool = True,
 ) -> RunRecord:
-    """Train on this rank, and return the gradients and weights of its stage in host memory."""
+    """Train on this rank, and return the gradients and weights of its stage in host memory.
+
+    Args:
+        is_quick: do not evaluate, save and resume. Otherwise --save is where the run saves after half of its
+            iterations, and --load what it resumes.
+    """
     run = resolve_run(config, topology, providers=providers)
+    evaluation, expert_use = dict[str, float](), dict[str, float]()
     with Trainer(run, build_data(run)) as trainer:
+        if not is_quick and config.checkpoint.load is not None:
+            trainer.load()
+        num_before = trainer.progress.iteration
         observers = {} if routing is None else _observe_choices(trainer, routing)
         gradients: dict[str, Tensor] = {}
         results: list[StepResult] = []
@@ -109,8 +144,15 @@ def record_rank(
                 gradients.update(_gather(trainer, trainer.optimizer.gradient))
 
         trainer.train_step.before_update.append(keep_first)  # before they are clipped
-        for _ in range(num_iterations):
+        for iteration in range(num_before, num_iterations):
+            if not is_quick and config.checkpoint.save is not None and iteration == (num_iterations + 1) // 2:
+                trainer.save(is_last=True)
+            counts_experts = not is_quick and config.model.has_experts and iteration == num_iterations - 1
+            if counts_experts:
+                begin_counts(trainer)
             results.append(trainer.step())
+            if counts_experts:
+                expert_use = _figures(loads_of_layers(end_counts(trainer), trainer))
         trainer.optimizer.finish_weights()
         weights = _gather(trainer, trainer.optimizer.weight) | _gather_buffers(trainer)
         if trainer.optimizer.averages is not None:
@@ -118,6 +160,8 @@ def record_rank(
                 trainer.optimizer.finish_weights()
                 averages = _gather(trainer, trainer.optimizer.weight)
             weights |= {f"ema.{name}": average for name, average in averages.items()}
+        if not is_quick:
+            evaluation = _evaluate(trainer, run)
     losses = [r.losses for r in results]
     norms = [0.0 if r.plan.is_excluded else r.grad_norm for r in results]
     rerouted: dict[RoutedToken, float] = {}
@@ -129,7 +173,60 @@ def record_rank(
             assert positions.shape[1] == positions.max() + 1, "a rank records whole samples"
             numbers = samples.tolist()
             routing.experts.update({(name, n): each for n, each in zip(numbers, experts, strict=True)})
-    return RunRecord(losses, norms, gradients, weights, routing, rerouted)
+    return RunRecord(losses, norms, gradients, weights, routing, rerouted, evaluation, expert_use, num_before)
+
+
+def _figures(layers: Mapping[str, LayerLoads]) -> dict[str, float]:
+    """Return the tokens of each expert and the other figures of each layer, by what they are."""
+    figures: dict[str, float] = {}
+    for layer, loads in layers.items():
+        figures |= {f"tokens of expert {i} of {layer}": float(each) for i, each in enumerate(loads.tokens)}
+        figures |= {f"{name} of the router of {layer}": each for name, each in loads.figures.items()}
+    return figures
+
+
+_NUM_EVALUATED = 2
+"""Number of global batches of an evaluation."""
+
+
+class _PartlyMasked:
+    """Masks the last tokens of a run's samples, of each another number."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._samples, name)
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        whole = self._samples.marked(microbatch)
+        if whole.label_positions is not None or self._samples.are_masked:
+            return whole  # the samples have masks of their own
+        length, numbers = whole.tokens.shape[1], whole.sample_numbers
+        num_with_loss = 1 + numbers * 5 % 7 * length // 8  # [b]
+        mask = torch.arange(length, device=whole.tokens.device) < num_with_loss[:, None].to(
+            whole.tokens.device
+        )
+        return dataclasses.replace(
+            whole, loss_mask=mask if whole.loss_mask is None else whole.loss_mask & mask
+        )
+
+
+def _evaluate(trainer: Trainer, run: RunContext) -> dict[str, float]:
+    """Return the losses of an evaluation on training samples, of which each replica has other masks."""
+    config, dataset = trainer.config, trainer.datasets.train
+    assert dataset is not None
+    num_samples = config.num_samples(trainer.topology.sample_ranks.size)
+    num_batches = min(_NUM_EVALUATED, num_samples // trainer.global_batch_size)
+    if num_batches == 0:  # a ramp-up of the batch size, which these iterations do not end
+        return {}
+    data = config.data if run.samples.are_masked else dataclasses.replace(config.data, eod_mask_loss=True)
+    masked = dataclasses.replace(
+        run, config=dataclasses.replace(config, data=data), samples=_PartlyMasked(run.samples)
+    )
+    evaluator = Evaluator(masked, trainer.chunks, trainer.pipeline)
+    evaluator.num_batches = num_batches
+    return evaluator(dataset, first_sample=0)
 
 
 def _observe_choices(trainer: Trainer, routing: RoutingRecord) -> dict[str, ChoiceRecorder | ChoiceReplayer]:

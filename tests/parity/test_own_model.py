@@ -153,6 +153,11 @@ def test_a_whole_parameter_of_cut_channels() -> None:
     assert _differences(ScaledModel, "tp2") == _differences(ScaledModel, "tp2+sp") == []
 
 
+def test_a_model_that_says_that_it_mixes_tokens_is_not_cut() -> None:
+    with pytest.raises(UserError, match=r"ConvolutionModel mixes the tokens of a rank alone .* remove --cp"):
+        _differences(_example("own_model").ConvolutionModel, "cp2")
+
+
 @pytest.mark.parametrize("layout", ["cp2", "tp2cp2", "cp4+a2a"])
 def test_attention_of_a_user_over_context_parallel_ranks(layout: str) -> None:
     assert _differences(AttentionModel, layout) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
+from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.data import batch_loader
 from megalite.distributed import collectives
 from megalite.distributed.axes import Slice
@@ -77,8 +78,10 @@ from megalite.tensor_parallel import (
     vocab_cross_entropy,
     vocab_embedding,
 )
+from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.tensor_parallel.placement import Box, ParameterAxes
-from megalite.train import evaluator, model_chunks, train_step
+from megalite.train import evaluator, model_chunks, train_step, trainer
+from megalite.train.train_step import LossMasks
 from tests.power import own_stage
 from tests.power.injected_error import (
     Change,
@@ -221,6 +224,98 @@ def _numbered(change: Callable[[Any, Tensor], Tensor]) -> Callable[..., Any]:
         lambda microbatch, self, *_: replace(
             microbatch, sample_numbers=change(self, microbatch.sample_numbers)
         )
+    )
+
+
+class _OwnCounts(LossMasks):
+    """Counts the tokens with a loss of this replica alone."""
+
+    def token_ratio(self, topology: Topology) -> Tensor:
+        return torch.tensor(self._num_tokens / max(1, int(sum(self._num_with_loss))), dtype=torch.float64)
+
+
+class _FirstCounts(LossMasks):
+    """Counts the tokens with a loss of the first microbatch alone."""
+
+    def token_ratio(self, topology: Topology) -> Tensor:
+        self._num_with_loss[1:] = self._num_with_loss[:1] * (len(self._num_with_loss) - 1)
+        return super().token_ratio(topology)
+
+
+def _loading(change: Callable[[Mapping[str, Any], Topology], None]) -> Callable[..., Any]:
+    """Return a change of the tensors that a checkpoint was loaded into."""
+
+    def changed(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+        def load_checkpoint(folder: Any, tensors: Mapping[str, Any], *rest: Any) -> Any:
+            loaded = original(folder, tensors, *rest)
+            change(tensors, topology)
+            return loaded
+
+        return load_checkpoint
+
+    return changed
+
+
+def _tensor(entry: Any) -> Tensor:
+    """Return the elements of a checkpoint's tensor on this rank."""
+    return entry.tensor if isinstance(entry, ParameterShard) else entry
+
+
+def _reset(ending: str) -> Callable[..., None]:
+    """Return a function that sets the tensors of this name to zero."""
+
+    def reset(tensors: Mapping[str, Any], _: Topology) -> None:
+        found = [_tensor(each) for name, each in tensors.items() if name.endswith(ending)]
+        for each in found:
+            each.zero_()
+
+    return reset
+
+
+def _one_sample_late(plan: Any, *_: Any) -> Any:
+    progress = replace(plan.progress, consumed_samples=plan.progress.consumed_samples + 1)
+    return replace(plan, progress=progress)
+
+
+def _places_of_next(axis: str) -> Callable[..., Any]:
+    """Return a change of the places of tensors in a checkpoint: those of the next rank along an axis."""
+
+    def changed(original: Callable[..., Any], _: Topology) -> Callable[..., Any]:
+        def of(tensor: Any, topology: Topology) -> ParameterRange:
+            found: ParameterRange = original(tensor, topology)
+            dim = tensor.spec.dim_cut_over(axis) if isinstance(tensor, ParameterShard) else None
+            if dim is None or found.shape[dim] == found.full_shape[dim]:
+                return found
+            offsets = list(found.offsets)
+            offsets[dim] = (offsets[dim] + found.shape[dim]) % found.full_shape[dim]
+            return replace(found, offsets=tuple(offsets))
+
+        return of
+
+    return changed
+
+
+def _without_averages(tensors: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+    return {name: each for name, each in tensors.items() if not name.startswith("ema.")}
+
+
+def _without_moments(tensors: Mapping[str, Any], *_: Any) -> None:
+    for name, each in tensors.items():
+        if name.startswith("optimizer.") and isinstance(each, ParameterShard):
+            each.tensor.zero_()
+
+
+def _blind_at_the_window_edge(steps: Any, held: Any, own: int, window: int | None, _: bool) -> Any:
+    """Return the steps of a ring without the blocks of which only the last key is in the window."""
+    return tuple(
+        step._replace(
+            blocks=tuple(
+                (i, j)
+                for i, j in step.blocks
+                if window is None or step.positions[j].stop > held.ranks[own][i].positions.start - window + 1
+            )
+        )
+        for step in steps
     )
 
 
@@ -686,6 +781,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
          after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps))),
+        ("a ring does not see a key at the edge of a window", "cp2+p2p", ring_attention, "ring_steps",
+         after(_blind_at_the_window_edge), "edge"),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
@@ -1070,8 +1167,6 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda self, updates, *rest: (self, _with_decay(updates, 0.1), *rest))),
         ("the bias correction is one step late", "tp1+offload", adamw.AdamW, "_update",
          before(lambda self, updates, number, *rest: (self, updates, number + 1, *rest))),
-        ("a checkpoint's moments are not loaded", "dp2", load, "load_checkpoint", instead(lambda *_: None),
-         "gpt", "The verification does not save or resume."),
         ("later stages have the learning rate of a later step", "pp2", optimizer.Optimizer, "step",
          _per_rank_rate),
     ],
@@ -1142,6 +1237,34 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
 """By class: name, layout, owner, attribute, change, and optionally the model and why no layout shows it."""
 
 
+OF_SAVES: dict[str, list[tuple[Any, ...]]] = {
+    "evaluation": [
+        ("tokens of an evaluation are counted on the rank", "dp2", evaluator, "LossMasks",
+         instead(_OwnCounts)),
+        ("an evaluation counts the tokens with a loss of one microbatch", "mbs1", evaluator, "LossMasks",
+         instead(_FirstCounts)),
+    ],
+    "checkpoints": [
+        ("a checkpoint has experts in the places of the next rank's", "dp2ep2", ParameterRange, "of",
+         _places_of_next("ep"), "experts"),
+        ("a checkpoint has slices of experts in the places of the next rank's", "tp2dp2ep2etp2+sp",
+         ParameterRange, "of", _places_of_next("etp"), "experts"),
+        ("a checkpoint has slices of tp in the places of the next rank's", "tp2", ParameterRange, "of",
+         _places_of_next("tp")),
+        ("a checkpoint has no averages of weights", "dp2", trainer.Trainer, "saved_tensors",
+         after(_without_averages), "averaged"),
+        ("a checkpoint's moments are not loaded", "dp2", trainer, "load_checkpoint",
+         _loading(_without_moments)),
+        ("the number of updates is reset in a resume", "dp2", trainer, "load_checkpoint",
+         _loading(_reset("optimizer.num_steps"))),
+        ("the biases of experts are reset in a resume", "dp2ep2", trainer, "load_checkpoint",
+         _loading(_reset("expert_bias")), "deepseek"),
+        ("a resume reads data one sample late", "dp2", load, "plan_load", after(_one_sample_late)),
+    ],
+}  # fmt: skip
+"""As `ROWS`: errors that a quick verification does not show, in evaluations, saves and resumes."""
+
+
 def _rolled(pending: Pending, halves: bool = False) -> Pending:
     """Return a gathered tensor with the first half of it behind the second one."""
     whole = pending.wait()
@@ -1173,8 +1296,9 @@ def _own(collectives: Any, x: Tensor) -> Pending:
 
 
 CATALOGUE = tuple(
-    InjectedError(name, kind, layout, owner, attribute, change, *more)
-    for kind, rows in ROWS.items()
+    InjectedError(name, kind, layout, owner, attribute, change, *more, is_of_saves=rows_of is OF_SAVES)
+    for rows_of in (ROWS, OF_SAVES)
+    for kind, rows in rows_of.items()
     for name, layout, owner, attribute, change, *more in rows
 )
 

@@ -34,6 +34,7 @@ class InjectedError:
         change: returns the wrong function.
         model: key of `MODELS`, a model with the code that is wrong.
         unseen: the reason why no layout shows it; empty for an error that must be caught.
+        is_of_saves: whether it is in an evaluation, a save or a resume, which a quick verification omits.
     """
 
     name: str
@@ -44,6 +45,7 @@ class InjectedError:
     change: Change
     model: str = "gpt"
     unseen: str = ""
+    is_of_saves: bool = False
 
     @contextmanager
     def injected(self, topology: Topology) -> Iterator[None]:

@@ -452,7 +452,7 @@ BEGIN, END = "<!-- begin: located errors -->", "<!-- end: located errors -->"
 
 def write_places() -> None:
     """Bisect all errors that a verification finds, and replace the table of the page."""
-    errors = [error for error in CATALOGUE if not error.unseen]
+    errors = [error for error in CATALOGUE if not error.unseen and not error.is_of_saves]
     write_page(table_of_places([*locate(errors)]), BEGIN, END)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megalite.config import (
@@ -25,9 +26,10 @@ from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.run_context import Providers
-from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare
+from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare, resumed_excesses
 from megalite.verify.layouts import Layout, default_layouts
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from megalite.verify.save_chain import SaveChain
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError
@@ -39,7 +41,7 @@ MODELS = (
     {"gpt": "gpt-tiny", "window": "gpt-tiny", "packed": "gpt-tiny", "llama": "llama-tiny"}
     | {name: f"{name}-tiny" for name in ("bloom", "bert")}
     | dict.fromkeys(("fp16", "buffers", "muon", "sliced"), "gpt-tiny")
-    | {"later": "llama-tiny", "mixed": "gpt-tiny"}
+    | {"averaged": "gpt-tiny", "edge": "gpt-tiny", "later": "llama-tiny", "mixed": "gpt-tiny"}
     | {"qwen": "llama-tiny", "olmo": "llama-tiny", "neox": "gpt-tiny", "gpt-oss": "llama-tiny"}
     | {"nemotron-h": "nemotron-h-tiny"}
     | {"hybrid": "llama-tiny"}
@@ -50,6 +52,7 @@ MODELS = (
 )
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (10, 0), "window_attn_skip_freq": (3,)},
+    "edge": {"window_size": (9, 0)},  # of two slices of 8 tokens with one between, it has a single key
     "fp16": {"params_dtype": "fp16"},
     "qwen": {
         **{"qk_layernorm": True, "add_qkv_bias": True, "rotary_percent": 0.5},
@@ -138,6 +141,7 @@ def config_of(model: str) -> Config:
             optimizer="muon" if model == "muon" else "adam",
             lr=3e-3,
             lr_decay_style="constant",
+            ema_decay=0.9 if model == "averaged" else None,
             loss_scale=FP16_LOSS_SCALE if model == "fp16" else None,
         ),
         recompute=RecomputeConfig(
@@ -155,14 +159,35 @@ def config_of(model: str) -> Config:
 
 
 def record_with_errors(
-    topology: Topology, model: str, config: Config, names: Sequence[str]
+    topology: Topology, model: str, config: Config, names: Sequence[str], is_quick: bool = True
 ) -> list[RunRecord]:
     """Train on this rank once for each error, with the error injected."""
     records = []
     for name in names:
         with BY_NAME[name].injected(topology):
-            records.append(record_rank(topology, config, NUM_ITERATIONS, PROVIDERS.get(model)))
+            providers = PROVIDERS.get(model)
+            records.append(record_rank(topology, config, NUM_ITERATIONS, providers, is_quick=is_quick))
     return records
+
+
+def full_differences(error: InjectedError) -> list[str]:
+    """Return what a full verification of an error's own layout finds."""
+    config, layout = config_of(error.model), Layout.parse(error.layout)
+    tolerance = TOLERANCES[config.model.params_dtype]
+
+    def record(config: Config, world_size: int) -> RunRecord:
+        arguments = error.model, config, [error.name], False
+        ranks = run_ranks(record_with_errors, config.mesh, world_size, *arguments)
+        return merge_stages([records[0] for records in ranks])
+
+    with TemporaryDirectory() as folder:
+        chain = SaveChain(Path(folder), record)
+        reference, _ = chain.run("one rank", config, 1)
+        applied = layout.apply(config, GLOBAL_BATCH_SIZE)
+        run, resumed = chain.run(error.layout, applied, layout.world_size)
+        in_layout = compare(run, reference).excesses(tolerance)
+        in_layout += resumed_excesses("one rank", resumed, reference, tolerance)
+        return in_layout + resumed_excesses(error.layout, chain.resume(config, 1), reference, tolerance)
 
 
 def record_runs(model: str, layout: str, names: Sequence[str]) -> list[RunRecord | str]:
@@ -204,11 +229,15 @@ class Finding:
 def measure(errors: Sequence[InjectedError], *, only_own_layout: bool = False) -> Iterator[Finding]:
     """Verify errors in the default layouts of their models, and in their own layouts, until they are found.
 
-    Each run is compared with a run of one rank with the same error.
+    Each run is compared with a run of one rank with the same error. Errors in evaluations, saves and resumes
+    are verified in their own layouts only, with evaluations, saves and resumes; the others without.
 
     Args:
         only_own_layout: omit the default layouts.
     """
+    of_saves = [error for error in errors if error.is_of_saves]
+    yield from (Finding(error.name, error.layout, full_differences(error)) for error in of_saves)
+    errors = [error for error in errors if not error.is_of_saves]
     for model in dict.fromkeys(error.model for error in errors):
         left = {error.name: error for error in errors if error.model == model}
         references = dict(zip(left, record_runs(model, "", [*left]), strict=True))

@@ -215,7 +215,8 @@ def judged() -> list[InjectedError]:
     models = ("gpt", "llama", "bloom", "bert", "qwen", "olmo", "neox", "muon", "sliced", "later")
     without_rules = "pp", "cp", "zero3"
     layouts = {each.layout for each in CATALOGUE if not any(part in each.layout for part in without_rules)}
-    return [each for each in CATALOGUE if each.model in models and each.layout in layouts]
+    errors = [each for each in CATALOGUE if not each.is_of_saves]
+    return [each for each in errors if each.model in models and each.layout in layouts]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ import pytest
 
 from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError
-from tests.power.measure import MODELS, PAGE, default_names, measure
+from tests.power.measure import MODELS, PAGE, default_names, full_differences, measure
 
 SAMPLE = 20
 """Number of errors of gpt to inject by default, each in the layout in which it acts."""
+
+
+SAMPLE_OF_SAVES = 2
+"""Number of such errors in evaluations, saves and resumes."""
 
 
 def _check(errors: list[InjectedError], *, only_own_layout: bool = False) -> None:
@@ -27,7 +31,23 @@ def test_a_sample_is_found(request: pytest.FixtureRequest) -> None:
     seed = request.config.option.layout_seed
     errors = [error for error in CATALOGUE if error.model == "gpt" and not error.unseen]
     errors.sort(key=lambda error: hashlib.sha256(f"{seed} {error.name}".encode()).digest())
-    _check(errors[:SAMPLE], only_own_layout=True)
+    of_saves = [error for error in errors if error.is_of_saves]
+    others = [error for error in errors if not error.is_of_saves]
+    _check([*of_saves[:SAMPLE_OF_SAVES], *others[:SAMPLE]], only_own_layout=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "error", [error for error in CATALOGUE if error.is_of_saves], ids=lambda each: each.name
+)
+def test_a_quick_verification_does_not_show_an_error_in_saves(error: InjectedError) -> None:
+    (finding,) = measure([replace(error, is_of_saves=False)], only_own_layout=True)
+    assert finding.differences == []
+
+
+@pytest.mark.parametrize("model", ["averaged", "packed"])
+def test_nothing_is_found_in_saves_without_an_error(model: str) -> None:
+    assert full_differences(replace(CONTROL, model=model, layout="dp2")) == []
 
 
 @pytest.mark.slow

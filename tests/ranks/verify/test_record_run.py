@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.load import LoadPlan
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -19,6 +21,7 @@ from megalite.model.experts import Router
 from megalite.model.routing_record import RoutingRecord
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.train_step import TrainStep
+from megalite.train.trainer import Trainer
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank, record_run
@@ -26,6 +29,7 @@ from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 RANKING = Router._ranking
+LOAD = Trainer.load
 FULL = RecomputeConfig(recompute_granularity="full")
 
 
@@ -128,6 +132,33 @@ def test_a_run_that_excludes_an_iteration_can_be_compared() -> None:
 def test_a_run_without_any_update_is_refused() -> None:
     with pytest.raises(UserError, match="--iterations-to-skip 1:2 3 skips the first 3 iterations: pass more"):
         record_run(_config(skipped=("1:2", "3")), 3, 1)
+
+
+def _late(topology: Topology, config: Config, number: int, providers: Any, routing: Any, quick: bool) -> Any:
+    """Record a run that reads its last sample again after a resume."""
+
+    def load(self: Trainer) -> LoadPlan | None:
+        loaded = LOAD(self)
+        self.progress = replace(self.progress, consumed_samples=self.progress.consumed_samples - 1)
+        return loaded
+
+    with mock.patch.object(Trainer, "load", load):
+        return record_rank(topology, config, number, providers, routing, quick)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_a_verification_resumes_in_the_next_layout(caplog: pytest.LogCaptureFixture, is_quick: bool) -> None:
+    caplog.set_level(logging.INFO, logger="megalite")
+    config = _config()
+    layouts = layouts_named("dp2,tp2", config)
+    with mock.patch("megalite.verify.record_run.record_rank", _late):
+        assert verify_layouts(config, layouts, 2, is_quick=is_quick) == is_quick
+    rows = [row for row in caplog.messages if row.startswith(("dp2 ", "tp2 ", "one rank "))]
+    if is_quick:
+        assert [row.endswith("the same run") for row in rows] == [True, True]
+    else:
+        names = [row.partition("resumed from ")[2].partition(":")[0] for row in rows]
+        assert names == ["one rank", "dp2", "tp2"] and "traced" not in caplog.text
 
 
 def test_a_verification_replays(caplog: pytest.LogCaptureFixture) -> None:

@@ -109,6 +109,27 @@ def test_an_iteration_without_terms_in_both_runs_is_the_same() -> None:
     assert len(compare(excluded, REFERENCE).excesses(TOLERANCES["fp64"])) == 3
 
 
+def test_an_evaluation_and_the_use_of_experts_are_compared() -> None:
+    full = replace(REFERENCE, evaluation={"lm_loss": 2.0}, expert_use={"tokens of expert 0 of layers.1": 8.0})
+    assert compare(full, full).excesses(TOLERANCES["fp64"]) == []
+    other = replace(full, evaluation={"lm_loss": 2.2}, expert_use={"tokens of expert 0 of layers.1": 7.0})
+    assert compare(other, full).excesses(TOLERANCES["fp64"]) == [
+        "lm_loss of the evaluation differs by 1.0e-01, over 1e-11",
+        "tokens of expert 0 of layers.1 differs by 1.2e-01, over 1e-09",
+    ]
+    assert compare(other, full).training_excesses(TOLERANCES["fp64"]) == []
+    lacking = replace(full, evaluation={}, expert_use={})
+    assert len(compare(lacking, full).excesses(TOLERANCES["fp64"])) == 2
+
+
+def test_a_resumed_run_is_compared_with_the_same_iterations() -> None:
+    resumed = replace(REFERENCE, terms=REFERENCE.terms[1:], grad_norms=[1.0], num_before=1)
+    assert compare(resumed, REFERENCE).excesses(TOLERANCES["fp64"]) == []
+    other = replace(resumed, terms=[{"lm_loss": 1.8, "router_loss": 0.25}])
+    (excess,) = compare(other, REFERENCE).excesses(TOLERANCES["fp64"])
+    assert excess.startswith("lm_loss of iteration 2 differs by")
+
+
 def test_nan_is_never_the_same() -> None:
     for run in (
         replace(REFERENCE, terms=[{**REFERENCE.terms[0], "lm_loss": math.nan}, REFERENCE.terms[1]]),

@@ -125,7 +125,10 @@ def test_the_table_has_every_technique() -> None:
     assert any(len(set(layers_per_stage(each))) > 1 for each in configs)
 
 
-USUAL = ["dp2", "mbs1", "tp2+sp", "tp2+overlap", "dp2+zero2", "dp2+zero3", "pp2v2", "pp2zbv"]
+USUAL = [
+    *("dp2", "mbs1", "tp2+sp", "tp2+overlap", "cp2", "cp2+p2p", "dp2+zero2", "dp4+zero2", "dp2+zero3"),
+    *("pp2v2", "pp2zbv"),
+]
 ONE_RANK = ["tp1+full", "tp1+offload"]
 
 
@@ -180,7 +183,8 @@ def test_nccl_needs_a_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_config_that_runs_no_default_layout_is_refused() -> None:
-    model = replace(_config().model, num_layers=1, hidden_size=48, num_attention_heads=3)
+    sizes = {"num_layers": 1, "hidden_size": 48, "num_attention_heads": 3, "seq_length": 15}
+    model = replace(_config().model, **sizes)
     training = TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1)
     recompute = RecomputeConfig(recompute_granularity="full", cpu_offload_activations=1)
     optimizer = replace(_config().optimizer, optimizer_cpu_offload=True)
