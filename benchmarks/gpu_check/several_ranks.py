@@ -291,7 +291,7 @@ def verification(context: CheckContext, host: RankHost) -> Iterator[Result]:
     names = [name for name in ("tp2", "pp2", "dp2+zero3", "pp4zb") if host.fits(name)]
     backend = () if context.device == "cpu" else ("--distributed-backend", "nccl")
     done = run_python(
-        *("tools/verify_layout.py", "--layouts", ",".join(names), "--iterations", "3"),
+        *("tools/verify_layout.py", "--layouts", ",".join(names), "--iterations", "3", "--quick"),
         *("--preset", "gpt-tiny", "--vocab-size", "512", "--params-dtype", "fp64", "--mock-data"),
         *("--global-batch-size", "8", "--lr", "3e-3", *host.flags, *backend),
     )

@@ -165,7 +165,7 @@ def test_a_terminal_shows_which_run_comes_before_the_first_row(
 ) -> None:
     shown: list[str] = []
 
-    def record(config: Config, *_: Any) -> SimpleNamespace:
+    def record(config: Config, *_: Any, **options: Any) -> SimpleNamespace:
         shown.append(sys.stderr.getvalue())  # type: ignore[attr-defined]
         if config.parallel.mesh.smallest_world > 1:
             raise UserError("a model without cuts")
