@@ -78,7 +78,7 @@ from megalite.tensor_parallel import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.tensor_parallel.placement import Box, ParameterAxes
 from megalite.train import evaluator, model_chunks, train_step, trainer
 from megalite.train.train_step import LossMasks
@@ -882,8 +882,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     "random numbers": [
         ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
          before(lambda self, numbers, _: (self, numbers, 0))),
-        ("dropout is keyed by the position in the slice", "tp2+sp", counter_random.Dropout, "_first_elements",
-         instead(lambda self, x: [0])),
+        ("dropout is keyed by the position in the slice", "tp2+sp", LayerContext, "runs_by_samples",
+         after(lambda groups, self, length, *_: [(numbers, (range(length),)) for numbers, _ in groups])),
         ("jitter is keyed by the position in the slice", "tp2+sp", jitter, "random_words",
          before(lambda first, *others: (first - first.min(), *others)), "dropping"),
         ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
