@@ -105,7 +105,7 @@ def announce(trainer: Trainer) -> None:
     log.info("kernels on %s: %s", topology.device, "; ".join(filter(None, described)))
     if topology.device.type == "cuda":
         log.info("CUDA: %s", describe(settings_for(config.mesh, config.parallel.tp)))
-    if config.parallel.ranks_share_gpus:
+    if config.parallel.ranks_share_gpus and config.parallel.distributed_backend != "gloo":
         log.info("%s", describe_sharing(topology.device))
     if description := trainer.chunks[0].description:
         log.info("%s", description)
