@@ -27,13 +27,18 @@ def later_token(ahead: int) -> str:
     return f"later-{ahead} token"
 
 
+def later_real_token(ahead: int) -> str:
+    """Return the name in `LossTerm.per` of the tokens with a token so many positions later."""
+    return f"later-{ahead} {REAL_TOKEN}"
+
+
 class LossTerm(NamedTuple):
     """Describes one summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
 
     Attributes:
         total: sum over the microbatch, a scalar.
-        per: the units: "token" for the tokens that have a loss, "sample" for samples, `REAL_TOKEN` or
-            `later_token`.
+        per: the units: "token" for the tokens that have a loss, "sample" for samples, `REAL_TOKEN`,
+            `later_token` or `later_real_token`.
         scale: weight of the term in the loss.
     """
 

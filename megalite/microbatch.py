@@ -61,6 +61,7 @@ class Microbatch:
             None without multi-token prediction.
         later_labels: int64 ``[b, d, s]``, the labels of these tokens.
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
+        later_real: bool ``[b, d, s]``, whether there are these tokens: neither padding nor after the sample.
         assignments: for each sample, the positions that each context-parallel rank holds, if its documents
             were assigned; None if the order of the ranks says it.
         own_runs: those that this rank holds.
@@ -79,6 +80,7 @@ class Microbatch:
     later_tokens: Tensor | None = None
     later_labels: Tensor | None = None
     later_mask: Tensor | None = None
+    later_real: Tensor | None = None
     assignments: tuple[Assignment, ...] | None = None
     own_runs: tuple[tuple[range, ...], ...] | None = None
 
@@ -124,11 +126,13 @@ class Microbatch:
         if self.document_ids is not None:
             own = self.document_ids[:, None]
             later_mask = later_mask & (_later(self.document_ids, depth) == own)
+        real = torch.ones_like(self.tokens, dtype=torch.bool) if self.is_real is None else self.is_real
         return replace(
             self,
             later_tokens=_later(self.tokens, depth),
             later_labels=_later(self.labels, depth),
             later_mask=later_mask,
+            later_real=_later(real, depth) & real[:, None],
         )
 
     def cut(self, runs: Sequence[range]) -> Microbatch:
@@ -155,7 +159,7 @@ class Microbatch:
     def _by_position(self) -> dict[str, Tensor]:
         """Return the tensors whose last dim are the positions of the samples, by name."""
         names = ["tokens", "position_ids", "is_real", "token_types"]
-        names += ["later_tokens", "later_labels", "later_mask"]
+        names += ["later_tokens", "later_labels", "later_mask", "later_real"]
         if self.label_positions is None:
             names += ["labels", "loss_mask"]
         return {name: x for name in names if (x := getattr(self, name)) is not None}

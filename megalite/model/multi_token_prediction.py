@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms, later_token
+from megalite.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
 from megalite.microbatch import Microbatch, SampleNumbers
 from megalite.model.attention_core import Core
 from megalite.model.embedding import multiplier
+from megalite.model.experts import names_of_terms
 from megalite.model.layer import layer_class
 from megalite.model.norm import build_norm
 from megalite.model.positions import PositionInfo
@@ -36,6 +37,20 @@ from megalite.wrapping import wrap_point
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the modules' terms of the loss."""
     return tuple(f"mtp_{ahead}_loss" for ahead in range(1, config.mtp_num_layers + 1))
+
+
+def mtp_router_terms(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the terms of the routers in the modules' layers."""
+    return tuple(
+        _router_term(ahead, name)
+        for ahead in range(1, config.mtp_num_layers + 1)
+        if config.layer_kind(config.num_layers + ahead - 1).has_experts
+        for name in names_of_terms(config)
+    )
+
+
+def _router_term(ahead: int, name: str) -> str:
+    return f"mtp_{ahead}_{name}"
 
 
 class JoiningLinear(nn.Module):
@@ -104,6 +119,7 @@ class MultiTokenPrediction(nn.ModuleList):
         )
         self.term_names = mtp_loss_names(config)
         self.scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        self.has_experts = config.has_experts
 
     def forward(
         self, word: nn.Module, hidden: Tensor, microbatch: Microbatch, inputs: Sequence[Any]
@@ -121,12 +137,17 @@ class MultiTokenPrediction(nn.ModuleList):
         assert microbatch.later_tokens is not None
         tokens = microbatch.later_tokens.permute(2, 1, 0).flatten(1)  # [s, d b]
         embedded = word(tokens).chunk(len(self), dim=1)
-        terms: Terms = {}
+        sample_numbers, positions = inputs
+        terms: dict[str, LossTerm] = {}
         states = [hidden]
-        for module, each in zip(self, embedded, strict=True):
-            state, more = module(each, states[-1], *inputs)
+        for ahead, (module, each) in enumerate(zip(self, embedded, strict=True), 1):
+            if self.has_experts:
+                assert microbatch.later_real is not None
+                positions = positions._replace(is_real=microbatch.later_real[:, ahead - 1].t())
+            state, more = module(each, states[-1], sample_numbers, positions)
             states.append(state)
-            terms = add_terms(terms, more)
+            for name, term in more.items():
+                terms[_router_term(ahead, name)] = term._replace(per=later_real_token(ahead))
         return torch.cat(states, dim=1), terms
 
     def targets(self, microbatch: Microbatch) -> Tensor:

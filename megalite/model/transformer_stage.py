@@ -20,7 +20,7 @@ from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
 from megalite.model.layer import OwnEmbeddingLayer, TransformerLayer, layer_class
-from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names
+from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names, mtp_router_terms
 from megalite.model.norm import build_norm
 from megalite.model.per_layer_embedding import (
     Embedded,
@@ -55,7 +55,8 @@ class TransformerStage(Stage):
             attention: builds the core.
         """
         self.core = attention(self.config, self.context)
-        self.loss_names = (*self.loss_names, *mtp_loss_names(self.config), *names_of_terms(self.config))
+        of_modules = (*mtp_loss_names(self.config), *mtp_router_terms(self.config))
+        self.loss_names = (*self.loss_names, *of_modules, *names_of_terms(self.config))
         self.is_tied = not self.config.untie_embeddings_and_output_weights
         self.shares_embedding = self.is_tied or self.config.mtp_num_layers > 0
         if self.is_last and not self.is_first and self.shares_embedding:

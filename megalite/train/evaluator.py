@@ -10,7 +10,7 @@ from megalite.data.batch_loader import BatchLoader
 from megalite.data.gpt_dataset import Dataset
 from megalite.microbatch import Microbatch
 from megalite.model.experts import names_of_terms
-from megalite.model.multi_token_prediction import mtp_loss_names
+from megalite.model.multi_token_prediction import mtp_loss_names, mtp_router_terms
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.model_chunks import hidden_shape
@@ -80,7 +80,8 @@ class Evaluator:
         means = dict(zip(names, (topology.to_host(total) / self.num_batches).tolist(), strict=True))
         if config.data.masks_loss:
             ratio = topology.to_host(masks.token_ratio(topology)).item()
-            others = {*names_of_terms(config.model), *mtp_loss_names(config.model)}
+            model = config.model
+            others = {*names_of_terms(model), *mtp_loss_names(model), *mtp_router_terms(model)}
             means = {name: mean if name in others else mean * ratio for name, mean in means.items()}
         return means
 

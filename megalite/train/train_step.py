@@ -15,7 +15,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
-from megalite.loss_terms import REAL_TOKEN, later_token
+from megalite.loss_terms import REAL_TOKEN, later_real_token, later_token
 from megalite.microbatch import Microbatch
 from megalite.model.experts import names_of_terms
 from megalite.optim.optimizer import Optimizer
@@ -268,20 +268,24 @@ class GlobalBatches:
     def _of_later_tokens(
         self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
     ) -> dict[str, float | Tensor]:
-        """Return the numbers of tokens whose later labels have a loss, for each module that predicts them.
+        """Return the numbers of tokens that have a later one, and of those whose later label has a loss.
 
         Args:
             batch: the rank's microbatches, if they must be counted.
         """
-        names = [later_token(ahead) for ahead in range(1, self._num_later + 1)]
-        if not batch:
-            return {name: num_sequences * (seq_length - ahead) for ahead, name in enumerate(names, 1)}
-        masks = [microbatch.later_mask for microbatch in batch if microbatch.later_mask is not None]
-        if not masks:
-            return {}  # a stage without a loss, which reads no samples
-        counts = torch.stack([mask.sum((0, 2)) for mask in masks]).sum(0).double()
-        all_reduce(counts, self._topology.loss_ranks, of="the numbers of later tokens")
-        return dict(zip(names, counts.clamp_min(1.0).unbind(), strict=True))
+        divisors: dict[str, float | Tensor] = {}
+        for ahead in range(1, self._num_later + 1):
+            masks = {
+                later_real_token(ahead): [each.later_real for each in batch],
+                later_token(ahead): [each.later_mask for each in batch],
+            }
+            for name, marked in masks.items():
+                if batch:
+                    own = [None if mask is None else mask[:, ahead - 1] for mask in marked]
+                    divisors |= self._count(name, own)
+                else:
+                    divisors[name] = num_sequences * (seq_length - ahead)
+        return divisors
 
 
 def reads_whole_batches(run: RunContext) -> bool:

@@ -55,9 +55,11 @@ def _masked(mask: str, **model: Any) -> Config:
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_balance_of_all_experts_is_the_coefficient_of_each_layer(mask: str) -> None:
     """If each token has all experts, the balance is 1 for each token, whatever has a loss or is padding."""
-    config = _masked(mask, moe_router_topk=EXPERTS, moe_aux_loss_coeff=0.01)
-    run = record_run(Layout.parse("dp2").apply(config, 8), 1, 2)
-    assert run.terms[0][BALANCE_LOSS] == pytest.approx(0.01 * LAYERS, rel=1e-13)
+    config = _masked(mask, moe_router_topk=EXPERTS, moe_aux_loss_coeff=0.01, mtp_num_layers=2)
+    (terms,) = record_run(Layout.parse("dp2").apply(config, 8), 1, 2).terms
+    assert terms[BALANCE_LOSS] == pytest.approx(0.01 * LAYERS, rel=1e-13)
+    # Of the tokens with a later one, which are fewer.
+    assert [terms[f"mtp_{ahead}_{BALANCE_LOSS}"] for ahead in (1, 2)] == pytest.approx([0.01] * 2, rel=1e-13)
 
 
 def test_the_gradient_of_a_router_does_not_depend_on_the_tokens_with_a_loss() -> None:
@@ -76,7 +78,7 @@ def test_the_gradient_of_a_router_does_not_depend_on_the_tokens_with_a_loss() ->
         torch.testing.assert_close(masked[name], gradient, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("model", [{}, COUNTED], ids=["loss", "loads and biases"])
+@pytest.mark.parametrize("model", [{}, COUNTED | {"mtp_num_layers": 1}], ids=["loss", "loads and biases"])
 def test_a_document_is_routed_as_without_its_padding(model: dict[str, Any], tmp_path: Path) -> None:
     """Documents of 40 tokens fill samples of 39 positions, and leave 25 of 64 to padding."""
     prefix = write_masked(str(tmp_path / "documents"), [40] * 40)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import largest_of_all
 from megalite.log import THIS_RANK, log
-from megalite.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_token
+from megalite.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import run_as_written
 from megalite.train.anomaly_check import Anomaly
@@ -161,7 +161,8 @@ class NanLocator:
         self._optimizer.begin(1)
         num_tokens = float(plan.num_sequences * plan.seq_length)  # of later tokens, about as many have a loss
         divisors = {"token": num_tokens, REAL_TOKEN: num_tokens, "sample": float(plan.num_sequences)}
-        divisors |= {later_token(ahead): num_tokens for ahead in range(1, self._num_later + 1)}
+        for ahead in range(1, self._num_later + 1):
+            divisors |= dict.fromkeys((later_token(ahead), later_real_token(ahead)), num_tokens)
         self._pipeline.train_step(
             1,
             load,
