@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-DEFAULT_PIPE = Path("/tmp/nvidia-mps")
+from megalite.hardware.shared_gpus import MPS_FOLDER, running_mps
+
+LOG = "CUDA_MPS_LOG_DIRECTORY"
 PROGRAM = "nvidia-cuda-mps-control"
 FOLDERS = ("/usr/local/nvidia/bin", "/usr/lib/nvidia/bin", "/usr/lib/nvidia-current")
 """Where the program may be, besides PATH."""
@@ -36,10 +37,10 @@ class Mps:
         self.problem = ""
         self.is_own = False
         self._folder = Path(tempfile.gettempdir()) / f"megalite-mps-{os.getuid()}"  # sockets have short paths
-        self._before = {name: os.environ.get(name) for name in (PIPE, LOG)}
+        self._before = {name: os.environ.get(name) for name in (MPS_FOLDER, LOG)}
 
     def __enter__(self) -> Mps:
-        if not (Path(os.environ.get(PIPE, DEFAULT_PIPE)) / "control").exists():
+        if running_mps() is None:
             self.is_own = True
             self._start()
         return self
@@ -62,7 +63,7 @@ class Mps:
             self.problem = f"{PROGRAM} is not installed"
             return
         self._end_daemon()  # a check that was killed has left it
-        for name, folder in ((PIPE, "pipe"), (LOG, "log")):
+        for name, folder in ((MPS_FOLDER, "pipe"), (LOG, "log")):
             (self._folder / folder).mkdir(parents=True, exist_ok=True)
             os.environ[name] = str(self._folder / folder)
         environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -102,7 +103,7 @@ class Mps:
                 time.sleep(0.05)
 
     def _processes(self) -> Iterator[int]:
-        mark = f"{PIPE}={self._folder / 'pipe'}".encode()
+        mark = f"{MPS_FOLDER}={self._folder / 'pipe'}".encode()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
                 is_daemon = entry.joinpath("comm").read_text().startswith("nvidia-cuda-mps")

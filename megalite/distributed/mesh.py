@@ -16,6 +16,8 @@ from megalite.distributed.axis import Axis, AxisSet
 from megalite.torch_private import without_cpp_warnings
 
 
+# Splits of a group with both backends have NCCL's options, of which gloo warns; it ignores them.
+@without_cpp_warnings()
 def build_axes(
     options: MeshOptions, sizes: Mapping[str, int], shard_degree: int, rank: int, device_type: str
 ) -> tuple[DeviceMesh, dict[str, AxisSet]]:
@@ -25,21 +27,7 @@ def build_axes(
         sizes: size of each axis of all factorings.
         shard_degree: number of replicas of the model that ZeRO shards over.
     """
-    # Splits of a group with both backends have NCCL's options, of which gloo warns; it ignores them.
-    with without_cpp_warnings():
-        mesh = _build_mesh(options.model, sizes, device_type)
-        return mesh, _build_factorings(options, mesh, sizes, shard_degree, rank, device_type)
-
-
-def _build_factorings(
-    options: MeshOptions,
-    mesh: DeviceMesh,
-    sizes: Mapping[str, int],
-    shard_degree: int,
-    rank: int,
-    device_type: str,
-) -> dict[str, AxisSet]:
-    """Return the axes of each factoring; those of the model are the mesh's dimensions."""
+    mesh = _build_mesh(options.model, sizes, device_type)
     known = {name: _axis(mesh[name], name) for name in options.model.names}
     for entry in options.model.axes:
         if entry.sends_messages and sizes[entry.name] > 1:
@@ -53,7 +41,7 @@ def _build_factorings(
             axes = _divided(axes, sizes, shard_degree, rank, device_type)
         found[factoring.name] = axes
         known |= axes.axes
-    return found
+    return mesh, found
 
 
 def _build_mesh(factoring: Factoring, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:

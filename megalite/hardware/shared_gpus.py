@@ -17,6 +17,7 @@ from megalite.errors import UserError
 MIN_NCCL = (2, 30)
 MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 """Variable with the folder through which programs find the daemon of MPS."""
+DEFAULT_MPS_FOLDER = Path("/tmp/nvidia-mps")
 
 
 def loaded_nccl() -> tuple[int, int, int]:
@@ -55,14 +56,20 @@ def check_nccl_shares_gpus() -> None:
         raise UserError(f"--ranks-share-gpus: {problem}")
 
 
+def running_mps() -> Path | None:
+    """Return the folder of the daemon of MPS that serves this process; None if there is no daemon."""
+    folder = Path(os.environ.get(MPS_FOLDER, DEFAULT_MPS_FOLDER))
+    return folder if (folder / "control").exists() else None
+
+
 def describe_sharing(device: torch.device) -> str:
     """Return a line for the log: whether ranks that share a GPU run at the same time, or take turns."""
     if device.type != "cuda":
         return "--ranks-share-gpus has no effect: ranks run on CPU cores"
-    folder = Path(os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps"))
+    folder = running_mps()
     how = (
         f"with MPS ({folder})"
-        if (folder / "control").exists()
+        if folder is not None
         else "in turns, about 36 ms for each collective: MPS (nvidia-cuda-mps-control -d) is faster"
     )
     return f"ranks share GPUs {how}; speeds do not predict a cluster's"

@@ -14,9 +14,11 @@ import torch
 from benchmarks.gpu_check import mps, several_ranks
 from benchmarks.gpu_check.commands import Finished
 from benchmarks.gpu_check.layout_rows import FIRST, Row, all_rows, by_value
-from benchmarks.gpu_check.mps import LOG, PIPE, PROGRAM, Mps
+from benchmarks.gpu_check.mps import LOG, PROGRAM, Mps
 from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.several_ranks import rank_host
+from megalite.hardware import shared_gpus
+from megalite.hardware.shared_gpus import MPS_FOLDER
 from tests.parity.test_layout_table import CORE, ROWS
 
 DAEMON = """
@@ -43,25 +45,27 @@ rm {tmp_path}/ready
 """)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(mps, "DEFAULT_PIPE", tmp_path / "nvidia-mps")
+    monkeypatch.setattr(shared_gpus, "DEFAULT_MPS_FOLDER", tmp_path / "nvidia-mps")
     monkeypatch.setattr(mps.tempfile, "gettempdir", lambda: str(tmp_path))
-    for name in (PIPE, LOG):
+    for name in (MPS_FOLDER, LOG):
         monkeypatch.delenv(name, raising=False)
     return program
 
 
 def test_the_check_starts_restarts_and_ends_its_own_daemon(daemons: Path, tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={PIPE: "/tmp/other"})
+    other = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={MPS_FOLDER: "/tmp/other"}
+    )
     try:
         with Mps() as service:
             assert (service.problem, service.is_own) == ("", True)
-            assert os.environ[PIPE].startswith(str(tmp_path)) and Path(os.environ[PIPE]).is_dir()
+            assert os.environ[MPS_FOLDER].startswith(str(tmp_path)) and Path(os.environ[MPS_FOLDER]).is_dir()
             (first,) = service._processes()
             service.restart()
             (second,) = service._processes()
             assert first != second
         assert not list(service._processes())  # although it does not end by itself
-        assert PIPE not in os.environ
+        assert MPS_FOLDER not in os.environ
         assert (tmp_path / "starts").read_text().count("\n") == 2
         assert other.poll() is None
     finally:
@@ -82,7 +86,7 @@ def test_ranks_take_turns_where_mps_cannot_start(daemons: Path) -> None:
     daemons.write_text("#!/bin/bash\nexit 3\n")
     with Mps() as service:
         assert service.problem.startswith(f"{PROGRAM} -d cannot start: status 3")
-        assert PIPE not in os.environ
+        assert MPS_FOLDER not in os.environ
     daemons.unlink()
     with Mps() as service:
         assert service.problem == f"{PROGRAM} is not installed"
