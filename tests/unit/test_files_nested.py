@@ -13,7 +13,7 @@ from megalite.config.command_line import parse
 from megalite.data.corpus_sources import _read_per_split
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
 from megalite.data.preprocessing.preprocessing_report import read_report
-from megalite.data.tokenizers.hf_tokenizer import _json_beside
+from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
 from megalite.errors import UserError
 from megalite.files import parse_json
@@ -34,7 +34,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "transformers' config": ("config.json", lambda file: HFFolder(file.parent)),
     "a tokenizer's settings": (
         "tokenizer_config.json",
-        lambda file: _json_beside(file.with_name("tokenizer.json"), file.name),
+        lambda file: json_object(file),
     ),
     "a tokenizer's digest": ("x.tokenizer.json", lambda file: read_tokenizer_digest(str(file.parent / "x"))),
 }

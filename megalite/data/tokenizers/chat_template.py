@@ -21,10 +21,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, json_object
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import UserError, first_line, shortened
-from megalite.files import parse_json
 
 Message = Mapping[str, Any]
 
@@ -144,8 +143,8 @@ def load_chat_template(tokenizer_json: Path, now: datetime.datetime) -> ChatTemp
     Raises:
         UserError: there is no template, a file cannot be read, or the template is not valid.
     """
-    settings = _read_json(tokenizer_json.with_name(_SETTINGS))
-    special = _special_tokens(_read_json(tokenizer_json.with_name(_SPECIAL))) | _special_tokens(settings)
+    settings = json_object(tokenizer_json.with_name(_SETTINGS))
+    special = _special_tokens(json_object(tokenizer_json.with_name(_SPECIAL))) | _special_tokens(settings)
     path = tokenizer_json.with_name(_FILE)
     if path.is_file():
         try:
@@ -167,19 +166,6 @@ def load_chat_template(tokenizer_json: Path, now: datetime.datetime) -> ChatTemp
             f"{_SETTINGS} is beside it; pass a chat model's tokenizer, or write {path}"
         )
     return ChatTemplate(text, str(tokenizer_json.with_name(_SETTINGS)), special, now)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object: copy it again")
-    return found
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -243,8 +243,8 @@ def _eos_token_beside(path: Path, library: Any) -> str | None:
     Raises:
         UserError: a file cannot be read, or names a token that is not in the vocabulary.
     """
-    settings = _json_beside(path, _SETTINGS)
-    older = {} if _ADDED in settings else _json_beside(path, "special_tokens_map.json")
+    settings = json_object(path.with_name(_SETTINGS))
+    older = {} if _ADDED in settings else json_object(path.with_name("special_tokens_map.json"))
     for file, found in (("special_tokens_map.json", older), (_SETTINGS, settings)):
         token = found.get("eos_token")  # a name, or an object with a content
         name = token.get("content") if isinstance(token, dict) else token
@@ -256,7 +256,7 @@ def _eos_token_beside(path: Path, library: Any) -> str | None:
                 "name of one of its tokens"
             )
     for file in ("generation_config.json", "config.json"):
-        ids = _json_beside(path, file).get("eos_token_id")
+        ids = json_object(path.with_name(file)).get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int) and first >= 0:
             ending: str | None = library.id_to_token(first)
@@ -267,7 +267,7 @@ def _eos_token_beside(path: Path, library: Any) -> str | None:
 
 def _add_tokens_beside(path: Path, library: Any) -> None:
     """Add the tokens that only the tokenizer_config.json beside a file has, as transformers does."""
-    added = _json_beside(path, _SETTINGS).get(_ADDED)
+    added = json_object(path.with_name(_SETTINGS)).get(_ADDED)
     if not isinstance(added, dict):
         return
     make, vocab = _import_tokenizers().AddedToken, library.get_vocab(with_added_tokens=True)
@@ -281,17 +281,20 @@ def _add_tokens_beside(path: Path, library: Any) -> None:
     library.add_tokens([token for token in tokens if token.content not in vocab])
 
 
-def _json_beside(path: Path, name: str) -> dict[str, Any]:
-    """Return the content of a file beside another one; empty if there is none."""
-    file = path.with_name(name)
-    if not file.is_file():
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no file.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    if not path.is_file():
         return {}
     try:
-        found = parse_json(file.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {first_line(error)}") from None
+        raise UserError(f"cannot read {path}: {first_line(error)}") from None
     if not isinstance(found, dict):
-        raise UserError(f"cannot read {file}: it is not a JSON object")
+        raise UserError(f"{path} is not a JSON object: copy it again")
     return found
 
 
