@@ -61,7 +61,8 @@ class Microbatch:
             None without multi-token prediction.
         later_labels: int64 ``[b, d, s]``, the labels of these tokens.
         later_mask: bool ``[b, d, s]``, whether these labels have a loss.
-        later_real: bool ``[b, d, s]``, whether there are these tokens: neither padding nor after the sample.
+        later_real: bool ``[b, d, s]``, whether there are these tokens: not padding, nor after the sample or
+            the document.
         assignments: for each sample, the positions that each context-parallel rank holds, if its documents
             were assigned; None if the order of the ranks says it.
         own_runs: those that this rank holds.
@@ -122,17 +123,17 @@ class Microbatch:
         if depth == 0:
             return self
         mask = torch.ones_like(self.labels, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
-        later_mask = _later(mask, depth)
-        if self.document_ids is not None:
-            own = self.document_ids[:, None]
-            later_mask = later_mask & (_later(self.document_ids, depth) == own)
         real = torch.ones_like(self.tokens, dtype=torch.bool) if self.is_real is None else self.is_real
+        later_mask, later_real = _later(mask, depth), _later(real, depth) & real[:, None]
+        if self.document_ids is not None:
+            is_same = _later(self.document_ids, depth) == self.document_ids[:, None]
+            later_mask, later_real = later_mask & is_same, later_real & is_same
         return replace(
             self,
             later_tokens=_later(self.tokens, depth),
             later_labels=_later(self.labels, depth),
             later_mask=later_mask,
-            later_real=_later(real, depth) & real[:, None],
+            later_real=later_real,
         )
 
     def cut(self, runs: Sequence[range]) -> Microbatch:

@@ -25,7 +25,7 @@ class CheckedDataset:
         self._name = name
         self._lengths = lengths
         self._vocab_size = vocab_size
-        self._limits = {"loss_mask": None, "position_ids": max(lengths.values())}
+        self._limits = {"loss_mask": None, "is_real": None, "position_ids": max(lengths.values())}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -54,7 +54,7 @@ class CheckedDataset:
     def _check(self, index: int, field: str, values: Any) -> None:
         """Check one array of a sample."""
         array = np.asarray(values)
-        wanted = np.bool_ if field == "loss_mask" else np.int64
+        wanted = np.bool_ if field in ("loss_mask", "is_real") else np.int64
         length = self._lengths[field]
         if array.shape != (length,) or array.dtype != wanted:
             more = "" if field else ", one token more than --seq-length"

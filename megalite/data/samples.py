@@ -143,15 +143,15 @@ class GPTSamples:
 class FieldSamples:
     """Reads samples of your own dataset, which returns a `Microbatch`'s fields by name.
 
-    A sample is a mapping of each field to an int64 or bool array ``[s]``. With a loss mask the loss is the
-    mean over the tokens of the whole global batch that have a loss. Routers of experts ignore tokens that are
-    padding: those with False in `is_real`.
+    A sample is a mapping of each field to an array ``[s]``: bool for `loss_mask` and `is_real`, int64 for the
+    others. With a loss mask the loss is the mean over the tokens of the whole global batch that have a loss.
+    Routers of experts ignore tokens that are padding: those with False in `is_real`.
 
     Args:
         fields: fields of each sample: tokens and labels, and optionally loss_mask, position_ids and is_real.
 
     Raises:
-        UserError: there are no such fields.
+        UserError: there are no such fields, or is_real without loss_mask.
     """
 
     fields: tuple[str, ...] = ("tokens", "labels", "loss_mask")
@@ -167,6 +167,11 @@ class FieldSamples:
             raise UserError(
                 f"a sample's fields are {', '.join(self.fields)}: it needs tokens and labels, and may have "
                 "loss_mask, position_ids and is_real"
+            )
+        if "is_real" in self.fields and not self.are_masked:
+            raise UserError(
+                "a sample's fields have is_real and no loss_mask, so that padding would have a loss: "
+                "add loss_mask"
             )
 
     @property
@@ -197,8 +202,6 @@ class FieldSamples:
         stacked: dict[str, Any] = {
             name: torch.from_numpy(np.stack([each[name] for each in samples])) for name in self.fields
         }
-        if "is_real" in stacked:
-            stacked["is_real"] = stacked["is_real"].bool()
         return Microbatch(sample_numbers=torch.from_numpy(numbers), **stacked)
 
     def marked(self, microbatch: Microbatch) -> Microbatch:

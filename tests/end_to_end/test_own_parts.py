@@ -189,7 +189,7 @@ class Fields(Tokens):
 
 def _fields(**changes: Any) -> dict[str, Any]:
     zeros = np.zeros(S, np.int64)
-    return {"tokens": zeros, "labels": zeros, "loss_mask": zeros == 0, **changes}
+    return {"tokens": zeros, "labels": zeros, "loss_mask": zeros == 0, "is_real": zeros == 0, **changes}
 
 
 def _of(dataset: Any) -> Callable[[Any], DatasetSplits]:
@@ -237,12 +237,22 @@ DATASETS = {
         FieldSamples(),
         "labels of sample 3 of the train dataset has token ids from -100 to -100.* loss_mask to False there",
     ),
+    "padding in numbers": (
+        _of(Fields(lambda: _fields(is_real=np.ones(S, np.int64)))),
+        FieldSamples(("tokens", "labels", "loss_mask", "is_real")),
+        r"is_real of sample 3 of the train dataset has shape \[16\] in int64: it needs .* in bool",
+    ),
     "a mask of numbers": (
         _of(Fields(lambda: _fields(loss_mask=np.ones(S)))),
         FieldSamples(),
         r"loss_mask of sample 3 of the train dataset has shape \[16\] in float64: it needs .* in bool",
     ),
 }
+
+
+def test_padding_without_a_loss_mask_is_refused() -> None:
+    with pytest.raises(UserError, match="is_real and no loss_mask, so that padding would have a loss: add"):
+        FieldSamples(("tokens", "labels", "is_real"))
 
 
 @pytest.mark.parametrize(("provider", "samples", "message"), DATASETS.values(), ids=DATASETS)

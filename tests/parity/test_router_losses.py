@@ -96,6 +96,21 @@ def test_a_document_is_routed_as_without_its_padding(model: dict[str, Any], tmp_
     assert any("expert_bias" in name for name in short.weights) == bool(model)
 
 
+def test_later_tokens_of_other_documents_count_nowhere(tmp_path: Path) -> None:
+    """One document of 40 tokens fills a sample of 39 positions, and two fill one of 78."""
+    prefix = write_masked(str(tmp_path / "documents"), [40] * 40)
+    found = []
+    for seq_length, global_batch_size in ((39, 40), (78, 20)):
+        data = DataConfig(data_path=(prefix,), split="100,0,0", document_packing="best_fit")
+        config = _config(data, seq_length, vocab_size=1600, mtp_num_layers=2)
+        training = replace(config.training, global_batch_size=global_batch_size, train_iters=1)
+        (terms,) = record_run(replace(config, training=training), 1, 1).terms
+        # Balance is that of a sample, which has other documents.
+        found.append({name: value for name, value in terms.items() if "balancing" not in name})
+    assert found[0].keys() >= {ROUTER_Z_LOSS, f"mtp_1_{ROUTER_Z_LOSS}", f"mtp_2_{ROUTER_Z_LOSS}"}
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 @functools.cache
 def _reference(mask: str, options: tuple[tuple[str, Any], ...]) -> RunRecord:
     return record_run(_masked(mask, **dict(options)), 3, 1)
