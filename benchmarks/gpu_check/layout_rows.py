@@ -19,9 +19,10 @@ from megalite.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.parity import models
 from tests.parity import test_layout_table as layout_table
 
-NUM_ITERATIONS = layout_table.NUM_ITERATIONS
+NUM_ITERATIONS = models.NUM_ITERATIONS
 MOST_FAILURES = 4
 """Failures in a row after which the check ends: the machine is at fault, not the layout."""
 DEEP, FP8 = "llama-tiny, deepseek, 8 layers", "llama-tiny, fp8"
@@ -88,8 +89,8 @@ def by_value(rows: Sequence[Row]) -> list[Row]:
 
 def config_of(row: Row, host: RankHost) -> Config:
     """Return a row's config on one rank, on mock data."""
-    model = {FP8: "llama-tiny", DEEP: layout_table.DEEPSEEK}.get(row.model, row.model)
-    config = layout_table._config(model, row.dtype, "unused")
+    model = {FP8: "llama-tiny", DEEP: models.DEEPSEEK}.get(row.model, row.model)
+    config = models.config_of(model, row.dtype, "unused")
     if row.model == DEEP:
         deep = replace(config.model, num_layers=8, moe_layer_freq=(0, 1, 1, 1, 1, 1, 1, 1))
         config = replace(config, model=deep)
@@ -121,9 +122,9 @@ class Table:
         """Run a row and compare it with one rank."""
         config = config_of(row, self._host)
         try:
-            applied = Layout.parse(row.layout).apply(config, layout_table.GLOBAL_BATCH_SIZE)
+            applied = Layout.parse(row.layout).apply(config, models.GLOBAL_BATCH_SIZE)
             if (row.model, row.dtype) not in self._alone:
-                alone = Layout().apply(config, layout_table.GLOBAL_BATCH_SIZE)
+                alone = Layout().apply(config, models.GLOBAL_BATCH_SIZE)
                 self._alone[row.model, row.dtype] = self._run(alone, 1)
             found = self._run(applied, Layout.parse(row.layout).world_size)
         except UserError as error:

@@ -13,7 +13,7 @@ from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from tests.live_ranks import record_run
-from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, MODELS, NUM_ITERATIONS, _config, _reference
+from tests.parity.models import GLOBAL_BATCH_SIZE, MODELS, NUM_ITERATIONS, config_of, reference
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")
 CORE_SEQUENCE_PARALLEL = [(model, "fp64", "tp2pp2dp2+sp") for model in MODELS[1:]]
@@ -71,10 +71,10 @@ def _slow_unless(is_core: bool) -> tuple[pytest.MarkDecorator, ...]:
 )
 def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> None:
     layout = Layout.parse(name)
-    config = layout.apply(_config(model, dtype, corpus), GLOBAL_BATCH_SIZE)
+    config = layout.apply(config_of(model, dtype, corpus), GLOBAL_BATCH_SIZE)
     assert config.parallel.sequence_parallel
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
-    assert not compare(run, _reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
+    assert not compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_recomputed(model: str, kind: str, name: str, corpus: str) -> None:
     """Within the table's bounds; that layers' are bitwise the layout's own is tested on single stages."""
     layout = Layout.parse(name)
     config = layout.apply(
-        replace(_config(model, "fp64", corpus), recompute=RECOMPUTE[kind]), GLOBAL_BATCH_SIZE
+        replace(config_of(model, "fp64", corpus), recompute=RECOMPUTE[kind]), GLOBAL_BATCH_SIZE
     )
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
-    assert not compare(run, _reference(model, "fp64", corpus)).excesses(TOLERANCES["fp64"])
+    assert not compare(run, reference(model, "fp64", corpus)).excesses(TOLERANCES["fp64"])

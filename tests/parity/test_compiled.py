@@ -10,8 +10,7 @@ from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import record_run
-from tests.parity.test_activations import RECOMPUTE
-from tests.parity.test_layout_table import (
+from tests.parity.models import (
     BESIDE,
     GLOBAL_BATCH_SIZE,
     LATENT,
@@ -19,9 +18,10 @@ from tests.parity.test_layout_table import (
     NUM_ITERATIONS,
     WIDE_EXPERTS,
     WINDOWED,
-    _config,
-    _reference,
+    config_of,
+    reference,
 )
+from tests.parity.test_activations import RECOMPUTE
 
 NOTHING = RecomputeConfig()
 
@@ -55,8 +55,8 @@ NOTHING = RecomputeConfig()
 )
 def test_same_run(model: str, dtype: str, name: str, recompute: RecomputeConfig, corpus: str) -> None:
     layout = Layout.parse(name)
-    config = _config(model, dtype, corpus)
+    config = config_of(model, dtype, corpus)
     config = replace(config, training=replace(config.training, compile=True), recompute=recompute)
     config = layout.apply(config, GLOBAL_BATCH_SIZE)
     run = record_run(config, NUM_ITERATIONS, layout.world_size)
-    assert not compare(run, _reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
+    assert not compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])

@@ -10,6 +10,7 @@ from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from tests.live_ranks import record_run
+from tests.parity import models
 from tests.parity import test_layout_table as table
 from tests.parity import test_precision as precision
 
@@ -62,9 +63,9 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
 def test_recomputed(kind: str, name: str, corpus: str) -> None:
     """A layer that is computed again is so with its weights gathered once more."""
     layout = Layout.parse(name)
-    config = replace(table._config("gpt-tiny", "fp64", corpus), recompute=RECOMPUTE[kind])
-    run = record_run(layout.apply(config, table.GLOBAL_BATCH_SIZE), table.NUM_ITERATIONS, layout.world_size)
-    reference = table._reference("gpt-tiny", "fp64", corpus)
+    config = replace(models.config_of("gpt-tiny", "fp64", corpus), recompute=RECOMPUTE[kind])
+    run = record_run(layout.apply(config, models.GLOBAL_BATCH_SIZE), models.NUM_ITERATIONS, layout.world_size)
+    reference = models.reference("gpt-tiny", "fp64", corpus)
     assert not compare(run, reference).excesses(TOLERANCES["fp64"])
 
 

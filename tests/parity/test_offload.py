@@ -11,7 +11,7 @@ import pytest
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run
-from tests.parity import test_layout_table as table
+from tests.parity import models
 
 NUM_ITERATIONS = 50
 NUM_IN_CORE = 6
@@ -28,14 +28,14 @@ ROWS = [
 
 def _run(name: str, dtype: str, corpus: str, num_iterations: int, **offload: object) -> RunRecord:
     layout = Layout.parse(name)
-    config = table._config("gpt-tiny", dtype, corpus)
+    config = models.config_of("gpt-tiny", dtype, corpus)
     config = replace(
         config,
         optimizer=replace(config.optimizer, **offload),
         parallel=replace(config.parallel, ddp_bucket_size=100_000),  # several buckets
         training=replace(config.training, train_iters=num_iterations),
     )
-    return record_run(layout.apply(config, table.GLOBAL_BATCH_SIZE), num_iterations, layout.world_size)
+    return record_run(layout.apply(config, models.GLOBAL_BATCH_SIZE), num_iterations, layout.world_size)
 
 
 _reference = functools.cache(_run)

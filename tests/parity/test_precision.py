@@ -11,7 +11,7 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run
-from tests.parity import test_layout_table as table
+from tests.parity import models
 
 CURVE, IN_LAYOUTS = 30, 20
 """Iterations that the loss falls over on one rank, and of the runs in other layouts."""
@@ -20,14 +20,14 @@ CURVE, IN_LAYOUTS = 30, 20
 @functools.cache
 def _run(name: str, dtype: str, corpus: str, num_iterations: int = IN_LAYOUTS) -> RunRecord:
     layout = Layout.parse(name)
-    config = table._config("gpt-tiny", dtype, corpus)
+    config = models.config_of("gpt-tiny", dtype, corpus)
     config = replace(
         config,
         training=replace(config.training, train_iters=num_iterations),
         # A scale with which no iteration is skipped, and a rate at which rounding does not grow.
         optimizer=replace(config.optimizer, initial_loss_scale=2.0**12, lr=1e-3),
     )
-    config = layout.apply(config, table.GLOBAL_BATCH_SIZE)
+    config = layout.apply(config, models.GLOBAL_BATCH_SIZE)
     return record_run(config, num_iterations, layout.world_size)
 
 

@@ -13,7 +13,7 @@ from megalite.config import Config, ParallelConfig, check_config
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from tests.live_ranks import record_run
-from tests.parity.test_layout_table import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, _config, _reference
+from tests.parity.models import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, config_of, reference
 
 ALONE = ("pp2v2", "pp4zb", "pp2zbv", "pp2dpv")
 COMBINED = (
@@ -34,7 +34,7 @@ UNEVEN = {
 
 def _excesses(config: Config, model: str, dtype: str, corpus: str, world_size: int) -> list[str]:
     run = record_run(config, NUM_ITERATIONS, world_size)
-    return compare(run, _reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
+    return compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
 
 
 ROWS = [
@@ -53,13 +53,13 @@ CORE = [("gpt-tiny", "fp64", "tp2pp2v2dp2"), ("llama-tiny", "fp64", "tp2pp2zbvdp
 )
 def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
     layout = Layout.parse(name)
-    config = layout.apply(_config(model, dtype, corpus), GLOBAL_BATCH_SIZE)
+    config = layout.apply(config_of(model, dtype, corpus), GLOBAL_BATCH_SIZE)
     assert not _excesses(config, model, dtype, corpus, layout.world_size)
 
 
 @pytest.mark.parametrize("split", ["given", "standalone", pytest.param("ends", marks=pytest.mark.slow)])
 def test_uneven_stages(split: str, corpus: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **UNEVEN[split])
-    config = replace(_config("gpt-tiny", "fp64", corpus), parallel=parallel)
+    config = replace(config_of("gpt-tiny", "fp64", corpus), parallel=parallel)
     check_config(config, 2)
     assert not _excesses(config, "gpt-tiny", "fp64", corpus, 2)

@@ -7,6 +7,7 @@ import pytest
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run
+from tests.parity import models
 from tests.parity import test_layout_table as table
 
 LAYOUTS = ("dp2+zero1", "dp4+zero1+gather", "dp2+zero2", "dp4+zero2+gather", "pp2dp2+zero2")
@@ -41,8 +42,8 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
 
 def _run(name: str, dtype: str, corpus: str) -> RunRecord:
     layout = Layout.parse(name)
-    config = layout.apply(table._config("gpt-tiny", dtype, corpus), table.GLOBAL_BATCH_SIZE)
-    return record_run(config, table.NUM_ITERATIONS, layout.world_size)
+    config = layout.apply(models.config_of("gpt-tiny", dtype, corpus), models.GLOBAL_BATCH_SIZE)
+    return record_run(config, models.NUM_ITERATIONS, layout.world_size)
 
 
 @pytest.mark.parametrize(
