@@ -4,17 +4,22 @@ fp64 is the proof: only the order of sums differs, and that stays far below the 
 check.
 The reference of every row is one rank with microbatches of 2 samples.
 
-CORE always runs. It holds every layout of ``verify_layout --layouts all``, so every technique and every
-schedule. The other rows are marked slow; `tests/conftest.py` adds a sample of them to a run.
+CORE always runs. Each layout of ``verify_layout --layouts all``, so every technique and every schedule, has
+one of the models there, and each model has tensor, pipeline, data and sequence parallelism. The other rows
+are marked slow; `tests/conftest.py` adds a sample of them to a run.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from megalite.config.cp_comm_type import CpCommType
+from megalite.errors import ConfigError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
 from megalite.verify.record_run import RunRecord
@@ -35,6 +40,7 @@ from tests.parity.models import (
     MUON,
     NEMOTRON,
     NUM_ITERATIONS,
+    OF_ONE_STAGE,
     OWN_EMBEDDINGS,
     SWITCHES,
     THREE_HEADS,
@@ -162,18 +168,65 @@ ROWS += [
     )
 ]
 ROWS += [(model, "fp64", "tp3") for model in THREE_HEADS]
+ROWS += [("gpt-tiny", "fp64", name) for name in TABLE]
+ROWS += [(model, "fp64", "tp2pp2dp2") for model in SWITCHES]
 ROWS += [(HYBRID, "fp64", name) for name in ("dp4ep2", "tp2dp2ep4etp1+sp+zero1", "pp2v2dp2ep2+zero1")]
 ROWS += [
     (model, "fp64", name)
     for model in (HYBRID, NEMOTRON)
     for name in ("cp4+p2p", "tp2cp2+sp+selective+p2p", "tp2pp2cp2+sp+zero1", "pp2dp2cp2+full+zero3+p2p")
 ]
+TECHNIQUES = ("tp", "pp", "dp", "sp")
+"""What each model has in a row that always runs, in one or several."""
+
+
+def _techniques_of(name: str) -> set[str]:
+    layout = Layout.parse(name)
+    return {*layout.sizes, *(["sp"] if layout.sp else [])}.intersection(TECHNIQUES)
+
+
+def _can_run(model: str, name: str) -> bool:
+    try:
+        Layout.parse(name).apply(config_of(model, "fp64", "unused"), GLOBAL_BATCH_SIZE)
+    except ConfigError:
+        return False
+    return True
+
+
+def _dealt(models: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return rows that have each layout once, and each model with all techniques.
+
+    A layout goes to the model that lacks most of its techniques; of several, to the one in the fewest rows.
+    """
+    of_layout = {name: _techniques_of(name) for name in layouts}
+    lacks = {model: set(TECHNIQUES) for model in models}
+    for model in OF_ONE_STAGE:
+        lacks[model].remove("pp")
+    rows: list[tuple[str, str, str]] = []
+    num_rows = Counter[str]()
+
+    def take(names: Sequence[str]) -> None:
+        def value(row: tuple[str, str]) -> tuple[int, int]:
+            return len(lacks[row[0]] & of_layout[row[1]]), -num_rows[row[0]]
+
+        best = sorted(itertools.product(models, names), key=value, reverse=True)
+        model, name = next(row for row in best if _can_run(*row))
+        rows.append((model, "fp64", name))
+        lacks[model] -= of_layout[name]
+        num_rows[model] += 1
+
+    for name in sorted(layouts, key=lambda name: -len(of_layout[name])):
+        take([name])
+    by_size = sorted(layouts, key=lambda name: Layout.parse(name).world_size)
+    while any(lacks.values()):
+        take(by_size)
+    return rows
+
+
 CORE = [
-    *(("gpt-tiny", "fp64", name) for name in TABLE),
-    *((model, "fp64", "tp2pp2dp2") for model in MODELS[1:]),  # all axes at once
+    *_dealt([*MODELS, *SWITCHES, GEMMA4_E2B], TABLE),
+    ("gpt-tiny", "fp64", "tp2pp2dp2"),
     ("gpt-tiny", "fp32", "tp2pp2dp2"),
-    *((model, "fp64", "tp2pp2dp2") for model in SWITCHES),
-    (GEMMA4_E2B, "fp64", "tp2dp2+sp+zero3"),
     (WIDE_EXPERTS, "fp64", "tp2dp2ep4etp1+sp+zero1"),
     (GPT_OSS, "fp64", "tp2dp2ep2+sp+full"),
     (GPT_OSS, "fp64", "cp4+a2a+p2p"),  # windows, sinks and dropout of grouped heads
@@ -185,6 +238,15 @@ CORE = [
     *((GEMMA4, "fp64", name) for name in ("tp1+full", "tp1+selective")),
     *((model, "fp64", "pp4") for model in ("bloom-tiny", WINDOWED)),  # on stages that read no tokens
 ]
+CORE = list(dict.fromkeys(CORE))
+
+
+def test_the_rows_that_always_run_have_each_layout_and_each_model_with_each_technique() -> None:
+    assert {name for _, _, name in CORE} >= set(TABLE)
+    for model in (*MODELS, *SWITCHES):
+        found = set[str]().union(*(_techniques_of(name) for each, _, name in CORE if each == model))
+        assert found == {*TECHNIQUES}, model
+    assert len(CORE) < 95  # 54 layouts and 27 models, and not their product
 
 
 @pytest.mark.parametrize(
