@@ -13,8 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prefix of the repository's corpus, made by the tool as a user makes it."""
-    prefix = tmp_path_factory.mktemp("corpus") / "bible"
+    """Prefix of the repository's corpus."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder: Path) -> str:
+    """Write the repository's corpus with the tool as a user does, and return its prefix."""
+    prefix = folder / "bible"
     command = [
         *(sys.executable, "tools/preprocess_data.py", "--input", "scripts/corpus/bible.jsonl.gz"),
         *("--output-prefix", str(prefix), "--json-keys", "text", "--append-eod", "--workers", "1"),
