@@ -25,46 +25,51 @@ def light(colour: Colour) -> Colour:
 
 
 def overview() -> str:
-    """Draw one model on 8 ranks: tensor-parallel slices, pipeline stages and data-parallel replicas."""
-    drawing = Drawing(760, 310)
-    drawing.text(
-        16, 24, "A GPT of 12 layers on 8 ranks: --tp 2 --pp 2, which leaves 2 data-parallel replicas", 14
-    )
-    stages = (("stage 0", "embedding,", "layers 0-5"), ("stage 1", "layers 6-11,", "output, loss"))
-    for stage, lines in enumerate(stages):
-        y = 66 + 112 * stage
-        for number, line in enumerate(lines):
-            drawing.text(16, y + 28 + 16 * number, line, 12)
-        for replica in range(2):
-            x = 112 + 336 * replica
+    """Draw one model on 8 ranks: tensor-parallel slices, pipeline stages and data-parallel replicas.
+
+    The README shows it, on phones too. They have about 330 pixels for it, so its smallest text has 9 there.
+    """
+    drawing = Drawing(430, 406)
+    drawing.text(6, 20, "A GPT of 12 layers on 8 ranks: --tp 2 --pp 2,", 14)
+    drawing.text(6, 38, "which leaves 2 data-parallel replicas", 14)
+    stages = (("stage 0: embedding, layers 0-5", -8), ("stage 1: layers 6-11, output, loss", 80))
+    for stage, (name, to_name) in enumerate(stages):
+        y = 88 + 116 * stage
+        drawing.text(6, y + to_name, name)
+        _mark(drawing, 215, y + 32, "dp")
+        for replica, x in enumerate((6, 228)):
+            _mark(drawing, x + 98, y + 32, "tp")
             for tp in range(2):
                 rank = (stage * 2 + replica) * 2 + tp
-                drawing.box(x + 144 * tp, y, 112, 72, RANKS[tp], PAPER)
-                drawing.text(x + 144 * tp + 56, y + 32, f"rank {rank}", 13, PAPER, "middle")
-                drawing.text(x + 144 * tp + 56, y + 50, "half of each matrix", 11, PAPER, "middle")
+                left, middle = x + 110 * tp, x + 110 * tp + 43
+                drawing.box(left, y, 86, 64, RANKS[tp], PAPER)
+                drawing.text(middle, y + 20, f"rank {rank}", 13, PAPER, "middle")
+                drawing.text(middle, y + 38, "half of", ink=PAPER, anchor="middle")
+                drawing.text(middle, y + 53, "each matrix", ink=PAPER, anchor="middle")
                 if stage == 0:
-                    drawing.arrow(x + 144 * tp + 48, y + 76, x + 144 * tp + 48, y + 108)
-                    drawing.arrow(x + 144 * tp + 64, y + 108, x + 144 * tp + 64, y + 76)
-            drawing.box(x + 118, y + 22, 20, 28, PAPER, INK)
-            drawing.text(x + 128, y + 40, "tp", 11, anchor="middle")
-        drawing.arrow(412, y + 36, 370, y + 36)
-        drawing.arrow(400, y + 36, 444, y + 36)
-        drawing.box(397, y + 22, 20, 28, PAPER, INK)
-        drawing.text(407, y + 40, "dp", 11, anchor="middle")
-    for replica in range(2):
-        x = 112 + 336 * replica
-        drawing.text(x + 128, 56, f"replica {replica}", 12, anchor="middle")
-        drawing.box(x + 118, 144, 20, 28, PAPER, INK)
-        drawing.text(x + 128, 162, "pp", 11, anchor="middle")
+                    drawing.arrow(middle - 8, y + 68, middle - 8, y + 112)
+                    drawing.arrow(middle + 8, y + 112, middle + 8, y + 68)
+    for replica, middle in enumerate((104, 326)):
+        drawing.text(middle, 62, f"replica {replica}", anchor="middle")
+        _mark(drawing, middle, 178, "pp")
     for number, line in enumerate(
         (
-            "tp: each layer sums its partial results over the ranks that share its matrices.",
-            "pp: a stage sends hidden states to the next stage, and gets their gradients back.",
-            "dp: replicas train on different samples and average their gradients.",
+            "tp: each layer sums its partial results over the ranks",
+            "that share its matrices.",
+            "pp: a stage sends hidden states to the next stage,",
+            "and gets their gradients back.",
+            "dp: replicas train on different samples and average",
+            "their gradients.",
         )
     ):
-        drawing.text(16, 268 + 16 * number, line, 11)
+        drawing.text(6 + 22 * (number % 2), 312 + 17 * number, line)
     return drawing.content()
+
+
+def _mark(drawing: Drawing, x: float, y: float, axis: str) -> None:
+    """Draw the name of the axis along which the ranks on both sides of a point communicate."""
+    drawing.box(x - 11, y - 13, 22, 26, PAPER, INK)
+    drawing.text(x, y + 4, axis, anchor="middle")
 
 
 def tensor_parallel() -> str:

@@ -35,15 +35,17 @@ class Gpu:
         host_link_bandwidth: bytes per second between GPU and host memory, one way; for offloading. It is half
             of the rate for both ways in NVIDIA's data sheets: 32 GB/s for PCIe x16 of generation 3 (V100), 64
             for 4 (A100), 128 for 5 (H100, H200), and 900 for NVLink-C2C (GH200; 450 per direction, Grace
-            Hopper Superchip Architecture white paper). A B200 has PCIe 6, but the processors of its usual
-            server have 5 (DGX B200 user guide). This is the rate of a single GPU. GPUs behind one PCIe
-            switch, such as pairs in a usual A100 server, share its link to the host.
+            Hopper Superchip Architecture white paper), which the two GPUs of a GB200 share. A B200 has PCIe
+            6, but the processors of its usual server have 5 (DGX B200 user guide). This is the rate of a
+            single GPU. GPUs behind one PCIe switch, such as pairs in a usual A100 server, share its link to
+            the host.
         product_share: share of `tflops` that a large GEMM reaches once a run has warmed the GPU up.
         attention_share: share of `tflops` that fused attention reaches.
         memory_share: share of `memory_gbps` that a memory-bound kernel reaches on a large tensor.
         link_share: share of a link that a collective of long messages reaches: 235 of 300 GB/s between 8
             A100 and 366 of 450 GB/s in a ring of 8 H200 (stas00/ml-engineering, network/README.md). It is
             also assumed for `host_link_bandwidth` with pinned memory.
+        has_cudnn_attention: whether cuDNN's attention is faster on it than FlashAttention-2.
         has_triton: whether it can run Triton kernels, which need compute capability 8.0.
         residual_gb: memory of a process outside of tensors: CUDA context, workspaces of libraries, buffers of
             communicators.
@@ -61,6 +63,7 @@ class Gpu:
     attention_share: float
     memory_share: float = 0.80
     link_share: float = 0.8
+    has_cudnn_attention: bool = False
     has_triton: bool = True
     residual_gb: float = 2.2
 
@@ -72,7 +75,12 @@ class Gpu:
 
 _V100 = Gpu(125, 32, 900, 80, 150, 6.25, 8, 16e9, product_share=0.82, attention_share=0.31, has_triton=False)
 _A100 = Gpu(312, 80, 2039, 108, 300, 25, 8, 32e9, product_share=0.76, attention_share=0.56)
-_H100 = Gpu(989.4, 80, 3350, 132, 450, 50, 8, 64e9, product_share=0.74, attention_share=0.33)
+_H100 = Gpu(
+    989.4, 80, 3350, 132, 450, 50, 8, 64e9, product_share=0.74, attention_share=0.33, has_cudnn_attention=True
+)
+_B200 = replace(
+    _H100, tflops=2250, memory_gib=180, memory_gbps=8000, num_sms=148, node_gbps=900, product_share=0.70
+)
 
 GPUS: Mapping[str, Gpu] = {
     "v100-16": replace(_V100, memory_gib=16),
@@ -85,7 +93,52 @@ GPUS: Mapping[str, Gpu] = {
     "h100-96-500w": replace(_H100, memory_gib=96, memory_gbps=2400, product_share=0.50),
     "h200": replace(_H100, memory_gib=141, memory_gbps=4800),
     "gh200-96": replace(_H100, memory_gib=96, memory_gbps=4000, gpus_per_node=1, host_link_bandwidth=450e9),
-    "b200": Gpu(2250, 180, 8000, 148, 900, 50, 8, 64e9, product_share=0.70, attention_share=0.33),
+    "b200": _B200,
+    # DGX B300 data sheet: a B200 with 288 GB and 800 Gb/s of network per GPU. The driver reports 275,040
+    # MiB. Its fastest GEMM is a B200's (1769 and 1745 TFLOP/s: stas00/ml-engineering,
+    # compute/accelerator/README.md).
+    "b300": replace(_B200, memory_gib=268, network_gbps=100),
+    # GB200 NVL72 data sheet. The driver reports 189,471 MiB and 152 multiprocessors. The node is a tray
+    # with 4 GPUs and 400 Gb/s of network each, although NVLink reaches all 72 GPUs of a rack. The fastest
+    # GEMM has 73% of the peak, and a B200's 78% (the same source): both shares are smaller by this.
+    "gb200": replace(
+        _B200,
+        tflops=2500,
+        memory_gib=185,
+        num_sms=152,
+        gpus_per_node=4,
+        host_link_bandwidth=225e9,
+        product_share=0.66,
+        attention_share=0.31,
+    ),
+    # L40S data sheet. It has no NVLink: messages take PCIe 4. ECC uses 3 of its 48 GB. The network is that
+    # of 8 GPUs in AWS's g6e.48xlarge, 400 Gb/s. The shares are an A100's: no measurement was found.
+    "l40s": replace(
+        _A100, tflops=362.05, memory_gib=45, memory_gbps=864, num_sms=142, node_gbps=32, network_gbps=6.25
+    ),
+    # NVIDIA Ada GPU Architecture white paper; bf16 GEMMs sum in fp32, at half of the rate of sums in fp16.
+    # Messages take PCIe 4: 25.9 GB/s with peer access (tinygrad/open-gpu-kernel-modules, issue 36), which
+    # NVIDIA's driver refuses, so they take host memory too. The network is 100 Gb/s of Ethernet for 8 GPUs.
+    # The fastest GEMM has 179 TFLOP/s (xzwgit/gpu-flops-bench), of which a run gets 0.8. Attention is an
+    # A100's.
+    "rtx4090": replace(
+        _A100,
+        tflops=165.2,
+        memory_gib=24,
+        memory_gbps=1008,
+        num_sms=128,
+        node_gbps=32,
+        network_gbps=1.5625,
+        product_share=0.87,
+    ),
+    # MI300X data sheet. A compute unit counts as a multiprocessor. 7 links of 64 GB/s go to the other GPUs
+    # of the node, one to each; the planner does not know that 2 GPUs share only one. 8 GPUs reach 313 of
+    # 448 GB/s (stas00/ml-engineering, network/README.md), and the fastest GEMM 668 TFLOP/s, of which a run
+    # gets 0.9, as on a B200. Attention is FlashAttention-2's on an H100: no measurement of its backward was
+    # found.
+    "mi300x": Gpu(
+        1307.4, 192, 5300, 304, 448, 50, 8, 64e9, product_share=0.46, attention_share=0.25, link_share=0.70
+    ),
 }
 """GPUs by the name that ``--gpu`` accepts."""
 ALIASES: Mapping[str, str] = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80"}
@@ -129,13 +182,17 @@ CPU_CORE = Gpu(
 _NAMES: tuple[tuple[str, str], ...] = (
     ("GH200", "gh200-96"),
     ("H200", "h200"),
+    ("B300", "b300"),
     ("B200", "b200"),
-    ("GB200", "b200"),
+    ("GB200", "gb200"),
     ("H100", "h100-80"),
     ("H800", "h800-80"),
     ("A100", "a100-80"),
     ("A800", "a800-80"),
     ("V100", "v100-32"),
+    ("L40S", "l40s"),
+    ("4090", "rtx4090"),
+    ("MI300X", "mi300x"),
 )
 """Words in a device's name and its row of `GPUS`; the first match counts."""
 
@@ -149,8 +206,9 @@ def gpu_of_device(name: str) -> Gpu | None:
 _HOPPER_PEAK = float(int(_H100.tflops))  # 989, from the product pages, as in other frameworks' MFU
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("B300", GPUS["b300"].tflops),
     ("B200", GPUS["b200"].tflops),
-    ("GB200", 2500.0),
+    ("GB200", GPUS["gb200"].tflops),
     ("B100", 1750.0),
     ("H200 NVL", 835.0),
     ("H200", _HOPPER_PEAK),
@@ -165,10 +223,11 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("A40", 149.7),
     ("A30", 165.0),
     ("A10", 125.0),
-    ("L40S", 362.0),
+    ("L40S", GPUS["l40s"].tflops),
     ("L40", 181.0),
     ("L4", 121.0),
-    ("MI300X", 1307.0),
+    ("RTX 4090", GPUS["rtx4090"].tflops),
+    ("MI300X", GPUS["mi300x"].tflops),
 )
 """Words in a device's name and its dense bf16 TFLOP/s in the data sheet; the first match counts.
 
@@ -188,6 +247,10 @@ def peak_tflops(device: torch.device) -> float | None:
 def peak_tflops_of(name: str) -> float | None:
     """Return the dense bf16 TFLOP/s of a GPU by its name in CUDA, such as "NVIDIA A100-SXM4-80GB"."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    if "MIG" in words:
+    if words & {
+        "MIG",
+        "LAPTOP",
+        "D",
+    }:  # a part of a GPU, and GeForce chips of the same number with fewer units
         return None
     return next((peak for key, peak in _PEAK_TFLOPS if words.issuperset(key.split())), None)

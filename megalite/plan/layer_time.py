@@ -181,8 +181,6 @@ in forward, and 214 to 322 in backward (Shah et al. 2024, arXiv 2407.08608, figu
 CUDNN_GAIN = 1.6
 """Ratio of cuDNN's rate to FlashAttention-2's on Hopper: 484 to 298 TFLOP/s with 2k causal positions in
 forward, 465 to 291 in backward (the same figures)."""
-HOPPER_TFLOPS = 900
-"""Rate above which a GPU has the instructions that make cuDNN faster."""
 TRITON_BACKWARD, TRITON_BACKWARD_LARGE = 3.5, 4.0
 """megalite's own attention: ratio of backward GEMMs to forward GEMMs. Both backward kernels compute the
 scores and the gradients of the attention weights (kernels/triton_attention.py). With heads above
@@ -250,7 +248,7 @@ def fused_attention_seconds(
         )
         factor = TRITON_BACKWARD if is_small else TRITON_BACKWARD_LARGE
         return gemms + forward, factor * gemms + sum(backward)
-    if kernel == "cudnn" and gpu.tflops > HOPPER_TFLOPS:
+    if kernel == "cudnn" and gpu.has_cudnn_attention:
         rate *= CUDNN_GAIN
     seconds = 4 * size * scores / rate
     return seconds, FUSED_BACKWARD * seconds

@@ -38,6 +38,7 @@ class MetricsLogging(Callback):
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
         trainer, topology = loop.trainer, loop.trainer.topology
+        self.writers.start(loop.iteration, trainer.progress.consumed_samples)
         self.meters = {
             interval: IntervalMeter(
                 trainer.config.model,

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
@@ -21,11 +21,16 @@ from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
 
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
 _SPLIT_TAGS = {"valid": "lm loss validation", "test": "lm loss test"}
 GRAD_NORMS = "grad-norm by layer"
 _BIN_EDGES = np.concatenate(([0.0], 1e-12 * 1.1 ** np.arange(774)))  # of norms in histograms, up to 1e20
 _LOADS = "tokens of experts by layer"
 _LOAD_EDGES = np.concatenate(([0.0], 2.0 ** np.arange(48)))  # of numbers of tokens in histograms
+SAMPLES = "samples"
+"""Subfolder of TensorBoard's folder for the scalars by consumed samples."""
 _FLUSH_SECONDS = 120.0
 """Seconds that events are held at most, while metrics keep coming."""
 
@@ -92,11 +97,14 @@ def expert_scalars(loads: ExpertUse) -> dict[str, float]:
 class TensorBoardWriter:
     """Writes scalars by iteration, and the main ones also by consumed samples.
 
+    The scalars by samples are a TensorBoard run of their own, in the subfolder `SAMPLES`: a restart drops the
+    later steps of all scalars of a TensorBoard run, so all of them must count the same thing.
+
     A full disk ends the thread of TensorBoard's own writer for good. This class uses an `OutputFile` instead,
     which recovers from a full disk.
 
     Args:
-        folder: TensorBoard's folder; a resumed run adds a file to it.
+        folder: TensorBoard's folder; a resumed run adds files to it.
         world_size: number of ranks, written as a scalar.
         config_text: the run's config, shown as text.
 
@@ -107,7 +115,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, config: LoggingConfig, world_size: int, config_text: str) -> None:
         try:
             # Imported here because it is an optional package that only one rank needs, and takes a second.
-            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.summary.writer.record_writer import RecordWriter
             from torch.utils.tensorboard import summary
         except ImportError:
@@ -118,31 +126,45 @@ class TensorBoardWriter:
         make_writable(folder, "--tensorboard-dir")
         self._config = config
         self._world_size = world_size
-        self._summary, self._event = summary, Event
-        self._records = RecordWriter(OutputFile(folder / _file_name(), "--tensorboard-dir"))
+        self._config_text = config_text
+        self._summary, self._event, self._restart = summary, Event, SessionLog(status=SessionLog.START)
+        self._records, self._by_samples = (
+            RecordWriter(OutputFile(place / _file_name(), "--tensorboard-dir"))
+            for place in (folder, folder / SAMPLES)
+        )
         self._num_held, self._flushed_at = 0, 0.0
-        self._add(file_version="brain.Event:2")
-        code = "".join(f"    {line}\n" for line in config_text.splitlines())
-        self._add(summary=summary.text("config", code))
+        for records in (self._records, self._by_samples):
+            self._add(records, file_version="brain.Event:2")
+        self._flush()
+
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Write the config. A resumed run also hides the later steps of earlier starts, which it repeats."""
+        if iteration > 0:
+            for records, step in ((self._records, iteration), (self._by_samples, consumed_samples)):
+                for _ in range(2):  # TensorBoard's own reader ignores the first one in a folder
+                    self._add(records, session_log=self._restart, step=step + 1)
+        code = "".join(f"    {line}\n" for line in self._config_text.splitlines())
+        self._add(self._records, summary=self._summary.text("config", code), step=iteration + 1)
         self._flush()
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         for tag, value in main_scalars(self._config, metrics).items():
             self._add_scalar(tag, value, metrics.iteration)
-            self._add_scalar(f"{tag} vs samples", value, metrics.consumed_samples)
+            by_samples = self._summary.scalar(f"{tag} vs samples", value)
+            self._add(self._by_samples, summary=by_samples, step=metrics.consumed_samples)
         for tag, value in run_scalars(self._config, self._world_size, metrics, times).items():
             self._add_scalar(tag, value, metrics.iteration)
         self._flush_if_due()
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         histogram = self._summary.histogram(GRAD_NORMS, np.array(list(norms.values())), _BIN_EDGES)
-        self._add(summary=histogram, step=iteration)
+        self._add(self._records, summary=histogram, step=iteration)
         self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
 
     def expert_use(self, loads: ExpertUse) -> None:
         for name, layer in loads.layers.items():
             histogram = self._summary.histogram(f"{_LOADS}/{name}", np.array(layer.tokens), _LOAD_EDGES)
-            self._add(summary=histogram, step=loads.iteration)
+            self._add(self._records, summary=histogram, step=loads.iteration)
         self.scalars(loads.iteration, expert_scalars(loads))
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
@@ -157,12 +179,13 @@ class TensorBoardWriter:
 
     def close(self, *, has_failed: bool = False) -> None:
         self._records.close()
+        self._by_samples.close()
 
     def _add_scalar(self, tag: str, value: float, step: int) -> None:
-        self._add(summary=self._summary.scalar(tag, value), step=step)
+        self._add(self._records, summary=self._summary.scalar(tag, value), step=step)
 
-    def _add(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+    def _add(self, records: RecordWriter, **fields: Any) -> None:
+        records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._num_held += 1
 
     def _flush_if_due(self) -> None:
@@ -172,6 +195,7 @@ class TensorBoardWriter:
 
     def _flush(self) -> None:
         self._records.flush()
+        self._by_samples.flush()
         self._num_held, self._flushed_at = 0, time.monotonic()
 
 
@@ -212,6 +236,9 @@ class WandbWriter:
             dir=None if folder is None else str(folder),
             config=yaml.safe_load(config_text),
         )
+
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Do nothing: each start is a run of its own in wandb, which has no later steps."""
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         scalars = {

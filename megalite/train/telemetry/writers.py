@@ -50,6 +50,9 @@ class LogWriter(MetricsWriter, Protocol):
 class DashboardWriter(MetricsWriter, Protocol):
     """Writes metrics to an output that plots curves, at its own interval."""
 
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Begin after an iteration, 0 in a new run; what was written of later ones is no longer shown."""
+
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         """Write the gradient norm of each layer."""
 
@@ -330,6 +333,12 @@ class Writers:
         except BaseException:
             self.close(has_failed=True)
             raise
+
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Begin after an iteration, 0 in a new run, before any metrics are written."""
+        self._stop_if_lost()
+        for dashboard in self._dashboards:
+            dashboard.start(iteration, consumed_samples)
 
     def iteration(self, interval: int, metrics: IterationMetrics, timers: Timers) -> None:
         """Write the metrics of an interval, one of `intervals`.

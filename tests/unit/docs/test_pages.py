@@ -124,6 +124,16 @@ def test_pictures_are_up_to_date(name: str) -> None:
     assert ElementTree.fromstring(text).tag.endswith("svg")
 
 
+def test_the_readmes_picture_can_be_read_on_a_phone() -> None:
+    """A screen of 360 pixels has about 330 for a picture, which is scaled down to them."""
+    shown = re.findall(r"pictures/(.*?\.svg)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown
+    for name in shown:
+        picture = ElementTree.fromstring(PICTURES[name]())
+        sizes = [float(text.attrib["font-size"]) for text in picture.iterfind("{*}text")]
+        assert min(sizes) * min(1.0, 330 / float(picture.attrib["width"])) >= 9, name
+
+
 def test_every_picture_is_shown() -> None:
     shown = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     assert {path.name for path in (DOCS / "pictures").glob("*.svg")} == set(PICTURES)

@@ -130,9 +130,18 @@ def test_the_weakest_of_the_nodes() -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-80"),
         ("NVIDIA GH200 480GB", "gh200-96"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("Tesla V100-SXM2-32GB", "v100-32"),
     ],
 )
 def test_the_rates_of_a_device(name: str, row: str) -> None:
     assert gpu_of_device(name) == GPUS[row]
-    assert gpu_of_device("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_device_without_a_row() -> None:
+    assert gpu_of_device("NVIDIA L40") is None

@@ -102,6 +102,7 @@ def test_tensorboards_files_where_there_is_no_other(tmp_path: Path, monkeypatch:
         monkeypatch.setattr("time.time", lambda start=start: 1000.0 + start)
         config = LoggingConfig(log_throughput=True, log_memory_to_tensorboard=True)
         writer = TensorBoardWriter(tmp_path / "board", config, 4, "model:\n  num_layers: 4\n")
+        writer.start(numbers[0] - 1, 8 * (numbers[0] - 1))
         for number in numbers:
             writer.iteration(_metrics(number, loss=10.0 * start + number), {})
         writer.validation(ValidationMetrics(numbers[-1], 8, "valid", 4.5, "books"))
