@@ -247,10 +247,6 @@ def peak_tflops(device: torch.device) -> float | None:
 def peak_tflops_of(name: str) -> float | None:
     """Return the dense bf16 TFLOP/s of a GPU by its name in CUDA, such as "NVIDIA A100-SXM4-80GB"."""
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    if words & {
-        "MIG",
-        "LAPTOP",
-        "D",
-    }:  # a part of a GPU, and GeForce chips of the same number with fewer units
+    if words & {"MIG", "LAPTOP", "D"}:  # a part of a GPU, or a GeForce chip with fewer units
         return None
     return next((peak for key, peak in _PEAK_TFLOPS if words.issuperset(key.split())), None)
