@@ -34,6 +34,8 @@ from megalite.config import ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.log import log
+from tests.changes import changed_files, names_of
+from tests.cost import SAMPLED, Cost
 from tests.live_ranks import RANKS
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -94,18 +96,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also run N of the other slow tests, drawn by --layout-seed; none of injected errors",
+        help="also run N of the other slow tests, near what changed or drawn by --layout-seed; none of "
+        "injected errors",
+    )
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="run only unit tests near what changed, the tests of the architecture, and ten rows of the "
+        "layout table, drawn by --layout-seed",
     )
     parser.addoption(
         "--layout-seed",
         help="seed of the samples, also of the injected errors (default: the commit's digest)",
     )
+    parser.addoption("--record-cost", action="store_true", help="write tests/cost.json: see tests/cost.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.layout_seed is None:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         config.option.layout_seed = commit.stdout.strip()[:12] or "no commit"
+    config.pluginmanager.register(Cost(config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -126,20 +137,37 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unmark the samples of slow tests: rows of the layout table, and tests of other folders.
 
-    Tests are ordered by the digest of the seed and their name: another commit runs another sample, and
-    the same seed runs the same one again.
+    Three quarters of the others are near what changed, as far as there are so many. Else tests are ordered by
+    the digest of the seed and their name: another commit runs another sample, and the same seed runs the same
+    one again.
     """
-    seed, option = config.option.layout_seed, config.option
-    slow = [each for each in items if each.get_closest_marker("slow")]
-    slow.sort(key=lambda each: hashlib.sha256(f"{seed} {each.nodeid}".encode()).digest())
+    option = config.option
+    drawn = sorted(
+        items, key=lambda each: hashlib.sha256(f"{option.layout_seed} {each.nodeid}".encode()).digest()
+    )
+    slow = [each for each in drawn if each.get_closest_marker("slow")]
     rows = [each for each in slow if "tests/parity/" in each.nodeid]
     others = [each for each in slow if not {"parity", "power"}.intersection(each.nodeid.split("/"))]
-    sample = {*rows[: option.layout_sample], *others[: option.slow_sample]}
+    sample = config.stash[SAMPLED] = set(rows[: option.layout_sample])
+    changed = (
+        set[str]().union(*map(names_of, changed_files())) if option.quick or option.slow_sample else set()
+    )
+    near_change = {each for each in items if changed & names_of(each.path.relative_to(ROOT).as_posix())}
+    near = [each for each in others if each in near_change][: option.slow_sample * 3 // 4]
+    far = [each for each in others if each not in near]
+    sample.update(near, far[: option.slow_sample - len(near)])
     for item in slow:
         for node in item.listchain():  # a module can mark its tests, too
             node.own_markers = [mark for mark in node.own_markers if mark.name != "slow"]
         if item not in sample:
             item.add_marker("slow")
+    if option.quick:
+        fast = [each for each in drawn if not each.get_closest_marker("slow")]
+        rows = [each for each in fast if each.path.name == "test_layout_table.py"][:10]
+        unit = [each for each in fast if "tests/unit/" in each.nodeid and each in near_change]
+        quick = {*rows, *unit, *(each for each in fast if each.path.name == "test_architecture.py")}
+        config.hook.pytest_deselected(items=[each for each in items if each not in quick])
+        items[:] = [each for each in items if each in quick]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
