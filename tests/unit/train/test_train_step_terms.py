@@ -80,16 +80,19 @@ OWN = Providers(
 )
 
 
-def _config(case: str, folder: Path) -> Config:
+def _config(case: str, has_experts: bool, folder: Path) -> Config:
     is_own = case == "own fields"
+    more = {
+        **{"num_experts": EXPERTS, "moe_router_topk": TOPK, "moe_layer_freq": (1, 1, 0)},
+        **{"moe_router_score_function": "sigmoid" if case == "answers" else "softmax"},
+        **{"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.03, "moe_ffn_hidden_size": 12},
+        **{"mtp_num_layers": 0 if is_own else DEPTH, "mtp_loss_scaling_factor": 0.3},
+    }
     model = replace(
         PRESETS["llama-tiny"],
         **{"num_layers": 3, "vocab_size": EOD + 1, "seq_length": LENGTH, "params_dtype": "fp64"},
-        **{"num_experts": EXPERTS, "moe_router_topk": TOPK, "moe_layer_freq": (1, 1, 0)},
-        **{"moe_ffn_hidden_size": 12, "init_method_std": 0.3, "mtp_num_layers": 0 if is_own else DEPTH},
-        **{"moe_router_score_function": "sigmoid" if case == "answers" else "softmax"},
-        **{"z_loss_coeff": 0.1, "moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.03},
-        mtp_loss_scaling_factor=0.3,
+        **{"init_method_std": 0.3, "z_loss_coeff": 0.1},
+        **(more if has_experts else {}),
     )
     data = DataConfig(**CASES[case])
     if not is_own:
@@ -183,7 +186,7 @@ def _expected(case: str, batch: list[Seen]) -> dict[str, Tensor]:
                     sums["load_balancing_loss"] += EXPERTS * (shares * scores.sum(0)).sum()
                 sums["router_z_loss"] += log_sums.square().sum()
     counts["router_z_loss"] = counts["load_balancing_loss"]
-    return {name: SCALES[name] * sums[name] / counts[name] for name in SCALES if counts[name]}
+    return {name: SCALES[name] * sums[name] / counts[name] for name in SCALES if torch.is_tensor(sums[name])}
 
 
 def _routed(router: Router, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,11 +201,14 @@ def _compare(found: Mapping[str, float], expected: Mapping[str, Tensor]) -> None
     assert dict(found) == pytest.approx({name: each.item() for name, each in expected.items()}, rel=1e-12)
 
 
+@pytest.mark.parametrize("has_experts", [True, False], ids=["experts and later tokens", "dense"])
 @pytest.mark.parametrize("case", CASES)
-def test_terms_are_means_over_their_own_units(case: str, one_rank: Topology, tmp_path: Path) -> None:
+def test_terms_are_means_over_their_own_units(
+    case: str, has_experts: bool, one_rank: Topology, tmp_path: Path
+) -> None:
     """With the gradient norm in training, and over all batches of an evaluation, of which some are empty."""
     providers = OWN if case == "own fields" else None
-    with start_trainer(_config(case, tmp_path), one_rank, providers=providers) as trainer:
+    with start_trainer(_config(case, has_experts, tmp_path), one_rank, providers=providers) as trainer:
         (stage,) = trainer.chunks
         names = trainer.train_step.loss_names
         with _seen(stage.train()) as seen:
@@ -210,14 +216,14 @@ def test_terms_are_means_over_their_own_units(case: str, one_rank: Topology, tmp
                 stage(trainer.train_step.load(0, index), None)
         expected = _expected(case, seen)
         gradients = torch.autograd.grad(sum(expected.values()), [*stage.parameters()])
-        begin_counts(trainer)
+        begin_counts(trainer)  # of no router, if there is none
         plan = trainer.train_step.plan_iteration(trainer.progress)
         found, norm = trainer.train_step.compute_gradients(plan)
         _compare(dict(zip(names, found.tolist(), strict=True)), expected)
         flat = torch.cat([each.flatten() for each in gradients])
         assert norm.item() == pytest.approx(flat.norm().item(), rel=1e-11)
-        loads = loads_of_layers(end_counts(trainer), trainer)
-        _compare_loads(case, loads, seen)
+        if has_experts:
+            _compare_loads(case, loads_of_layers(end_counts(trainer), trainer), seen)
 
         assert trainer.datasets.valid is not None
         with torch.no_grad(), _seen(stage) as seen:
