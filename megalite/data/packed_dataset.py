@@ -74,8 +74,9 @@ def sequences_row(
 ) -> npt.NDArray[np.int64]:
     """Place sequences one after the other into a sample, int64 ``[4 S]``.
 
-    The four parts are inputs, labels, whether a label has a loss, and the sequence's number in the sample.
-    The padding at the end is a document of its own, with -1 in the place of the loss.
+    The four parts are inputs, labels, the positions' kinds, and the sequence's number in the sample. The kind
+    is 2 if the label has a loss, 1 if not, and 0 for the padding at the end, which is a document of its own.
+    A row of zeros is a sample of padding only.
 
     Args:
         sequences: tokens of each, and which of them have a loss.
@@ -84,9 +85,9 @@ def sequences_row(
     begin = 0
     for number, (tokens, has_loss) in enumerate(sequences):
         end = begin + len(tokens) - 1
-        row[:, begin:end] = tokens[:-1], tokens[1:], has_loss[1:], np.full(end - begin, number)
+        row[:, begin:end] = tokens[:-1], tokens[1:], 1 + has_loss[1:], np.full(end - begin, number)
         begin = end
-    row[2:, begin:] = [-1], [len(sequences)]
+    row[3, begin:] = len(sequences)
     return row.reshape(-1)
 
 

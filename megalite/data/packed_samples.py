@@ -89,8 +89,8 @@ class PackedSamples:
         neither positions nor documents.
         """
         fields = rows.view(len(rows), NUM_FIELDS, -1).unbind(1)
-        tokens, labels, has_loss, documents = (field.contiguous() for field in fields)
-        mask, is_real = has_loss > 0, has_loss >= 0
+        tokens, labels, kinds, documents = (field.contiguous() for field in fields)
+        mask, is_real = kinds > 1, kinds > 0
         if not self.options.packs:
             return Microbatch(tokens, labels, sample_numbers, loss_mask=mask, is_real=is_real)
         positions = torch.arange(self.seq_length) - document_starts(documents)

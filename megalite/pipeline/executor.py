@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.distributed.observer import Observer
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
-from megalite.loss_terms import WithTerms
+from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms
 from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
@@ -33,6 +33,26 @@ NO_DIVISORS: Mapping[str, float | Tensor] = {"token": 1.0, "sample": 1.0}
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
+
+
+def divisor_of(name: str, per: str, divisors: Mapping[str, float | Tensor]) -> float | Tensor:
+    """Return the number of a term's units, or 1 if there are none.
+
+    Args:
+        name: name of the term, for the error.
+        per: see `LossTerm`.
+        divisors: numbers of units by the name of `LossTerm.per`.
+
+    Raises:
+        UserError: the run does not count these units.
+    """
+    if per in divisors:
+        number = divisors[per]
+        return number.clamp_min(1.0) if isinstance(number, Tensor) else number
+    raise UserError(
+        f"the term {name} of the loss is a mean per {per}, and this run counts no {per}s: use per="
+        f"{' or '.join(map(repr, divisors))}"
+    )
 
 
 class StageFunction(Protocol[M_contra]):
@@ -87,7 +107,8 @@ class ScheduleRun(Generic[M]):
     or a copy.
 
     Attributes:
-        losses: detached terms of the loss by name, for each microbatch; only terms of this rank's stages.
+        terms: detached terms of the loss, for each microbatch; only terms of this rank's stages. In training
+            they are divided: their totals are parts of the summands of the global batch's loss.
     """
 
     def __init__(
@@ -100,7 +121,7 @@ class ScheduleRun(Generic[M]):
         divisors: Mapping[str, float | Tensor],
         loss_scale: float,
     ) -> None:
-        self.losses: dict[int, dict[str, Tensor]] = {}
+        self.terms: dict[int, Terms] = {}
         self._chunks = chunks
         self._stages = stages
         self._exchange = exchange
@@ -146,23 +167,21 @@ class ScheduleRun(Generic[M]):
             hidden = _StageInput.apply(hidden, anchor, gradient)
         result = self._chunks[chunk](microbatch, hidden)
         output, terms, _ = WithTerms.of_last(result) if self._is_last(action) else WithTerms.of(result)
-        losses = {name: term.value(self._divisor(name, term.per)) for name, term in terms.items()}
         if training:
+            terms = {
+                name: LossTerm(term.value(self._divisor(name, term.per)), term.per)
+                for name, term in terms.items()
+            }
             edge = None if output is None else get_gradient_edge(output)
-            self._in_flight[number, chunk] = InFlight(gradient, edge, [*losses.values()])
-        for name, loss in losses.items():
-            of_microbatch = self.losses.setdefault(number, {})
-            earlier = of_microbatch.get(name)
-            of_microbatch[name] = loss.detach() if earlier is None else earlier + loss.detach()
+            losses = [term.total for term in terms.values()]
+            self._in_flight[number, chunk] = InFlight(gradient, edge, losses)
+        if terms:
+            detached = {name: term._replace(total=term.total.detach()) for name, term in terms.items()}
+            self.terms[number] = add_terms(self.terms.get(number, {}), detached)
         return None if output is None else output.detach()
 
     def _divisor(self, name: str, per: str) -> float | Tensor:
-        if per in self._divisors:
-            return self._divisors[per]
-        raise UserError(
-            f"the term {name} of the loss is a mean per {per}, and this run counts no {per}s: use per="
-            f"{' or '.join(map(repr, self._divisors))}"
-        )
+        return divisor_of(name, per, self._divisors)
 
     def _microbatch(self, action: Action) -> M:
         """Return the microbatch; it is loaded for this rank's first chunk and kept until the last."""
@@ -273,7 +292,8 @@ class Pipeline(Generic[M]):
             stages, and an empty list if they have none.
         """
         work = self._work(load, divisors, loss_scale)
-        return self._run(work, self._schedule.train, num_microbatches, hidden_shape)
+        found = self._run(work, self._schedule.train, num_microbatches, hidden_shape)
+        return [{name: term.total for name, term in terms.items()} for terms in found]
 
     @torch.no_grad()
     def evaluate(
@@ -281,17 +301,22 @@ class Pipeline(Generic[M]):
         num_microbatches: int,
         load: Callable[[int], M],
         hidden_shape: tuple[int, ...],
-        *,
-        divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Terms]:
         """Run the forward of all microbatches; memory does not grow with their number.
 
-        Arguments and result are as in `train_step`.
+        Arguments are as in `train_step`.
+
+        Returns:
+            The terms of the loss for each microbatch, not divided by anything; only the terms of this rank's
+            stages, and an empty list if they have none.
         """
-        return self._run(self._work(load, divisors), self._schedule.evaluate, num_microbatches, hidden_shape)
+        return self._run(self._work(load), self._schedule.evaluate, num_microbatches, hidden_shape)
 
     def _work(
-        self, load: Callable[[int], M], divisors: Mapping[str, float | Tensor], loss_scale: float = 1.0
+        self,
+        load: Callable[[int], M],
+        divisors: Mapping[str, float | Tensor] = NO_DIVISORS,
+        loss_scale: float = 1.0,
     ) -> ScheduleRun[M]:
         return ScheduleRun(self._chunks, self.stages, self._exchange, load, self._store, divisors, loss_scale)
 
@@ -301,7 +326,7 @@ class Pipeline(Generic[M]):
         order: ScheduleFunction,
         num_microbatches: int,
         hidden_shape: tuple[int, ...],
-    ) -> list[dict[str, Tensor]]:
+    ) -> list[Terms]:
         outgoing: Mapping[Direction, Tensor | None] = {}
         for group in self.stages.groups(self._steps_of(order, num_microbatches)):
             if isinstance(group[0], Batch):
@@ -309,7 +334,7 @@ class Pipeline(Generic[M]):
             else:
                 outgoing = self._compute([step for step in group if isinstance(step, Action)], work)
         self._exchange.finish()
-        return [work.losses[microbatch] for microbatch in sorted(work.losses)]
+        return [work.terms[microbatch] for microbatch in sorted(work.terms)]
 
     def _compute(self, actions: Sequence[Action], work: ScheduleRun[M]) -> Mapping[Direction, Tensor | None]:
         """Run an action, or two together, and return the outputs by their directions."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from megalite.data.batch_loader import BatchLoader
 from megalite.data.gpt_dataset import Dataset
+from megalite.loss_terms import Terms, add_terms
 from megalite.microbatch import Microbatch
-from megalite.model.experts import names_of_terms
-from megalite.model.multi_token_prediction import mtp_loss_names, mtp_router_terms
 from megalite.model.stage import Stage
-from megalite.pipeline.executor import Pipeline
+from megalite.pipeline.executor import Pipeline, divisor_of
 from megalite.train.model_chunks import hidden_shape
 from megalite.train.run_context import RunContext
 from megalite.train.train_step import GlobalBatches, LossMasks, global_losses
@@ -43,16 +42,16 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return the mean of each term of the loss over `num_batches` global batches, without dropout.
 
-        A term's mean is over all tokens that have a loss, or over all samples. A module of multi-token
-        prediction and a term of routers have the mean of their batches' means. An error that `before_batch`
-        raises ends the evaluation.
+        A term's mean is over all of its units in these batches, such as all tokens that have a loss. An error
+        that `before_batch` raises ends the evaluation.
         """
         config, topology = self.run.config, self.run.topology
         names = self.chunks[0].loss_names
         for chunk in self.chunks:
             chunk.eval()
         masks = LossMasks()
-        total = torch.zeros(len(names), dtype=torch.float64, device=topology.device)
+        terms: Terms = {}  # of this rank, in all batches
+        counts: Mapping[str, float | Tensor] = {}
         with BatchLoader(
             dataset,
             config.training.micro_batch_size,
@@ -67,7 +66,7 @@ class Evaluator:
                 def read(index: int, consumed: int = consumed) -> Microbatch:
                     return masks.counted(loader(consumed, index))
 
-                load, divisors = self.batches.open(
+                load, numbers = self.batches.open(
                     read,
                     self.num_microbatches,
                     self.global_batch_size,
@@ -75,15 +74,15 @@ class Evaluator:
                     counts_afterwards=config.data.masks_loss,
                 )
                 shape = hidden_shape(config, config.model.seq_length)
-                losses = self.pipeline.evaluate(self.num_microbatches, load, shape, divisors=divisors)
-                total += global_losses(losses, names, topology)
-        means = dict(zip(names, (topology.to_host(total) / self.num_batches).tolist(), strict=True))
+                for each in self.pipeline.evaluate(self.num_microbatches, load, shape):
+                    wide = {name: term._replace(total=term.total.double()) for name, term in each.items()}
+                    terms = add_terms(terms, wide)
+                counts = {unit: counts.get(unit, 0) + number for unit, number in numbers.items()}
         if config.data.masks_loss:
-            ratio = topology.to_host(masks.token_ratio(topology)).item()
-            model = config.model
-            others = {*names_of_terms(model), *mtp_loss_names(model), *mtp_router_terms(model)}
-            means = {name: mean if name in others else mean * ratio for name, mean in means.items()}
-        return means
+            counts = {**counts, "token": counts["token"] / masks.token_ratio(topology)}
+        own = {name: term.value(divisor_of(name, term.per, counts)) for name, term in terms.items()}
+        means = topology.to_host(global_losses([own], names, topology)).tolist()
+        return dict(zip(names, means, strict=True))
 
     def first_sample(self, split: str, iteration: int) -> int:
         """Return the first sample of the evaluation after an iteration.

@@ -263,7 +263,7 @@ class GlobalBatches:
             return {}
         total = torch.stack(marked).sum().double()
         all_reduce(total, self._topology.loss_ranks, of=f"the number of {name}s")
-        return {name: total.clamp_min(1.0)}
+        return {name: total}
 
     def _of_later_tokens(
         self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
@@ -341,7 +341,7 @@ def global_losses(
     Args:
         losses: this rank's terms by name, already divided by the number of units of the global batch.
         names: names of all terms, on any stage.
-        token_ratio: factor on the sum, a scalar or ``[names]``; see `LossMasks`.
+        token_ratio: factor on the sum, a scalar; see `LossMasks`.
 
     Returns:
         fp64 ``[names]`` on the device, not yet synchronized with the host.

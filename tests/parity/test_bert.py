@@ -79,26 +79,26 @@ def test_same_run(row: str, norm_position: str) -> None:
 
 @pytest.mark.parametrize("has_order", [True, False])
 def test_losses_are_means_over_what_is_predicted(has_order: bool, one_rank: Topology) -> None:
-    """In training and evaluation: against one pass over the whole batch and torch's mean."""
+    """In training and evaluation: against one pass over all samples and torch's mean."""
     config = _config(hidden_dropout=0.0, attention_dropout=0.0, bert_binary_head=has_order)
     trainer = start_trainer(config, one_rank)
     (stage,), samples = trainer.chunks, trainer.load_batch.samples
 
-    def expected(dataset: Any, first: int) -> dict[str, torch.Tensor]:
-        numbers = torch.arange(first, first + GLOBAL_BATCH_SIZE)
+    def expected(dataset: Any, num_samples: int) -> dict[str, torch.Tensor]:
+        numbers = torch.arange(num_samples)
         rows = torch.stack([torch.from_numpy(dataset[int(i)]) for i in numbers])
         batch = samples.microbatch(rows, numbers)
         assert batch.loss_mask is not None and batch.order_labels is not None
         normed = stage.final_norm(stage.hidden_states(batch, None))
         logits = stage.logits_of(normed).transpose(0, 1)[..., :200]  # of all tokens
-        logits = logits[torch.arange(GLOBAL_BATCH_SIZE)[:, None], batch.label_positions]
+        logits = logits[torch.arange(num_samples)[:, None], batch.label_positions]
         losses = {"lm_loss": F.cross_entropy(logits[batch.loss_mask], batch.labels[batch.loss_mask])}
         if has_order:
             losses["sop_loss"] = F.cross_entropy(stage.order_scores(normed), batch.order_labels)
         return losses
 
     assert trainer.datasets.train is not None and trainer.datasets.valid is not None
-    losses = expected(trainer.datasets.train, 0)
+    losses = expected(trainer.datasets.train, GLOBAL_BATCH_SIZE)
     weights = dict(stage.named_parameters())
     gradients = torch.autograd.grad(sum(losses.values()), list(weights.values()))
     found, grad_norm = trainer.train_step.compute_gradients(
@@ -109,7 +109,6 @@ def test_losses_are_means_over_what_is_predicted(has_order: bool, one_rank: Topo
     assert grad_norm.item() == pytest.approx(flat.norm().item(), rel=1e-12)
 
     evaluated = trainer.evaluate(trainer.datasets.valid, 0)
-    batches = [expected(trainer.datasets.valid, first) for first in (0, GLOBAL_BATCH_SIZE)]
-    means = {name: sum(each[name].item() for each in batches) / 2 for name in losses}
-    assert evaluated == pytest.approx(means, rel=1e-13)
+    means = expected(trainer.datasets.valid, 2 * GLOBAL_BATCH_SIZE)
+    assert evaluated == pytest.approx({name: each.item() for name, each in means.items()}, rel=1e-13)
     trainer.close()

@@ -20,7 +20,7 @@ from tests.live_ranks import run_ranks
 NUM_MICROBATCHES = 3
 
 
-def config_of(optimizer: OptimizerConfig, **changes: Any) -> Config:
+def config_of(optimizer: OptimizerConfig, has_documents: bool = False, **changes: Any) -> Config:
     return Config(
         model=replace(
             PRESETS["llama-tiny"],
@@ -34,7 +34,7 @@ def config_of(optimizer: OptimizerConfig, **changes: Any) -> Config:
             qk_clip=True,
         ),
         optimizer=optimizer,
-        data=DataConfig(mock_data=True),
+        data=DataConfig(mock_data=True, reset_attention_mask=has_documents),
         training=TrainingConfig(
             micro_batch_size=2, global_batch_size=2 * NUM_MICROBATCHES, train_iters=2, eval_iters=0
         ),
@@ -46,6 +46,11 @@ def largest_scores(trainer: Trainer) -> Tensor:
     found = list[Tensor]()
     cores = [layer.attention.core for layer in trainer.chunks[0].layers.values()]
     original = type(cores[0]).__call__
+    documents = list[Tensor]()  # ends of documents before each token, ``[b, s]``
+
+    def note_documents(_: object, inputs: tuple[Any, ...]) -> None:
+        is_end = (inputs[0].tokens == trainer.config.model.vocab_size - 1).long()
+        documents.append(is_end.cumsum(1) - is_end)
 
     def measure(self: Any, q: Tensor, k: Tensor, *others: Any) -> Tensor:
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -54,14 +59,18 @@ def largest_scores(trainer: Trainer) -> Tensor:
         hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
         if (window := trainer.config.model.window_size) is not None:
             hidden |= torch.ones(size, size, dtype=torch.bool).tril(-window[0] - 1)
+        if trainer.config.data.reset_attention_mask:
+            hidden = hidden | (documents[-1][:, None, :, None] != documents[-1][:, None, None])
         found.append(scores.detach().masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
         return original(self, q, k, *others)
 
     type(cores[0]).__call__ = measure
+    hook = trainer.chunks[0].register_forward_pre_hook(note_documents)
     try:
         trainer.train_step.compute_gradients(trainer.train_step.plan_iteration(trainer.progress))
     finally:
         type(cores[0]).__call__ = original
+        hook.remove()
     return torch.stack([torch.stack(found[layer :: len(cores)]).amax(0) for layer in range(len(cores))])
 
 
@@ -100,8 +109,9 @@ def compare_with_formula(topology: Topology, config: Config) -> None:
         {},
         {"num_query_groups": 4, "qk_clip_alpha": 0.25, "add_qkv_bias": True, "window_size": (9, 0)},
         {"num_query_groups": 1},
+        {"has_documents": True},
     ],
-    ids=["grouped", "multi-head", "multi-query"],
+    ids=["grouped", "multi-head", "multi-query", "documents"],
 )
 def test_weights_follow_the_formula(changes: dict[str, Any]) -> None:
     optimizer = OptimizerConfig(lr=0.0, weight_decay=0.0, lr_decay_style="constant")

@@ -26,8 +26,9 @@ WINDOWS = [(list(one.encode()), list(other.encode())) for one in WORDS for other
 
 def config_of(layout: Layout, **training: Any) -> Config:
     model = replace(PRESETS["llama-tiny"], vocab_size=257, params_dtype="fp64", init_method_std=0.3)
+    experts = {"num_experts": 4, "moe_layer_freq": (1, 0, 0, 0), "moe_ffn_hidden_size": 24}
     return Config(
-        model=replace(model, seq_length=160),
+        model=replace(model, seq_length=160, **experts),  # a router's terms of the loss, on the first stage
         parallel=ParallelConfig(**layout),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=TrainingConfig(

@@ -41,7 +41,7 @@ def test_a_row_holds_conversations_one_after_the_other() -> None:
     assert row.tolist() == [
         [10, 11, 12, 20, 21, 0, 0],
         [11, 12, 13, 21, 22, 0, 0],
-        [0, 1, 1, 1, 0, -1, -1],
+        [1, 2, 2, 2, 1, 0, 0],
         [0, 0, 0, 1, 1, 2, 2],
     ]
 
@@ -50,14 +50,14 @@ def test_every_conversation_is_whole_in_one_sample(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path)
     found: list[int] = []
     for i in range(len(dataset)):
-        tokens, labels, has_loss, documents = dataset[i].reshape(4, 8)
+        tokens, labels, kinds, documents = dataset[i].reshape(4, 8)
         for number, sequence in enumerate(_sequences(dataset, i)):
             expected = dataset.indexed[sequence][:9]
             own = documents == number
             assert tokens[own].tolist() == expected[:-1].tolist()
             assert labels[own].tolist() == expected[1:].tolist()
-            assert has_loss[own].all()
-        assert (has_loss[documents == len(_sequences(dataset, i))] == -1).all()
+            assert (kinds[own] == 2).all()
+        assert (kinds[documents == len(_sequences(dataset, i))] == 0).all()
         found += _sequences(dataset, i)
     assert sorted(found) == list(range(len(LENGTHS)))
     assert len(dataset) == 5  # 8, 8, 8 (truncated), 5 + 3, 4 + 2 + 1
@@ -164,16 +164,16 @@ def test_every_token_of_a_document_is_predicted_once(tmp_path: Path) -> None:
     dataset = _documents(tmp_path, lengths)
     predicted: list[tuple[int, int]] = []
     for i in range(len(dataset)):
-        tokens, labels, has_loss, documents = dataset[i].reshape(4, 8)
+        tokens, labels, kinds, documents = dataset[i].reshape(4, 8)
         for number, piece in enumerate(dataset.pieces(i)):
             own = documents == number
             whole = dataset.indexed[piece.sequence]
             end = piece.start + int(own.sum())
             assert tokens[own].tolist() == whole[piece.start : end].tolist()
             assert labels[own].tolist() == whole[piece.start + 1 : end + 1].tolist()
-            assert has_loss[own].all()
+            assert (kinds[own] == 2).all()
             predicted += [(piece.sequence, position) for position in range(piece.start + 1, end + 1)]
-        assert (has_loss[documents == len(dataset.pieces(i))] == -1).all()
+        assert (kinds[documents == len(dataset.pieces(i))] == 0).all()
     assert sorted(predicted) == [(i, j) for i, length in enumerate(lengths) for j in range(1, length)]
     split = {piece.sequence for i in range(len(dataset)) for piece in dataset.pieces(i) if piece.start}
     assert split == {5, 8}  # the ones that are longer than a sample

@@ -64,6 +64,8 @@ def test_splits_have_whole_conversations_and_are_evaluated_once(tmp_path: Path) 
     batch = samples.read(datasets.valid, np.arange(4))
     assert batch.loss_mask is not None
     assert batch.loss_mask.sum(1).tolist() == [5, 5, 0, 0]
+    assert batch.is_real is not None
+    assert batch.is_real.sum(1).tolist() == [5, 5, 0, 0]
     trained = samples.read(datasets.train, np.arange(16)).tokens[:, 0]
     assert sorted(trained.tolist()) == list(range(0, 96, 6))
     assert sorted(batch.tokens[:2, 0].tolist()) == [96, 102]

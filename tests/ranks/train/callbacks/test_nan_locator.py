@@ -217,6 +217,18 @@ def test_compiled_layers_do_not_hide_the_first_bad_part(layout: str, backend: st
     assert ranks == [(expected, 0)] * num_ranks
 
 
+def test_layers_that_add_terms_to_the_loss_are_named() -> None:
+    """The terms of routers and of later tokens are means over other tokens than the loss of the next one."""
+    config = _config("pp2")
+    terms = {"num_experts": 4, "moe_layer_freq": (1, 0), "mtp_num_layers": 1}
+    config = replace(config, model=replace(config.model, **terms))
+    place = "layers.1.mlp in microbatch 2 (samples 12 to 13)"
+    for found, as_reported in run_ranks(_run, config.parallel.mesh, 2, config, "layers.1.mlp", 13, _with_nan):
+        assert as_reported
+        texts = [text for _, text in found]
+        assert texts == [None, f"the loss is nan, first in {place}; the update was skipped", None]
+
+
 def test_a_spike_names_the_microbatch_and_what_stands_out_in_it() -> None:
     """Test sample 85: it is in the eleventh iteration, the first with ten losses before it."""
     results = _results("pp2", "final_norm", 85, _grown, 12, check_for_spiky_loss=True, spiky_loss_factor=1.5)
