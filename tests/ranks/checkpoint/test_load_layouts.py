@@ -68,7 +68,7 @@ CHAINS = [
     ("llama-tiny, ema", "fp64", "pp2 uneven, tp2 dp2 zero3, tp2 sequence parallel"),
     ("llama-tiny, muon", "fp64", "pp2 uneven, tp2 dp2 zero1, tp2 sequence parallel"),
     ("bloom-tiny", "fp64", "pp2 uneven, tp4, tp2 sequence parallel"),
-    ("gpt-tiny, ema", "bf16", "tp2 pp2, tp2 pp2, tp2 dp2 zero3, tp2 sequence parallel"),
+    ("gpt-tiny, ema", "bf16", "tp2 sequence parallel, tp2 sequence parallel, tp2 dp2 zero3, pp2 uneven"),
     ("llama-tiny", "fp16", "pp2 uneven, tp2 dp2 zero1, tp2 sequence parallel"),
     (
         *("gpt-tiny", "bf16"),
