@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp4": {"tensor_model_parallel_size": 4},
     "tp2 pp2": TP2_PP2,
     "pp4": {"pipeline_model_parallel_size": 4},
+    "pp2": {"pipeline_model_parallel_size": 2},
     "pp2 uneven": {"pipeline_model_parallel_size": 2, "pipeline_layers": [3, 1]},
     "pp2 interleaved": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
     "pp2 zb-v": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
@@ -65,18 +66,22 @@ CHAINS = [
         *("gpt-tiny", "fp64"),
         "one rank, tp4, pp2 uneven, dp2 zero2, tp2 dp2 zero3, pp2 zb-v, pp2 dp2 zero3, tp2 pp2, one rank",
     ),
-    ("llama-tiny, ema", "fp64", "pp2 uneven, tp2 dp2 zero3, tp2 sequence parallel"),
-    ("llama-tiny, muon", "fp64", "pp2 uneven, tp2 dp2 zero1, tp2 sequence parallel"),
-    ("bloom-tiny", "fp64", "pp2 uneven, tp4, tp2 sequence parallel"),
-    ("gpt-tiny, ema", "bf16", "tp2 sequence parallel, tp2 sequence parallel, tp2 dp2 zero3, pp2 uneven"),
-    ("llama-tiny", "fp16", "pp2 uneven, tp2 dp2 zero1, tp2 sequence parallel"),
+    ("llama-tiny, 2 layers, ema", "fp64", "pp2, tp2 dp2 zero3, tp2 sequence parallel"),
+    ("llama-tiny, 2 layers, muon", "fp64", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
+    ("bloom-tiny, 2 layers", "fp64", "pp2, tp4, tp2 sequence parallel"),
+    ("gpt-tiny, 2 layers, ema", "bf16", "tp2 sequence parallel, tp2 sequence parallel, tp2 dp2 zero3, pp2"),
+    ("llama-tiny, 2 layers", "fp16", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
     (
-        *("gpt-tiny", "bf16"),
+        *("gpt-tiny, 2 layers", "bf16"),
         "dp2 zero1, one rank, dp2 zero2, dp4 zero2 shard2, dp4 zero2 shard2, dp4 zero3 shard2, "
         "dp4 zero3 shard2, dp2 zero3, dp2 zero3, dp2, dp2 zero1",
     ),
-    ("gpt-tiny", "fp32", "dp4 zero1, dp4 zero3 shard2, dp4 zero1 shard2, dp2 zero3, one rank, dp2 zero3"),
-    ("gpt-tiny", "fp16", "dp2 zero2, dp3 zero3, dp2"),
+    (
+        "gpt-tiny, 2 layers",
+        "fp32",
+        "dp4 zero1, dp4 zero3 shard2, dp4 zero1 shard2, dp2 zero3, one rank, dp2 zero3",
+    ),
+    ("gpt-tiny, 2 layers", "fp16", "dp2 zero2, dp3 zero3, dp2"),
     *(
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
@@ -94,15 +99,20 @@ CHAINS = [
 
 def config_of(preset: str, layout: Layout, dtype: str, load: Path, save: Path, batch_size: int = 4) -> Config:
     """A vocabulary that each tp pads to another size: 101, 102 and 104 rows."""
-    preset, _, option = preset.partition(", ")
+    preset, *options = preset.split(", ")
     optimizer = OptimizerConfig(
         lr=1e-2,
         initial_loss_scale=2.0**10,
-        optimizer="muon" if option == "muon" else "adam",
-        ema_decay=0.9 if option == "ema" else None,
+        optimizer="muon" if "muon" in options else "adam",
+        ema_decay=0.9 if "ema" in options else None,
     )
     micro_batch_size = math.gcd(2, batch_size // layout.get("data_parallel_size", 1))
-    model = dataclasses.replace(PRESETS[preset], vocab_size=101, make_vocab_size_divisible_by=1)
+    model = dataclasses.replace(
+        PRESETS[preset],
+        num_layers=2 if "2 layers" in options else 4,
+        vocab_size=101,
+        make_vocab_size_divisible_by=1,
+    )
     return Config(
         model=dataclasses.replace(model, seq_length=16, params_dtype=dtype),
         parallel=ParallelConfig(**layout, ddp_bucket_size=20000),
@@ -238,7 +248,7 @@ def test_each_layout_loads_what_another_saved(tmp_path: Path, preset: str, dtype
 
 
 def test_what_is_held_alike_is_saved_once(tmp_path: Path) -> None:
-    config = config_of("gpt-tiny", TP2_PP2, "fp64", tmp_path / "none", tmp_path)
+    config = config_of("gpt-tiny, 2 layers", TP2_PP2, "fp64", tmp_path / "none", tmp_path)
     ranks = run_ranks(run, config.mesh, 4, config, 0)
     manifest = read_manifest(tmp_path / "iter_0000000")
     files = {name: [piece.file for piece in pieces] for name, pieces in manifest.tensors.items()}
@@ -253,7 +263,7 @@ def test_the_padding_of_the_vocabulary_is_free(tmp_path: Path, one_rank) -> None
     for number, padding in enumerate(({}, {"pad_vocab_size_to": 150}, {"make_vocab_size_divisible_by": 7})):
         load, save = tmp_path / f"{number - 1}", tmp_path / f"{number}"
         save.mkdir()
-        config = config_of("gpt-tiny", {}, "fp64", load, save)
+        config = config_of("gpt-tiny, 2 layers", {}, "fp64", load, save)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **padding))
         losses.append(run(one_rank, config, 0 if number else 2)[1])
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
@@ -264,11 +274,11 @@ def initial(topology, config: Config) -> Pieces:
 
 
 def test_initial_main_weights_are_drawn_in_fp32(tmp_path: Path, one_rank) -> None:
-    exact = full_tensors([initial(one_rank, config_of("gpt-tiny", {}, "fp32", tmp_path, tmp_path))])
+    exact = full_tensors([initial(one_rank, config_of("gpt-tiny, 2 layers", {}, "fp32", tmp_path, tmp_path))])
     names = [name.removeprefix("model.") for name in exact if name.startswith("model.")]
     assert names
     for layout in ("dp2 zero1", "dp2 zero3"):
-        config = config_of("gpt-tiny", LAYOUTS[layout], "bf16", tmp_path, tmp_path)
+        config = config_of("gpt-tiny, 2 layers", LAYOUTS[layout], "bf16", tmp_path, tmp_path)
         rounded = full_tensors(run_ranks(initial, config.mesh, 2, config))
         for name in names:
             assert torch.equal(rounded[f"optimizer.{name}.main"], exact[f"model.{name}"])
@@ -287,7 +297,7 @@ def evaluate_and_load(topology, config: Config) -> tuple[float, float, float]:
 
 
 def test_weights_that_an_evaluation_left_whole_are_not_used_again(tmp_path: Path) -> None:
-    config = config_of("gpt-tiny", LAYOUTS["dp2 zero3"], "fp32", tmp_path, tmp_path)
+    config = config_of("gpt-tiny, 2 layers", LAYOUTS["dp2 zero3"], "fp32", tmp_path, tmp_path)
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_iters=1))
     for saved, later, loaded in run_ranks(evaluate_and_load, config.mesh, 2, config):
         assert saved == loaded != later

@@ -46,7 +46,7 @@ def test_a_run_resumes_from_any_place_in_any(dtype: str, rows: list[tuple[str, s
             folder.mkdir()
         sources = [tmp_path / f"{name}{number - 1}" for name in ("offloaded", "plain")]
         plain, offloaded = (
-            config_of("gpt-tiny", LAYOUTS[layout], dtype, *pair)
+            config_of("gpt-tiny, 2 layers", LAYOUTS[layout], dtype, *pair)
             for pair in zip(sources, folders, strict=True)
         )
         fields = {"file": {"optimizer_nvme_offload": str(disk)}, "memory": {"optimizer_cpu_offload": True}}
