@@ -89,8 +89,8 @@ CHAINS = [
             ("llama-tiny", "fp64", "tp2 pp2, tp4, pp2 zb-v, tp2 pp2"),
             ("bloom-tiny", "fp64", "tp2 pp2, pp2 dp2 zero1, tp2 pp2"),
             ("gpt-tiny, ema", "bf16", "tp2 pp2, tp4, tp2 pp2"),
-            ("gpt-tiny", "fp32", WAYS_TO_SHARE),
-            ("gpt-tiny", "fp16", WAYS_TO_SHARE),
+            ("gpt-tiny, 2 layers", "fp32", WAYS_TO_SHARE),
+            ("gpt-tiny, 2 layers", "fp16", WAYS_TO_SHARE),
         )
     ),
 ]
@@ -142,12 +142,12 @@ def run(topology, config: Config, num_before: int) -> tuple[Pieces, float, Piece
     Returns:
         The pieces of this rank as saved, the last iteration's loss, and the pieces at the end.
     """
-    trainer = start_trainer(config, topology)
-    assert (trainer.load() is not None) is Path(config.checkpoint.load or "").exists()
-    for _ in range(num_before):
-        trainer.step()
-    trainer.save()
-    return pieces_of(trainer), trainer.step().loss, pieces_of(trainer)
+    with start_trainer(config, topology) as trainer:
+        assert (trainer.load() is not None) is Path(config.checkpoint.load or "").exists()
+        for _ in range(num_before):
+            trainer.step()
+        trainer.save()
+        return pieces_of(trainer), trainer.step().loss, pieces_of(trainer)
 
 
 def pieces_of(trainer: Trainer) -> Pieces:
@@ -270,7 +270,8 @@ def test_the_padding_of_the_vocabulary_is_free(tmp_path: Path, one_rank) -> None
 
 
 def initial(topology, config: Config) -> Pieces:
-    return pieces_of(start_trainer(config, topology))
+    with start_trainer(config, topology) as trainer:
+        return pieces_of(trainer)
 
 
 def test_initial_main_weights_are_drawn_in_fp32(tmp_path: Path, one_rank) -> None:
@@ -287,13 +288,13 @@ def test_initial_main_weights_are_drawn_in_fp32(tmp_path: Path, one_rank) -> Non
 
 def evaluate_and_load(topology, config: Config) -> tuple[float, float, float]:
     """Validation losses of what is saved, of the weights an iteration later, and of what is loaded."""
-    trainer = start_trainer(config, topology)
-    saved = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
-    trainer.save()
-    trainer.step()
-    later = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
-    assert trainer.load()
-    return saved, later, trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+    with start_trainer(config, topology) as trainer:
+        saved = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+        trainer.save()
+        trainer.step()
+        later = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+        assert trainer.load()
+        return saved, later, trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
 
 
 def test_weights_that_an_evaluation_left_whole_are_not_used_again(tmp_path: Path) -> None:

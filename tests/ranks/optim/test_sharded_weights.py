@@ -311,7 +311,7 @@ def test_layers_are_whole_as_long_as_it_is_chosen(choice: str, num_whole: int) -
 @pytest.mark.parametrize("hidden_size", [20, 4], ids=["uneven rows", "a rank without rows"])
 def test_rows_need_not_divide(hidden_size: int) -> None:
     """Three ranks have 7, 7 and 6 of 20 rows, and 2, 2 and none of 4."""
-    model = replace(MODEL, hidden_size=hidden_size, num_attention_heads=2, params_dtype="fp64")
+    model = replace(MODEL, num_layers=2, hidden_size=hidden_size, num_attention_heads=2, params_dtype="fp64")
     run = record_run(config_of(3, model, batch=6), 2, 3)
     one = config_of(1, model, batch=6)
     reference = record_run(replace(one, training=replace(one.training, micro_batch_size=2)), 2, 1)
