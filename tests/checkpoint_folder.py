@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.checkpoint.folder import LATEST, name_of
 from megalite.checkpoint.manifest import INDEX, RUN, SUMS, seal
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import FilePiece, write_file
+from megalite.distributed.topology import Topology
 
 FULL = torch.arange(24, dtype=torch.float64).view(4, 6)
 """The tensor `cut`."""
@@ -64,6 +66,22 @@ def write_checkpoint(
     seal(folder, told | dict(description or {}), "model: {}\n", records)
     (save / LATEST).write_text(f"{name_of(iteration)}\n")
     return folder
+
+
+def write_dcp(topology: Topology, tensors: Mapping[str, Tensor], folder: Path, as_shards: bool) -> bool:
+    """Save the tensors with DCP, cut by rows or columns over the ranks."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (topology.world_size,))
+    state = {}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        cuts = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
+        state[name] = distribute_tensor(tensor, mesh, [cuts[number % len(cuts)]])
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True) if as_shards else None
+    dcp.save(state, storage_writer=writer, checkpoint_id=None if writer else folder)
+    return True
 
 
 def make_pipe(file: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -63,5 +62,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of an operator's arguments or results, faster than by torch's pytree."""
+    if isinstance(tree, torch.Tensor):
+        yield tree.untyped_storage()
+    elif isinstance(tree, (tuple, list, dict)):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _storages(each)

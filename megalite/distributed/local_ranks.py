@@ -189,6 +189,7 @@ def _serve(connection: Connection) -> None:
             _answer(connection, *pickle.loads(call))
             call = connection.recv_bytes()
             gc.collect()  # the process groups of the last run, which have threads and sockets
+            gc.freeze()  # what the last run imported; each collection would visit it again
 
 
 def _answer(

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.gpu_check.saves import CASES, SMALL_MODEL, Case, Compared, compare_saves, config_of
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.config import Config
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
+from tests.live_ranks import run_ranks
 
 
 def compare_with_slow_copies(topology: Topology, config: Config, is_protected: bool) -> Compared:

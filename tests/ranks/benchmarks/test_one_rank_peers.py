@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.local_ranks import LocalRanks
 from megalite.distributed.topology import Topology
 
 GPT = ModelConfig(
@@ -51,9 +52,16 @@ def steps_of(topology: Topology, config: Config, names: list[str]) -> dict[str, 
     return found
 
 
-def check_same(model: ModelConfig, names: list[str], tolerance: float) -> None:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LocalRanks]:
+    """A rank that imports each framework once; it starts in a test, where it can import the scripts."""
+    with LocalRanks() as ranks:
+        yield ranks
+
+
+def check_same(ranks: LocalRanks, model: ModelConfig, names: list[str], tolerance: float) -> None:
     config = config_of(model)
-    found = run_ranks(steps_of, config.parallel.mesh, 1, config, ["megalite", *names])[0]
+    (found,) = ranks.run(steps_of, config.parallel.mesh, 1, config, ["megalite", *names])
     count, losses = found["megalite"]
     assert abs(losses[0] - losses[-1]) > 0.05  # the updates are seen
     for name in names:
@@ -61,17 +69,17 @@ def check_same(model: ModelConfig, names: list[str], tolerance: float) -> None:
         assert found[name][1] == pytest.approx(losses, rel=tolerance), name
 
 
-def test_gpt_in_pytorch_and_transformers() -> None:
-    check_same(GPT, ["plain", "transformers"], 1e-4)
+def test_gpt_in_pytorch_and_transformers(ranks: LocalRanks) -> None:
+    check_same(ranks, GPT, ["plain", "transformers"], 1e-4)
 
 
-def test_llama_in_transformers() -> None:
-    check_same(LLAMA, ["transformers"], 1e-4)
+def test_llama_in_transformers(ranks: LocalRanks) -> None:
+    check_same(ranks, LLAMA, ["transformers"], 1e-4)
 
 
 @pytest.mark.slow  # its import alone takes seconds
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
-def test_megatron(model: ModelConfig, dtype: str) -> None:
+def test_megatron(ranks: LocalRanks, model: ModelConfig, dtype: str) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    check_same(replace(model, params_dtype=dtype), ["megatron"], 1e-4 if dtype == "fp32" else 5e-3)
+    check_same(ranks, replace(model, params_dtype=dtype), ["megatron"], 1e-4 if dtype == "fp32" else 5e-3)

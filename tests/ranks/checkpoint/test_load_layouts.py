@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,81 +24,103 @@ from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.trainer import Trainer, start_trainer
 from tests.live_ranks import run_ranks
 
-NUM_ITERATIONS = 2
 Layout = dict[str, Any]
 TP2_PP2: Layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-ONE: Layout = {}
+TP2_DP2: Layout = {"tensor_model_parallel_size": 2, "data_parallel_size": 2}
+PP2_DP2: Layout = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
+DP4_SHARD2: Layout = {"data_parallel_size": 4, "data_parallel_shard_degree": 2}
+GATHERED: Layout = {"overlap_param_gather": True}
 LAYOUTS: dict[str, Layout] = {
-    "one rank": ONE,
+    "one rank": {},
     "tp2 sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp4": {"tensor_model_parallel_size": 4},
+    "tp2 pp2": TP2_PP2,
     "pp4": {"pipeline_model_parallel_size": 4},
+    "pp2": {"pipeline_model_parallel_size": 2},
     "pp2 uneven": {"pipeline_model_parallel_size": 2, "pipeline_layers": [3, 1]},
     "pp2 interleaved": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved"},
     "pp2 zb-v": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"},
     "dp2": {"data_parallel_size": 2},
-    "dp2 zero1": {"data_parallel_size": 2, "zero_stage": 1},
-    "dp2 zero2": {"data_parallel_size": 2, "zero_stage": 2},
+    "dp2 zero1": {"data_parallel_size": 2, "zero_stage": 1, **GATHERED},
+    "dp2 zero2": {"data_parallel_size": 2, "zero_stage": 2, **GATHERED},
     "dp2 zero3": {"data_parallel_size": 2, "zero_stage": 3},
-    "tp2 dp2 zero1": {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 1},
-    "pp2 dp2 zero1": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 1},
-    "tp2 dp2 zero3": {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
-    "pp2 interleaved dp2 zero2": {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": "interleaved",
-        "data_parallel_size": 2,
-        "zero_stage": 2,
-    },
-    "tp2 pp2 dp2 zero1": {**TP2_PP2, "data_parallel_size": 2, "zero_stage": 1},
-    "pp2 zb-v dp2 zero3": {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": "zb-v",
-        "data_parallel_size": 2,
-        "zero_stage": 3,
-    },
-    "pp2 dp2 zero3": {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
+    "dp3 zero3": {"data_parallel_size": 3, "zero_stage": 3},
+    "dp4 zero1": {"data_parallel_size": 4, "zero_stage": 1, **GATHERED},
     "dp4 zero3": {"data_parallel_size": 4, "zero_stage": 3},
+    "dp4 zero1 shard2": {**DP4_SHARD2, "zero_stage": 1, **GATHERED},
+    "dp4 zero2 shard2": {**DP4_SHARD2, "zero_stage": 2, **GATHERED},
+    "dp4 zero3 shard2": {**DP4_SHARD2, "zero_stage": 3},
+    "tp2 dp2 zero1": {**TP2_DP2, "zero_stage": 1},
+    "tp2 dp2 zero3": {**TP2_DP2, "zero_stage": 3},
+    "pp2 dp2 zero1": {**PP2_DP2, "zero_stage": 1},
+    "pp2 dp2 zero3": {**PP2_DP2, "zero_stage": 3},
+    "pp2 interleaved dp2 zero2": {**PP2_DP2, "pipeline_schedule": "interleaved", "zero_stage": 2},
+    "pp2 zb-v dp2 zero3": {**PP2_DP2, "pipeline_schedule": "zb-v", "zero_stage": 3},
+    "tp2 pp2 dp2 zero1": {**TP2_PP2, "data_parallel_size": 2, "zero_stage": 1},
 }
-FAST = ("one rank", "tp4", "pp2 uneven", "pp2 zb-v", "dp2 zero2", "tp2 dp2 zero3", "pp2 dp2 zero3")
-"""The whole table is for the slow tests."""
-CASES = [
-    *(
-        pytest.param("gpt-tiny", name, "fp64", marks=[] if name in FAST else pytest.mark.slow)
-        for name in LAYOUTS
+WAYS_TO_SHARE = (
+    "dp2 zero1, one rank, dp2 zero2, dp4 zero1, dp4 zero3 shard2, dp4 zero1 shard2, dp2 zero3, dp2"
+)
+CHAINS = [
+    (
+        *("gpt-tiny", "fp64"),
+        "one rank, tp4, pp2 uneven, dp2 zero2, tp2 dp2 zero3, pp2 zb-v, pp2 dp2 zero3, tp2 pp2, one rank",
     ),
-    ("llama-tiny, ema", "tp2 dp2 zero3", "fp64"),
-    ("bloom-tiny", "tp4", "fp64"),
-    ("llama-tiny, muon", "tp2 dp2 zero1", "fp64"),
-    ("gpt-tiny, ema", "tp2 dp2 zero3", "bf16"),
-    ("llama-tiny", "tp2 dp2 zero1", "fp16"),
+    ("llama-tiny, 2 layers, ema", "fp64", "pp2, tp2 dp2 zero3, tp2 sequence parallel"),
+    ("llama-tiny, 2 layers, muon", "fp64", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
+    ("bloom-tiny, 2 layers", "fp64", "pp2, tp4, tp2 sequence parallel"),
+    ("gpt-tiny, 2 layers, ema", "bf16", "tp2 sequence parallel, tp2 sequence parallel, tp2 dp2 zero3, pp2"),
+    ("llama-tiny, 2 layers", "fp16", "pp2, tp2 dp2 zero1, tp2 sequence parallel"),
+    (
+        *("gpt-tiny, 2 layers", "bf16"),
+        "dp2 zero1, one rank, dp2 zero2, dp4 zero2 shard2, dp4 zero2 shard2, dp4 zero3 shard2, "
+        "dp4 zero3 shard2, dp2 zero3, dp2 zero3, dp2, dp2 zero1",
+    ),
+    (
+        "gpt-tiny, 2 layers",
+        "fp32",
+        "dp4 zero1, dp4 zero3 shard2, dp4 zero1 shard2, dp2 zero3, one rank, dp2 zero3",
+    ),
+    ("gpt-tiny, 2 layers", "fp16", "dp2 zero2, dp3 zero3, dp2"),
     *(
         pytest.param(*row, marks=pytest.mark.slow)
         for row in (
-            ("llama-tiny", "tp4", "fp64"),
-            ("llama-tiny", "pp2 zb-v", "fp64"),
-            ("bloom-tiny", "pp2 dp2 zero1", "fp64"),
-            ("gpt-tiny, ema", "tp4", "bf16"),
+            ("gpt-tiny", "fp64", ", ".join(name for name in [*LAYOUTS, "one rank"] if "dp3" not in name)),
+            ("llama-tiny", "fp64", "tp2 pp2, tp4, pp2 zb-v, tp2 pp2"),
+            ("bloom-tiny", "fp64", "tp2 pp2, pp2 dp2 zero1, tp2 pp2"),
+            ("gpt-tiny, ema", "bf16", "tp2 pp2, tp4, tp2 pp2"),
+            ("gpt-tiny, 2 layers", "fp32", WAYS_TO_SHARE),
+            ("gpt-tiny, 2 layers", "fp16", WAYS_TO_SHARE),
         )
     ),
 ]
+"""Preset, precision, and the layouts that load from one another."""
 
 
-def config_of(preset: str, layout: Layout, dtype: str, load: Path, save: Path) -> Config:
+def config_of(preset: str, layout: Layout, dtype: str, load: Path, save: Path, batch_size: int = 4) -> Config:
     """A vocabulary that each tp pads to another size: 101, 102 and 104 rows."""
-    preset, _, option = preset.partition(", ")
+    preset, *options = preset.split(", ")
     optimizer = OptimizerConfig(
         lr=1e-2,
         initial_loss_scale=2.0**10,
-        optimizer="muon" if option == "muon" else "adam",
-        ema_decay=0.9 if option == "ema" else None,
+        optimizer="muon" if "muon" in options else "adam",
+        ema_decay=0.9 if "ema" in options else None,
     )
-    model = dataclasses.replace(PRESETS[preset], vocab_size=101, make_vocab_size_divisible_by=1)
+    micro_batch_size = math.gcd(2, batch_size // layout.get("data_parallel_size", 1))
+    model = dataclasses.replace(
+        PRESETS[preset],
+        num_layers=2 if "2 layers" in options else 4,
+        vocab_size=101,
+        make_vocab_size_divisible_by=1,
+    )
     return Config(
         model=dataclasses.replace(model, seq_length=16, params_dtype=dtype),
         parallel=ParallelConfig(**layout, ddp_bucket_size=20000),
         optimizer=optimizer,
         data=DataConfig(mock_data=True),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=8, eval_iters=0),
+        training=TrainingConfig(
+            micro_batch_size=micro_batch_size, global_batch_size=batch_size, train_iters=8, eval_iters=0
+        ),
         checkpoint=CheckpointConfig(save=str(save), load=str(load)),
     )
 
@@ -113,15 +136,18 @@ Ranks = list[Pieces]
 """By rank and name."""
 
 
-def run(topology, config: Config, num_before: int, num_after: int):
-    """Loads or trains, saves, and continues: its pieces as saved, the last losses, and pieces at the end."""
-    trainer = start_trainer(config, topology)
-    assert (trainer.load() is not None) is (num_before == 0)
-    for _ in range(num_before):
-        trainer.step()
-    trainer.save()
-    pieces = pieces_of(trainer)
-    return pieces, [trainer.step().loss for _ in range(num_after)], pieces_of(trainer)
+def run(topology, config: Config, num_before: int) -> tuple[Pieces, float, Pieces]:
+    """Load if there is something to load, train, save, and train one more iteration.
+
+    Returns:
+        The pieces of this rank as saved, the last iteration's loss, and the pieces at the end.
+    """
+    with start_trainer(config, topology) as trainer:
+        assert (trainer.load() is not None) is Path(config.checkpoint.load or "").exists()
+        for _ in range(num_before):
+            trainer.step()
+        trainer.save()
+        return pieces_of(trainer), trainer.step().loss, pieces_of(trainer)
 
 
 def pieces_of(trainer: Trainer) -> Pieces:
@@ -162,26 +188,6 @@ def full_tensors(ranks: Ranks) -> dict[str, torch.Tensor]:
     }
 
 
-Saved = tuple[Path, Ranks, list[float], Ranks]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """By preset and dtype: what each rank of tp 2 x pp 2 saved, and the undisturbed rest: losses and end."""
-    known: dict[tuple[str, str], Saved] = {}
-
-    def of(preset: str, dtype: str) -> Saved:
-        if (preset, dtype) not in known:
-            folder = tmp_path_factory.mktemp(preset)
-            config = config_of(preset, TP2_PP2, dtype, folder / "none", folder)
-            ranks = run_ranks(run, config.mesh, 4, config, NUM_ITERATIONS, NUM_ITERATIONS)
-            before, losses, after = zip(*ranks, strict=True)
-            known[preset, dtype] = folder, list(before), losses[-1], list(after)
-        return known[preset, dtype]
-
-    return of
-
-
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -197,58 +203,107 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - tensor).abs().max() <= 1e-11 * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize(("preset", "layout", "dtype"), CASES)
-def test_there_and_back(tmp_path: Path, saved, preset: str, layout: str, dtype: str) -> None:
-    folder, saved_ranks, losses, ranks_at_end = saved(preset, dtype)
-    expected = full_tensors(saved_ranks)
-    there = config_of(preset, LAYOUTS[layout], dtype, folder, tmp_path)
-    ranks = run_ranks(run, there.mesh, world_size(there.parallel), there, 0, NUM_ITERATIONS)
-    assert_same(full_tensors([rank[0] for rank in ranks]), expected)
-    tolerance = {"fp64": 1e-12, "bf16": 5e-3, "fp16": 1e-3}[dtype]
-    assert ranks[-1][1] == pytest.approx(losses, rel=tolerance)
-    if dtype == "fp64":
-        assert_close(full_tensors([rank[2] for rank in ranks]), full_tensors(ranks_at_end))
-    back = config_of(preset, TP2_PP2, dtype, tmp_path, tmp_path / "back")
-    ranks = run_ranks(run, back.mesh, 4, back, 0, 0)
-    assert_same(full_tensors([rank[0] for rank in ranks]), expected)
-
-
-def test_the_same_layout_goes_on_bitwise(tmp_path: Path, saved) -> None:
-    folder, saved_ranks, losses, ranks_at_end = saved("gpt-tiny, ema", "bf16")
-    config = config_of("gpt-tiny, ema", TP2_PP2, "bf16", folder, tmp_path)
-    ranks = run_ranks(run, config.mesh, 4, config, 0, NUM_ITERATIONS)
-    assert ranks[-1][1] == losses
-    for (before, _, after), *expected in zip(ranks, saved_ranks, ranks_at_end, strict=True):
-        assert_bitwise(before, expected[0])
-        assert_bitwise(after, expected[1])
-
-
-def assert_bitwise(
-    pieces: dict[str, Piece | torch.Tensor], expected: dict[str, Piece | torch.Tensor]
-) -> None:
+def assert_bitwise(ranks: Ranks, expected_ranks: Ranks) -> None:
     """Padding too."""
-    assert pieces.keys() == expected.keys()
-    for name, piece in expected.items():
-        assert torch.equal(pieces[name][0], piece[0]) if isinstance(piece, tuple) else pieces[name] == piece
+    for pieces, expected in zip(ranks, expected_ranks, strict=True):
+        assert pieces.keys() == expected.keys()
+        for name, piece in expected.items():
+            pair = (pieces[name][0], piece[0]) if isinstance(piece, tuple) else (pieces[name], piece)
+            assert torch.equal(*pair), name
 
 
-def test_what_is_held_alike_is_saved_once(tmp_path: Path, saved) -> None:
-    folder, saved_ranks, *_ = saved("gpt-tiny", "fp64")
-    (checkpoint,) = folder.glob("iter_*")
-    manifest = read_manifest(checkpoint)
-    stages = {name: [piece.file for piece in pieces] for name, pieces in manifest.tensors.items()}
-    assert stages.keys() == set().union(*saved_ranks)
-    assert stages["model.layers.0.attention_norm.weight"] == ["pp_00_tp_00.safetensors"]
-    assert len(stages["model.layers.0.mlp.up.weight"]) == 2
-    assert len(stages["model.embedding.word.weight"]) == 4  # on the first and the last stage
+@pytest.mark.parametrize(("preset", "dtype", "names"), CHAINS)
+def test_each_layout_loads_what_another_saved(tmp_path: Path, preset: str, dtype: str, names: str) -> None:
+    """The first layout trains. Each later one loads and saves the same bits, and trains on alike."""
+    known: dict[str, tuple[float, Ranks, Ranks]] = {}
+    previous = None
+    for number, name in enumerate(names.split(", ")):
+        load, save = tmp_path / f"{number - 1}", tmp_path / f"{number}"
+        save.mkdir()
+        config = config_of(preset, LAYOUTS[name], dtype, load, save, 6 if "dp3" in names else 4)
+        if dtype == "fp16":  # the first updates overflow, and the scale that is saved is not the initial one
+            optimizer = dataclasses.replace(config.optimizer, initial_loss_scale=2.0**20, hysteresis=1)
+            config = dataclasses.replace(config, optimizer=optimizer)
+        ranks = run_ranks(run, config.mesh, world_size(config.parallel), config, 0 if number else 3)
+        saved, losses, ends = (list(each) for each in zip(*ranks, strict=True))
+        if number == 0:
+            expected, expected_loss, expected_end = full_tensors(saved), losses[-1], full_tensors(ends)
+        assert_same(full_tensors(saved), expected)
+        tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}[dtype]
+        assert losses[-1] == pytest.approx(expected_loss, rel=tolerance)
+        if dtype == "fp64":
+            assert_close(full_tensors(ends), expected_end)
+        if name in known:  # a layout continues as itself bitwise
+            assert losses[-1] == known[name][0]
+            assert_same(full_tensors(ends), full_tensors(known[name][2]))
+        if name == previous:
+            assert_bitwise(saved, known[name][1])
+            assert_bitwise(ends, known[name][2])
+        known[name] = losses[-1], saved, ends
+        previous = name
+    assert expected["optimizer.num_steps"] > 0
+    assert expected.get("optimizer.loss_scaler.scale", 0.0) < 2.0**20
+    assert ("optimizer.loss_scaler.scale" in expected) is (dtype == "fp16")
+    assert any(name.endswith(".main") for name in expected) is (dtype in ("bf16", "fp16"))
+    for name, main in expected.items():
+        if name.endswith(".main"):
+            weight = expected[name.removesuffix(".main").replace("optimizer.", "model.", 1)]
+            assert main.dtype == torch.float32
+            assert torch.equal(weight, main.to(weight.dtype))
 
 
-@pytest.mark.parametrize(
-    "padding", [{"pad_vocab_size_to": 150}, {"make_vocab_size_divisible_by": 7}], ids=str
-)
-def test_the_padding_of_the_vocabulary_is_free(tmp_path: Path, saved, padding) -> None:
-    folder, _, losses, _ = saved("gpt-tiny", "fp64")
-    config = config_of("gpt-tiny", ONE, "fp64", folder, tmp_path)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **padding))
-    ((_, resumed, _),) = run_ranks(run, config.mesh, 1, config, 0, NUM_ITERATIONS)
-    assert resumed == pytest.approx(losses, rel=1e-12)
+def test_what_is_held_alike_is_saved_once(tmp_path: Path) -> None:
+    config = config_of("gpt-tiny, 2 layers", TP2_PP2, "fp64", tmp_path / "none", tmp_path)
+    ranks = run_ranks(run, config.mesh, 4, config, 0)
+    manifest = read_manifest(tmp_path / "iter_0000000")
+    files = {name: [piece.file for piece in pieces] for name, pieces in manifest.tensors.items()}
+    assert files.keys() == set().union(*(saved for saved, *_ in ranks))
+    assert files["model.layers.0.attention_norm.weight"] == ["pp_00_tp_00.safetensors"]
+    assert len(files["model.layers.0.mlp.up.weight"]) == 2
+    assert len(files["model.embedding.word.weight"]) == 4  # on the first and the last stage
+
+
+def test_the_padding_of_the_vocabulary_is_free(tmp_path: Path, one_rank) -> None:
+    losses = []
+    for number, padding in enumerate(({}, {"pad_vocab_size_to": 150}, {"make_vocab_size_divisible_by": 7})):
+        load, save = tmp_path / f"{number - 1}", tmp_path / f"{number}"
+        save.mkdir()
+        config = config_of("gpt-tiny, 2 layers", {}, "fp64", load, save)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **padding))
+        losses.append(run(one_rank, config, 0 if number else 2)[1])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
+
+
+def initial(topology, config: Config) -> Pieces:
+    with start_trainer(config, topology) as trainer:
+        return pieces_of(trainer)
+
+
+def test_initial_main_weights_are_drawn_in_fp32(tmp_path: Path, one_rank) -> None:
+    exact = full_tensors([initial(one_rank, config_of("gpt-tiny, 2 layers", {}, "fp32", tmp_path, tmp_path))])
+    names = [name.removeprefix("model.") for name in exact if name.startswith("model.")]
+    assert names
+    for layout in ("dp2 zero1", "dp2 zero3"):
+        config = config_of("gpt-tiny, 2 layers", LAYOUTS[layout], "bf16", tmp_path, tmp_path)
+        rounded = full_tensors(run_ranks(initial, config.mesh, 2, config))
+        for name in names:
+            assert torch.equal(rounded[f"optimizer.{name}.main"], exact[f"model.{name}"])
+            assert torch.equal(rounded[f"model.{name}"], exact[f"model.{name}"].bfloat16())
+
+
+def evaluate_and_load(topology, config: Config) -> tuple[float, float, float]:
+    """Validation losses of what is saved, of the weights an iteration later, and of what is loaded."""
+    with start_trainer(config, topology) as trainer:
+        saved = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+        trainer.save()
+        trainer.step()
+        later = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+        assert trainer.load()
+        return saved, later, trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+
+
+def test_weights_that_an_evaluation_left_whole_are_not_used_again(tmp_path: Path) -> None:
+    config = config_of("gpt-tiny, 2 layers", LAYOUTS["dp2 zero3"], "fp32", tmp_path, tmp_path)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, eval_iters=1))
+    for saved, later, loaded in run_ranks(evaluate_and_load, config.mesh, 2, config):
+        assert saved == loaded != later

@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from torch import Tensor
 
-from tests.ranks.train.test_resume import DP2_ZERO1, DP2_ZERO3, TP2, Layout, run_of, saved_by, taken_by
+from megalite.config import Config
+from tests.live_ranks import run_ranks
+from tests.ranks.checkpoint.test_load_layouts import (
+    LAYOUTS,
+    Pieces,
+    assert_bitwise,
+    assert_same,
+    config_of,
+    full_tensors,
+    run,
+)
 
 
-def _offload(place: str, folder: Path) -> dict[str, Any]:
-    if place == "file":
-        return {"optimizer_nvme_offload": str(folder)}
-    return {"optimizer_cpu_offload": True} if place == "memory" else {}
+def run_both(topology, plain: Config, offloaded: Config, num_before: int) -> Pieces:
+    """Run without and with offload: they save the same bits, and train on alike. Return what they save."""
+    saved, loss, end = run(topology, plain, num_before)
+    saved_too, loss_too, end_too = run(topology, offloaded, num_before)
+    assert_bitwise([saved_too, end_too], [saved, end])
+    assert loss_too == loss
+    return saved
 
 
 @pytest.mark.parametrize(
-    ("saved_layout", "saved", "layout", "loaded", "dtype"),
+    ("dtype", "rows"),
     [
-        (DP2_ZERO1, "file", TP2, "memory", "bf16"),
-        (DP2_ZERO1, "device", DP2_ZERO3, "file", "bf16"),
-        (TP2, "memory", DP2_ZERO1, "file", "fp32"),
-        (DP2_ZERO3, "file", DP2_ZERO1, "file", "bf16"),
+        ("bf16", [("dp2 zero1", "file"), ("tp2 sequence parallel", "memory"), ("dp2 zero3", "file")]),
+        ("fp32", [("tp2 sequence parallel", "memory"), ("dp2 zero1", "file")]),
     ],
 )
-def test_a_run_resumes_from_any_place_in_any(
-    saved_layout: Layout, saved: str, layout: Layout, loaded: str, dtype: str, tmp_path: Path
-) -> None:
-    folder, disk = tmp_path / "checkpoints", tmp_path / "disk"
-    folder.mkdir()
-    disk.mkdir()
-    contents = saved_by(run_of(folder, saved_layout, dtype, **_offload(saved, disk)))
-    expected = taken_by(run_of(folder, layout, dtype))
-    found = taken_by(run_of(folder, layout, dtype, **_offload(loaded, disk)))
-    assert contents.keys() == found.tensors.keys() == expected.tensors.keys()
-    assert all(found.tensors[name].equal(contents[name]) for name in contents)
-    assert (found.losses, found.rates) == (expected.losses, expected.rates)
-
-
-@pytest.mark.parametrize("place", ["memory", "file"])
-def test_a_save_after_a_load_has_what_was_loaded(place: str, tmp_path: Path) -> None:
-    folder, disk = tmp_path / "checkpoints", tmp_path / "disk"
-    folder.mkdir()
-    disk.mkdir()
-    contents = saved_by(run_of(folder, DP2_ZERO1))
-    again = run_of(folder, DP2_ZERO1, save=str(tmp_path / "again"), **_offload(place, disk))
-    taken_by(again, saves=True)
-    found = taken_by(run_of(folder, DP2_ZERO1, load=str(tmp_path / "again")))
-    assert all(found.tensors[name].equal(contents[name]) for name in contents)
+def test_a_run_resumes_from_any_place_in_any(dtype: str, rows: list[tuple[str, str]], tmp_path: Path) -> None:
+    """Runs with offload load what runs without it saved, and the other way round."""
+    expected: dict[str, Tensor] = {}
+    for number, (layout, place) in enumerate(rows):
+        disk, *folders = (tmp_path / f"{name}{number}" for name in ("disk", "plain", "offloaded"))
+        for folder in (disk, *folders):
+            folder.mkdir()
+        sources = [tmp_path / f"{name}{number - 1}" for name in ("offloaded", "plain")]
+        plain, offloaded = (
+            config_of("gpt-tiny, 2 layers", LAYOUTS[layout], dtype, *pair)
+            for pair in zip(sources, folders, strict=True)
+        )
+        fields = {"file": {"optimizer_nvme_offload": str(disk)}, "memory": {"optimizer_cpu_offload": True}}
+        offloaded = replace(offloaded, optimizer=replace(offloaded.optimizer, **fields[place]))
+        found = full_tensors(run_ranks(run_both, plain.mesh, 2, plain, offloaded, 0 if number else 2))
+        expected = expected or found
+        assert_same(found, expected)

@@ -3,7 +3,6 @@
 A CPU has no such GEMMs: their references run where a GPU would run them, in fp64.
 """
 
-import itertools
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,7 +90,8 @@ def difference(found, expected):
 
 def on_ranks(topology):
     errors, num_calls = {}, {}
-    for form, bias in itertools.product(FORMS, (True, False)):
+    for form in FORMS:
+        bias = sum(form[:3]) % 2 == 0  # each value with each of the form's values
         config = replace(MODEL, add_bias_linear=bias)
         expected = mlp(topology, config, *form[:3])
         with gelu_in_gemms() as calls:

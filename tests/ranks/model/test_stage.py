@@ -93,9 +93,11 @@ CHANGES = {
     "llama with layers without rope": {**LLAMA, "no_rope_freq": (2,), "rotary_interleaved": True},
     "mixed": {**LLAMA, "num_query_groups": 2, "add_bias_linear": True, "normalization": "LayerNorm"},
 }
-"""Models by name; with 4 tensor-parallel ranks those of 1 and 2 groups share their key/value heads."""
+"""Models by name."""
+ON_FOUR = ["gpt", "bloom of 12 heads", *(name for name in CHANGES if "num_query_groups" in CHANGES[name])]
+"""Models for four tensor-parallel ranks: some ranks hold mostly padding, or share their key/value heads."""
 
-LAYOUTS = {"tp2": (2, 1, None), "tp4": (4, 1, None), "pp4": (1, 4, (0, 2, 1, 0)), "tp2pp2": (2, 2, (1, 2))}
+LAYOUTS = {"tp4": (4, 1, None), "pp4": (1, 4, (0, 2, 1, 0)), "tp2pp2": (2, 2, (1, 2))}
 """Tensor-parallel size, pipeline-parallel size and layers of each stage."""
 
 
@@ -153,28 +155,26 @@ def shake(stage, topology):
         parameter.data += spec.box(topology).of(noise)
 
 
-def loss_and_gradients(topology, sequence_parallel=False):
-    """Of each model without pipeline: the loss, the masks' effect in it, and every gradient in full."""
+def loss_and_gradients(topology, cases, sequence_parallel=False):
+    """Of each model, packed or not: the loss, the masks' effect in it, and every gradient in full."""
     results = {}
-    for name, documents in itertools.product(CHANGES, ({}, packed())):
+    for name, is_packed in cases:
         config = config_of(name)
         stage = build(topology, config, sequence_parallel=sequence_parallel)
         shake(stage, topology)
-        loss = stage(Microbatch(*batch(config), **documents), None)
+        loss = stage(Microbatch(*batch(config), **(packed() if is_packed else {})), None)
         loss.backward()
         sum_partial_gradients(stage, topology)
-        key = f"{name}, packed" if documents else name
-        results[key] = {"loss": loss.detach(), **gather(stage, topology, gradients=True)}
+        results[name, is_packed] = {"loss": loss.detach(), **gather(stage, topology, gradients=True)}
     return results
 
 
-def initial_weights(topology, layers):
+def initial_weights(topology, cases, layers=None):
     """Of each model and dtype, this stage's part of them in full."""
     results = {}
-    for name in CHANGES:
-        for dtype in ("fp32", "fp64"):
-            config = ModelConfig(**{**vars(config_of(name)), "params_dtype": dtype})
-            results[name, dtype] = gather(build(topology, config, layers), topology)
+    for name, dtype in cases:
+        config = ModelConfig(**{**vars(config_of(name)), "params_dtype": dtype})
+        results[name, dtype] = gather(build(topology, config, layers), topology)
     return results
 
 
@@ -191,13 +191,19 @@ def tied_gradients(topology, layers):
     return topology.pp.rank, topology.tp.rank, before, after
 
 
-def weights_and_tied_gradients(topology, layers):
-    return initial_weights(topology, layers), tied_gradients(topology, layers)
+def weights_and_tied_gradients(topology, cases, layers):
+    return initial_weights(topology, cases, layers), tied_gradients(topology, layers)
+
+
+def alternating(names, values, start):
+    """Pair each name with one of two values: with the other one, if the other start is given."""
+    return [(name, values[(number + start) % 2]) for number, name in enumerate(names)]
 
 
 @pytest.fixture(scope="module")
 def reference():
-    return run_ranks(loss_and_gradients, ParallelConfig().mesh, 1)[0]
+    cases = list(itertools.product(CHANGES, (False, True)))
+    return run_ranks(loss_and_gradients, ParallelConfig().mesh, 1, cases)[0]
 
 
 @pytest.mark.parametrize(
@@ -206,33 +212,35 @@ def reference():
 )
 def test_tensor_parallel_ranks_agree_with_one(tp, sequence_parallel, reference):
     parallel = ParallelConfig(tensor_model_parallel_size=tp)
-    results = run_ranks(loss_and_gradients, parallel.mesh, tp, sequence_parallel)
-    for result in results:
-        for model, expected in reference.items():
-            assert set(result[model]) == set(expected)
-            for name, tensor in expected.items():
-                error = (result[model][name] - tensor).abs().max() / tensor.abs().max()
-                assert error <= 1e-12, (model, name, error)
+    cases = alternating(CHANGES if tp == 2 else ON_FOUR, (False, True), sequence_parallel)
+    for result in run_ranks(loss_and_gradients, parallel.mesh, tp, cases, sequence_parallel):
+        for case in cases:
+            assert set(result[case]) == set(reference[case])
+            for name, tensor in reference[case].items():
+                error = (result[case][name] - tensor).abs().max() / tensor.abs().max()
+                assert error <= 1e-12, (case, name, error)
 
 
 def test_dropout_is_there(reference):
     """What would make the comparison of masks worthless: none at all."""
-    assert reference["gpt with dropout"]["loss"] != reference["gpt"]["loss"]
-    assert reference["llama with dropout"]["loss"] != reference["llama, 2 groups"]["loss"]
+    losses = {name: result["loss"] for (name, is_packed), result in reference.items() if not is_packed}
+    assert losses["gpt with dropout"] != losses["gpt"]
+    assert losses["llama with dropout"] != losses["llama, 2 groups"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_the_same_bits(layout, one_rank):
     tp, pp, layers = LAYOUTS[layout]
     parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    results = run_ranks(weights_and_tied_gradients, parallel.mesh, tp * pp, layers)
+    cases = alternating(ON_FOUR if tp == 4 else CHANGES, ("fp32", "fp64"), layout == "pp4")
+    results = run_ranks(weights_and_tied_gradients, parallel.mesh, tp * pp, cases, layers)
 
-    for model, expected in initial_weights(one_rank, None).items():
+    for case, expected in initial_weights(one_rank, cases).items():
         seen = set()
         for weights, _ in results:
-            seen |= set(weights[model])
-            for name, tensor in weights[model].items():
-                assert torch.equal(tensor, expected[name]), (model, name)
+            seen |= set(weights[case])
+            for name, tensor in weights[case].items():
+                assert torch.equal(tensor, expected[name]), (case, name)
         assert seen == set(expected)
 
     check_tied_gradients([tied for _, tied in results], pp)

@@ -76,7 +76,7 @@ def train(topology, config: Config):
 def test_the_average_is_the_mean_of_the_weights_and_costs_no_bit(
     layout: Layout, dtype: str, place: str, tmp_path: Path
 ) -> None:
-    config = config_of("gpt-tiny", layout, dtype, tmp_path, tmp_path)
+    config = config_of("gpt-tiny, 2 layers", layout, dtype, tmp_path, tmp_path)
     config = averaging(config, **offload(place, tmp_path))
     ranks = run_ranks(train, config.mesh, world_size(config.parallel), config)
     plain = run_ranks(train, config.mesh, world_size(config.parallel), averaging(config, ema_decay=None))
@@ -146,7 +146,7 @@ def skipping(topology, config: Config):
 
 @pytest.mark.parametrize("place", ["device", "memory"])
 def test_a_skipped_update_leaves_the_averages(place: str, tmp_path: Path) -> None:
-    config = config_of("gpt-tiny", DP2_ZERO1, "bf16", tmp_path, tmp_path)
+    config = config_of("gpt-tiny, 2 layers", DP2_ZERO1, "bf16", tmp_path, tmp_path)
     config = averaging(config, **offload(place, tmp_path))
     assert run_ranks(skipping, config.mesh, 2, config) == [[False, True, False]] * 2
 
@@ -165,5 +165,5 @@ def interrupted(topology, config: Config):
 
 
 def test_an_interrupted_evaluation_restores_the_weights(tmp_path: Path) -> None:
-    config = averaging(config_of("gpt-tiny", DP2_ZERO3, "fp32", tmp_path, tmp_path))
+    config = averaging(config_of("gpt-tiny, 2 layers", DP2_ZERO3, "fp32", tmp_path, tmp_path))
     assert run_ranks(interrupted, config.mesh, 2, config) == [True, True]

@@ -77,7 +77,7 @@ def test_copies_overlap_backward_and_the_next_forward(layout: dict[str, Any]) ->
         parallel=parallel,
         optimizer=OptimizerConfig(lr=1e-2, optimizer_cpu_offload=True),
         data=DataConfig(mock_data=True),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=8, train_iters=2, eval_iters=0),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=2, eval_iters=0),
     )
     for num_copied, count, waited in run_ranks(copies_of, parallel.mesh, world_size(parallel), config):
         assert count >= 8

@@ -80,8 +80,15 @@ def iterate(net: Net, optimizer: Optimizer, rank: int, iteration: int) -> float:
     return norm.item()
 
 
-def train(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
-    """Norms, weights, and the last gradients after a few clipped iterations."""
+Training = tuple[list[float], list[torch.Tensor]]
+"""Norms, weights, and the last gradients after a few clipped iterations."""
+
+
+def train_each(topology, configs: list[ParallelConfig], dtype: torch.dtype) -> list[Training]:
+    return [train(topology, config, dtype) for config in configs]
+
+
+def train(topology, config: ParallelConfig, dtype: torch.dtype) -> Training:
     net = Net(topology, dtype)
     optimizer = optimizer_of(net, topology, config)
     norms = [iterate(net, optimizer, topology.dp.rank, i) for i in range(NUM_ITERATIONS)]
@@ -90,30 +97,38 @@ def train(topology, config: ParallelConfig, dtype: torch.dtype) -> tuple[list[fl
     return norms, tensors + [optimizer.gradient(name).clone() for name, _ in net.named_parameters()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize(
+    ("dp", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)], ids=str
+)
 def test_sharing_out_the_state_changes_no_bit(dp, dtype):
-    norms, tensors = run_ranks(train, parallel(dp).mesh, dp, parallel(dp), dtype)[0]
-    assert min(norms) > 0.0
-    for way, changes in SHARED.items():
-        for other_norms, others in run_ranks(train, parallel(dp).mesh, dp, parallel(dp, **changes), dtype):
+    configs = [parallel(dp), *(parallel(dp, **changes) for changes in SHARED.values())]
+    for (norms, tensors), *ways in run_ranks(train_each, parallel(dp).mesh, dp, configs, dtype):
+        assert min(norms) > 0.0
+        for way, (other_norms, others) in zip(SHARED, ways, strict=True):
             assert norms == other_norms, way
             assert all(torch.equal(*pair) for pair in zip(tensors, others, strict=True)), way
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "not overlapped"])
-def test_groups_differ_by_rounding_alone(stage, overlap):
+def test_groups_differ_by_rounding_alone():
     """Four replicas shard within two groups of two; each parameter, norm and gradient is that of dp."""
     norms, tensors = run_ranks(train, parallel(4).mesh, 4, parallel(4), torch.float64)[0]
-    options = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
-    config = parallel(4, zero_stage=stage, data_parallel_shard_degree=2, **options)
-    ran = run_ranks(train, config.mesh, 4, config, torch.float64)
-    for other_norms, others in ran:
-        assert other_norms == pytest.approx(norms, rel=1e-13)
-        assert all(torch.equal(*pair) for pair in zip(others, ran[0][1], strict=True))  # replicas are equal
-        for tensor, other in zip(tensors, others, strict=True):
-            torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)
+    configs = [
+        parallel(
+            *(4,),
+            zero_stage=stage,
+            data_parallel_shard_degree=2,
+            overlap_param_gather=overlap,
+            overlap_grad_reduce=overlap,
+        )
+        for stage in (1, 2)
+        for overlap in (True, False)
+    ]
+    for ranks in zip(*run_ranks(train_each, configs[0].mesh, 4, configs, torch.float64), strict=True):
+        for other_norms, others in ranks:
+            assert other_norms == pytest.approx(norms, rel=1e-13)
+            assert all(torch.equal(*pair) for pair in zip(others, ranks[0][1], strict=True))  # replicas
+            for tensor, other in zip(tensors, others, strict=True):
+                torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("shard", "same_as"), [(4, None), (1, {"zero_stage": 0})])
@@ -127,10 +142,13 @@ def test_one_group_is_bitwise_zero_and_groups_of_one_rank_are_bitwise_none(shard
 
 
 def test_stage_2_differs_by_rounding_alone():
-    norms, tensors = run_ranks(train, parallel(2).mesh, 2, parallel(2), torch.float64)[0]
-    for overlap in (True, False):
-        config = parallel(2, zero_stage=2, overlap_param_gather=overlap, overlap_grad_reduce=overlap)
-        for other_norms, others in run_ranks(train, parallel(2).mesh, 2, config, torch.float64):
+    overlapped, plain = (
+        parallel(2, zero_stage=2, overlap_param_gather=overlap, overlap_grad_reduce=overlap)
+        for overlap in (True, False)
+    )
+    configs = [parallel(2), overlapped, plain]
+    for (norms, tensors), *ways in run_ranks(train_each, parallel(2).mesh, 2, configs, torch.float64):
+        for other_norms, others in ways:
             assert other_norms == pytest.approx(norms, rel=1e-13)
             for tensor, other in zip(tensors, others, strict=True):
                 torch.testing.assert_close(other, tensor, rtol=1e-9, atol=1e-12)

@@ -104,8 +104,7 @@ def memory(topology: Topology, config: Config) -> tuple[int, int, int, list[int]
     return before, after, LAYERS * layer + sum(rest), seen
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize(("dp", "dtype"), [(2, "bf16"), (4, "fp32")])
 def test_memory_is_what_the_formula_says(dp: int, dtype: str) -> None:
     config = config_of(dp, replace(MODEL, params_dtype=dtype))
     for before, after, num, seen in run_ranks(memory, config.parallel.mesh, dp, config):
@@ -225,7 +224,7 @@ def test_traffic_in_a_pipeline(schedule: str, choice: str) -> None:
     config = config_of(
         2,
         replace(MODEL, num_layers=8 if schedule == "interleaved" else 4),
-        batch=2 * 4,
+        batch=2 * MICROBATCHES,
         pipeline_model_parallel_size=2,
         pipeline_schedule=schedule,
         fsdp_reshard_after_forward=choice,
@@ -233,7 +232,7 @@ def test_traffic_in_a_pipeline(schedule: str, choice: str) -> None:
     for calls, held in run_ranks(pipeline_traffic, config.parallel.mesh, 4, config):
         of_loss = {call: count for call, count in calls.items() if call[1] == "all-reduce"}
         assert set(of_loss) == {("dp", "all-reduce", 8)}
-        assert calls - Counter(of_loss) == expected_traffic(held, 4, keeps=choice == "never")
+        assert calls - Counter(of_loss) == expected_traffic(held, MICROBATCHES, keeps=choice == "never")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -243,30 +242,30 @@ def test_kept_weights_train_bitwise_alike(schedule: str) -> None:
         replace(MODEL, num_layers=4, hidden_dropout=0.1),
         pipeline_model_parallel_size=2,
         pipeline_schedule=schedule,
-        batch=6,
+        batch=2 * MICROBATCHES,
     )
     runs = [
-        record_run(replace(base, parallel=replace(base.parallel, fsdp_reshard_after_forward=choice)), 3, 4)
+        record_run(replace(base, parallel=replace(base.parallel, fsdp_reshard_after_forward=choice)), 2, 4)
         for choice in ("always", "never")
     ]
     assert runs[0].losses == runs[1].losses
     assert all(runs[0].weights[name].equal(weight) for name, weight in runs[1].weights.items())
 
 
-def kept(topology: Topology, config: Config) -> list[bool]:
-    """Return whether a trainer keeps weights, without a plan and with one."""
-    plans = None, choose_weight_gathering(config, topology)
-    trainers = [start_trainer(config, topology, gathering=plan) for plan in plans]
-    return [trainer.optimizer.gatherer.keeps_layers for trainer in trainers]
+def kept(topology: Topology, config: Config) -> dict[str, list[bool]]:
+    """Return whether a trainer keeps weights by each choice, without a plan and with one."""
+    found = {}
+    for choice in ("always", "never", "default"):
+        chosen = replace(config, parallel=replace(config.parallel, fsdp_reshard_after_forward=choice))
+        plans = None, choose_weight_gathering(chosen, topology)
+        trainers = [start_trainer(chosen, topology, gathering=plan) for plan in plans]
+        found[choice] = [trainer.optimizer.gatherer.keeps_layers for trainer in trainers]
+    return found
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"), [("always", [False, False]), ("never", [True, True]), ("default", [False, True])]
-)
-def test_only_a_plan_keeps_weights_by_default(choice: str, expected: list[bool]) -> None:
-    config = config_of(
-        2, replace(MODEL, num_layers=2), pipeline_model_parallel_size=2, fsdp_reshard_after_forward=choice
-    )
+def test_only_a_plan_keeps_weights_by_default() -> None:
+    config = config_of(2, replace(MODEL, num_layers=2), pipeline_model_parallel_size=2)
+    expected = {"always": [False, False], "never": [True, True], "default": [False, True]}
     assert run_ranks(kept, config.parallel.mesh, 4, config) == [expected] * 4
 
 
@@ -299,7 +298,7 @@ def test_layers_are_whole_as_long_as_it_is_chosen(choice: str, num_whole: int) -
     config = config_of(
         2,
         replace(MODEL, num_layers=4),
-        batch=6,
+        batch=2 * MICROBATCHES,
         pipeline_model_parallel_size=2,
         fsdp_reshard_after_forward=choice,
     )
@@ -312,10 +311,10 @@ def test_layers_are_whole_as_long_as_it_is_chosen(choice: str, num_whole: int) -
 @pytest.mark.parametrize("hidden_size", [20, 4], ids=["uneven rows", "a rank without rows"])
 def test_rows_need_not_divide(hidden_size: int) -> None:
     """Three ranks have 7, 7 and 6 of 20 rows, and 2, 2 and none of 4."""
-    model = replace(MODEL, hidden_size=hidden_size, num_attention_heads=2, params_dtype="fp64")
-    run = record_run(config_of(3, model, batch=6), 3, 3)
+    model = replace(MODEL, num_layers=2, hidden_size=hidden_size, num_attention_heads=2, params_dtype="fp64")
+    run = record_run(config_of(3, model, batch=6), 2, 3)
     one = config_of(1, model, batch=6)
-    reference = record_run(replace(one, training=replace(one.training, micro_batch_size=2)), 3, 1)
+    reference = record_run(replace(one, training=replace(one.training, micro_batch_size=2)), 2, 1)
     assert not compare(run, reference).excesses(TOLERANCES["fp64"])
 
 
@@ -337,10 +336,8 @@ def test_figures_are_those_of_whole_weights(dp: int, shard: int | None) -> None:
     model = replace(
         MODEL, max_position_embeddings=24, hidden_size=20, add_bias_linear=False, params_dtype="fp64"
     )
-    config = config_of(dp, model, batch=12, data_parallel_shard_degree=shard)
-    ((norm, zeros, spoilt, bad),) = run_ranks(
-        figures, ParallelConfig().mesh, 1, config_of(1, model, batch=12)
-    )
+    config, one = config_of(dp, model, dp, data_parallel_shard_degree=shard), config_of(1, model, dp)
+    ((norm, zeros, spoilt, bad),) = run_ranks(figures, ParallelConfig().mesh, 1, one)
     assert zeros >= 8 * 20  # positions that no sample has
     assert bad == spoilt
     assert len(bad) == 1

@@ -14,24 +14,9 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
+from tests.checkpoint_folder import write_dcp
 from tests.live_ranks import run_ranks
 from tests.unit.checkpoint.convert.foreign_models import build, same_bits, save, tensors_of
-
-
-def write_dcp(topology, theirs: Path, folder: Path, as_shards: bool) -> bool:
-    """Save the tensors of a Hugging Face folder with DCP, cut by rows or columns over the ranks."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (topology.world_size,))
-    state = {}
-    for number, (name, tensor) in enumerate(sorted(tensors_of(theirs).items())):
-        cuts = [Replicate(), *(Shard(dim) for dim in range(tensor.dim()))]
-        state[name] = distribute_tensor(tensor, mesh, [cuts[number % len(cuts)]])
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True) if as_shards else None
-    dcp.save(state, storage_writer=writer, checkpoint_id=None if writer else folder)
-    return True
 
 
 def written(tmp_path: Path, *, as_shards: bool) -> tuple[Path, Path]:
@@ -39,7 +24,7 @@ def written(tmp_path: Path, *, as_shards: bool) -> tuple[Path, Path]:
     theirs, folder = save(build("llama"), tmp_path / "hf"), tmp_path / "dcp"
     folder.mkdir()
     ranks = ParallelConfig(data_parallel_size=3).mesh
-    assert run_ranks(write_dcp, ranks, 3, theirs, folder, as_shards) == [True] * 3
+    assert run_ranks(write_dcp, ranks, 3, tensors_of(theirs), folder, as_shards) == [True] * 3
     return theirs, folder
 
 
