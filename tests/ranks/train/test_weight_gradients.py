@@ -18,7 +18,7 @@ from megalite.train.trainer import start_trainer
 from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 
-NUM_LAYERS, NUM_MICROBATCHES, NUM_ITERATIONS = 4, 3, 2
+NUM_LAYERS, NUM_MICROBATCHES, NUM_ITERATIONS = 4, 2, 2
 CONFIG = Config(
     model=ModelConfig(
         num_layers=NUM_LAYERS,
