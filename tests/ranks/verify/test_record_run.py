@@ -24,8 +24,8 @@ from megalite.train.train_step import TrainStep
 from megalite.train.trainer import Trainer
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
-from megalite.verify.record_run import RunRecord, merge_stages, record_rank, record_run
-from tests.live_ranks import run_ranks
+from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.live_ranks import record_run, run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 RANKING = Router._ranking
