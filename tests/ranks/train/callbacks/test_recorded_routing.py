@@ -96,7 +96,7 @@ def _config(
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=replace(
-            TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=3, eval_iters=0), **training
+            TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=3, eval_iters=0), **training
         ),
         logging=replace(logs, log_interval=1),
     )
