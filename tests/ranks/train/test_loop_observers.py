@@ -141,7 +141,7 @@ def _config(name: str, kind: str, folder: Path) -> Config:
 
 
 class Dashboard:
-    """Keeps what the reporting rank would write to TensorBoard, by what it is."""
+    """What the reporting rank would write to TensorBoard, by what it is."""
 
     def __init__(self, *_: Any) -> None:
         self.kept: dict[str, Any] = {}
@@ -168,7 +168,7 @@ class Dashboard:
 
 
 class Losses(Callback):
-    """Collects the losses of a run."""
+    """Losses of a run."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -182,8 +182,8 @@ class Run:
     """What a rank has after a run.
 
     Attributes:
-        folder: of the run's files.
         state: losses, and the bytes of the tensors that the rank holds, by name.
+        folder: of the run's files.
         lines: of its log.
         reported: by the reporting rank, see `Dashboard`.
         by_hand: the same of one rank, from full tensors and the outputs of routers.
