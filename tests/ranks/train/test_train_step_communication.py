@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +37,7 @@ from megalite.train.trainer import start_trainer
 from tests.live_ranks import run_ranks
 from tests.traffic import Traffic, by_bytes, ring_bytes
 
-S, B, H, LAYERS, MICROBATCHES, VOCAB = 16, 2, 64, 4, 2, 512
+S, B, H, LAYERS, MICROBATCHES, VOCAB = 16, 2, 64, 2, 2, 512
 ELEMENT = 4
 HIDDEN = S * B * H * ELEMENT
 """Bytes of a microbatch's hidden states."""
@@ -50,11 +51,11 @@ MODEL = ModelConfig(
 )
 
 
-def config_of(world_size, recompute=None, **parallel):
+def config_of(world_size, recompute=None, num_layers=LAYERS, **parallel):
     layout = ParallelConfig(**parallel)
     dp = world_size // (layout.tp * layout.pp)
     return Config(
-        model=MODEL,
+        model=replace(MODEL, num_layers=num_layers),
         parallel=layout,
         recompute=recompute or RecomputeConfig(),
         optimizer=OptimizerConfig(lr=1e-4),
@@ -184,7 +185,7 @@ def test_recomputation(recompute, more):
     ("options", "boundaries", "t"),
     [
         ({}, [1, 1], 1),
-        ({"num_virtual_stages_per_pipeline_rank": 2}, [3, 3], 1),
+        ({"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}, [3, 3], 1),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, [1, 1], 2),
     ],
     ids=["1f1b", "interleaved", "sequence parallel"],
