@@ -55,7 +55,7 @@ def _config(recompute: RecomputeConfig | None = None, skipped: tuple[str, ...] =
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=TrainingConfig(
-            global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0, iterations_to_skip=skipped
+            global_batch_size=4, micro_batch_size=2, train_iters=2, eval_iters=0, iterations_to_skip=skipped
         ),
         recompute=recompute or RecomputeConfig(),
     )
