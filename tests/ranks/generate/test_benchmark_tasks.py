@@ -53,6 +53,20 @@ def answers(
     )
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "run"
+    run_ranks(write_checkpoint, ParallelConfig().mesh, 1, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> tuple[Any, ...]:
+    """The answers of one rank."""
+    (found,) = run_ranks(answers, ParallelConfig().mesh, 1, checkpoint, ParallelConfig())
+    return found
+
+
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
 
 
@@ -105,17 +119,16 @@ def test_experts_have_the_same_loss_in_any_layout(
     ],
 )
 def test_same_answers_in_any_layout(
-    tp: int, pp: int, cp: int, num_ranks: int, tmp_path: Path, one_rank: Topology
+    tp: int, pp: int, cp: int, num_ranks: int, checkpoint: Path, expected: tuple[Any, ...]
 ) -> None:
-    write_checkpoint(one_rank, tmp_path / "run")
-    pairs, sums, texts, losses = answers(one_rank, tmp_path / "run", ParallelConfig())
+    pairs, sums, texts, losses = expected
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=cp,
         cp_comm_type=CP_COMM_TYPE,
     )
-    for found in run_ranks(answers, parallel.mesh, num_ranks, tmp_path / "run", parallel):
+    for found in run_ranks(answers, parallel.mesh, num_ranks, checkpoint, parallel):
         assert [value for value, _ in found[0]] == pytest.approx([value for value, _ in pairs], rel=1e-11)
         assert [is_best for _, is_best in found[0]] == [is_best for _, is_best in pairs]
         assert found[1] == pytest.approx(sums, rel=1e-11)

@@ -57,7 +57,7 @@ class Garbage(Callback):
 
 def _config(**training: int) -> Config:
     return Config(
-        model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+        model=replace(PRESETS["gpt-tiny"], num_layers=1, vocab_size=64, seq_length=16),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(
             **{"global_batch_size": 2, "micro_batch_size": 1, "train_iters": 2, "eval_iters": 1, **training}

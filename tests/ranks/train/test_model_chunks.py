@@ -91,7 +91,7 @@ def test_a_checkpoint_of_chunks_resumes(tmp_path):
     (tmp_path / "run").mkdir()
     config = config_of("zb-v", folder=str(tmp_path / "run"))
     elsewhere = config_of("zb-v", folder=str(tmp_path / "none"))
-    (whole, _) = run_ranks(train, elsewhere.parallel.mesh, 2, elsewhere, 4, False)
-    (first, _) = run_ranks(train, config.parallel.mesh, 2, config, 2, True)
-    (second, _) = run_ranks(train, config.parallel.mesh, 2, config, 2, False)
+    (whole, _) = run_ranks(train, elsewhere.parallel.mesh, 2, elsewhere, 2, False)
+    (first, _) = run_ranks(train, config.parallel.mesh, 2, config, 1, True)
+    (second, _) = run_ranks(train, config.parallel.mesh, 2, config, 1, False)
     assert first + second == whole

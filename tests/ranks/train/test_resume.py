@@ -92,7 +92,7 @@ def refusal(config: Config) -> str:
 def run_of(folder: Path, layout: Layout, dtype: str = "bf16", **changes: Any) -> Config:
     """A run of the folder, in whatever precision, with fields changed by name."""
     config = config_of("gpt-tiny", layout, dtype, folder, folder)
-    changes = {"allow_settings_change": True, **changes}
+    changes = {"allow_settings_change": True, "num_layers": 2, "micro_batch_size": 2, **changes}
     for group in ("model", "optimizer", "training", "checkpoint"):
         part = getattr(config, group)
         mine = {name: value for name, value in changes.items() if hasattr(part, name)}

@@ -129,7 +129,7 @@ def test_an_iteration_reads_loss_and_norm_in_one_piece_and_nothing_else(case: st
     name, config = CASES[case]
     layout = Layout.parse(name)
     config = layout.apply(config, 2 * layout.size("dp"))
-    num_iterations = MIN_LOSSES + 2 if case == "spikes" else 3
+    num_iterations = MIN_LOSSES + 2 if case == "spikes" else 2
     for counts in run_ranks(count_reads, config.parallel.mesh, layout.world_size, config, num_iterations):
         assert counts == [(2, 0)] * num_iterations
 

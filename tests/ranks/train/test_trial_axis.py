@@ -50,10 +50,13 @@ from tests.trial_axis import OutermostTrialConfig, TrialConfig, TwoDataAxesConfi
 
 SAME = {"rtol": 1e-11, "atol": 1e-13}
 LAYOUTS = {
-    "tp2dp2+zero1": (TrialConfig, {"tp": 2, "dp": 2}, {"zero_stage": 1}),
-    "pp2dp2": (OutermostTrialConfig, {"pp": 2, "dp": 2}, {}),
+    "tp2": (TrialConfig, {"tp": 2}, {}),
+    "dp2+zero1": (TrialConfig, {"dp": 2}, {"zero_stage": 1}),
+    "pp2": (OutermostTrialConfig, {"pp": 2}, {}),
 }
 SLOW = {
+    "tp2dp2+zero1": (TrialConfig, {"tp": 2, "dp": 2}, {"zero_stage": 1}),
+    "pp2dp2": (OutermostTrialConfig, {"pp": 2, "dp": 2}, {}),
     "dp2+zero3": (TrialConfig, {"dp": 2}, {"zero_stage": 3}),
     "dp4shard2+zero1": (TrialConfig, {"dp": 4}, {"zero_stage": 1, "data_parallel_shard_degree": 2}),
 }
@@ -78,7 +81,7 @@ def _config(parallel: ParallelConfig, folder: Path) -> Config:
         model=model,
         parallel=parallel,
         data=DataConfig(mock_data=True, eod_mask_loss=True),
-        training=TrainingConfig(global_batch_size=8, train_iters=4, eval_iters=0),
+        training=TrainingConfig(global_batch_size=4, train_iters=4, eval_iters=0),
         checkpoint=CheckpointConfig(save=str(folder), load=str(folder)),
         logging=LoggingConfig(trace_pipeline="2:2", tensorboard_dir=str(folder), log_straggler_interval=1),
     )
@@ -201,9 +204,10 @@ def test_the_dry_run_has_the_axis(runs: Any) -> None:
 @pytest.mark.parametrize(
     ("sizes", "others"),
     [
-        ({"tp": 2, "dp": 2}, {"zero_stage": 1, "data_parallel_shard_degree": 2}),
-        pytest.param({"dp": 2}, {"zero_stage": 3}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "dp": 2}, {"zero_stage": 2}, marks=pytest.mark.slow),
+        ({}, {"zero_stage": 1, "data_parallel_shard_degree": 2}),
+        pytest.param({"tp": 2}, {"zero_stage": 1, "data_parallel_shard_degree": 2}, marks=pytest.mark.slow),
+        pytest.param({}, {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, {"zero_stage": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_the_roles_may_be_those_of_two_axes(

@@ -24,8 +24,8 @@ from megalite.train.train_step import TrainStep
 from megalite.train.trainer import Trainer
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
-from megalite.verify.record_run import RunRecord, merge_stages, record_rank, record_run
-from tests.live_ranks import run_ranks
+from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.live_ranks import record_run, run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 RANKING = Router._ranking
@@ -55,7 +55,7 @@ def _config(recompute: RecomputeConfig | None = None, skipped: tuple[str, ...] =
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=TrainingConfig(
-            global_batch_size=4, micro_batch_size=1, train_iters=2, eval_iters=0, iterations_to_skip=skipped
+            global_batch_size=4, micro_batch_size=2, train_iters=2, eval_iters=0, iterations_to_skip=skipped
         ),
         recompute=recompute or RecomputeConfig(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.block import BlockOutput
@@ -23,6 +24,7 @@ from megalite.train.callbacks.nan_locator import anomaly_text
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer, start_trainer
+from tests.live_ranks import run_ranks
 
 PARALLEL = {
     "tp1": ParallelConfig(),
@@ -45,7 +47,10 @@ Change = Callable[[Tensor], Tensor]
 
 def _config(layout: str, **training: object) -> Config:
     given = {"global_batch_size": 8, "micro_batch_size": 2, "train_iters": 40, "eval_iters": 0, **training}
-    model = replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16, hidden_dropout=0.1)
+    num_layers = 4 if "interleaved" in layout else 2
+    model = replace(
+        PRESETS["gpt-tiny"], num_layers=num_layers, vocab_size=64, seq_length=16, hidden_dropout=0.1
+    )
     return Config(
         model=model,
         parallel=replace(PARALLEL[layout], distributed_backend="gloo"),
@@ -95,9 +100,11 @@ def _run(
     topology: Topology, config: Config, module: str, sample: int, change: Change, num_iterations: int = 3
 ) -> tuple[list[tuple[StepResult, str | None]], bool]:
     """Return result and anomaly of each iteration, and whether the weights changed only in its updates."""
-    if config.training.compile:  # the flag is enough here; this process is this rank's alone
-        model_chunks.compile_layers = model_chunks.check_compiler = lambda _: None
-    trainer = start_trainer(config, topology)
+    with (  # the flag is enough here
+        mock.patch.object(model_chunks, "compile_layers"),
+        mock.patch.object(model_chunks, "check_compiler"),
+    ):
+        trainer = start_trainer(config, topology)
     _break(trainer, module, sample, change)
     results, texts, as_reported = [], [], True
     for _ in range(num_iterations):
@@ -213,7 +220,7 @@ def test_compiled_layers_do_not_hide_the_first_bad_part(layout: str, backend: st
         "in 3 more microbatches; the update was skipped"
         for layer, first in ((1, 8), (0, 16))
     ]
-    ranks = run_ranks(_faults_of_spoilt_weights, config.parallel.mesh, num_ranks, config, backend)
+    ranks = run_new_ranks(_faults_of_spoilt_weights, config.parallel.mesh, num_ranks, config, backend)
     assert ranks == [(expected, 0)] * num_ranks
 
 

@@ -34,8 +34,8 @@ from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 from tests.ranks.verify.test_record_run import RANKINGS
 
-MODEL = replace(CONFIG, num_layers=4, moe_layer_freq=(0, 1, 1, 1), mtp_num_layers=1)
-NUM_TOKENS = 4 * 4 * MODEL.seq_length  # 4 samples in 4 layers with experts
+MODEL = replace(CONFIG, num_layers=2, mtp_num_layers=1)
+NUM_TOKENS = 4 * 3 * MODEL.seq_length  # 4 samples in 3 layers with experts
 ONE = ParallelConfig()
 LAYOUTS = {
     "tp2": ParallelConfig(tensor_model_parallel_size=2),
@@ -96,7 +96,7 @@ def _config(
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(mock_data=True, reset_attention_mask=True),
         training=replace(
-            TrainingConfig(micro_batch_size=1, global_batch_size=4, train_iters=3, eval_iters=0), **training
+            TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=3, eval_iters=0), **training
         ),
         logging=replace(logs, log_interval=1),
     )

@@ -21,7 +21,7 @@ from tests.live_ranks import run_ranks
 CONFIG = Config(
     model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=256, seq_length=16),
     data=DataConfig(mock_data=True),
-    training=TrainingConfig(global_batch_size=4, train_iters=100, eval_iters=0),
+    training=TrainingConfig(global_batch_size=2, train_iters=100, eval_iters=0),
     logging=LoggingConfig(log_straggler_interval=2),
 )
 NUM_ITERATIONS = 4

@@ -25,10 +25,10 @@ from megalite.train.trainer import start_trainer
 from tests.live_ranks import run_ranks
 
 CONFIG = Config(
-    model=replace(PRESETS["gpt-tiny"], vocab_size=64, seq_length=16),
+    model=replace(PRESETS["gpt-tiny"], num_layers=2, vocab_size=64, seq_length=16),
     parallel=ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
     data=DataConfig(mock_data=True),
-    training=TrainingConfig(global_batch_size=4, train_iters=4, eval_iters=1),
+    training=TrainingConfig(global_batch_size=4, micro_batch_size=2, train_iters=4, eval_iters=1),
 )
 
 
@@ -126,7 +126,8 @@ def test_waits_within_and_between_groups_count_as_those_of_all_replicas() -> Non
         data_parallel_shard_degree=2,
         zero_stage=1,
     )
-    config = replace(CONFIG, parallel=parallel)
+    training = replace(CONFIG.training, micro_batch_size=1)
+    config = replace(CONFIG, parallel=parallel, training=training)
     for timers, waits, categories in run_ranks(_step_in_groups, parallel.mesh, 4, config):
         assert waits == {
             ("dp_shard", "reduce-scatter"),
