@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_check.commands import run_python
 from benchmarks.gpu_check.installation import outcome_of_tests
@@ -19,6 +18,7 @@ from megalite.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank
+from tests.covering import by_new_pairs
 from tests.parity import models
 from tests.parity import test_layout_table as layout_table
 
@@ -42,15 +42,12 @@ class Row(NamedTuple):
         return " ".join(self)
 
     @property
-    def parts(self) -> frozenset[tuple[str, str]]:
+    def parts(self) -> dict[str, Any]:
         """Return what the row is made of: its model, dtype, and each option of its layout."""
         layout = Layout.parse(self.layout)
         options = {each.name: getattr(layout, each.name) for each in fields(layout) if each.name != "sizes"}
-        return frozenset(
-            (name, str(value))
-            for name, value in {"model": self.model, "dtype": self.dtype, **layout.sizes, **options}.items()
-            if value not in (None, False)
-        )
+        parts = {"model": self.model, "dtype": self.dtype, **layout.sizes, **options}
+        return {name: value for name, value in parts.items() if value not in (None, False)}
 
 
 FIRST = [Row("gpt-tiny", "fp64", "pp4zb"), Row(DEEP, "fp64", "pp4dpvdp2ep2mbs1")]
@@ -66,25 +63,8 @@ OTHER_DTYPES = [
 def all_rows() -> list[Row]:
     """Return all rows, those of most value first."""
     table = itertools.starmap(Row, dict.fromkeys([*layout_table.CORE, *layout_table.ROWS]))
-    return list(dict.fromkeys([*FIRST, *by_value([*OTHER_DTYPES, *table])]))
-
-
-def by_value(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows: next is always the one with most pairs of parts that no earlier row has together."""
-    pairs = [set(itertools.combinations(sorted(row.parts), 2)) for row in rows]
-    seen: set[tuple[tuple[str, str], tuple[str, str]]] = set()
-    queue = [(-len(each), number) for number, each in enumerate(pairs)]
-    heapq.heapify(queue)
-    ordered = []
-    while queue:
-        _, number = heapq.heappop(queue)
-        entry = (-len(pairs[number] - seen), number)
-        if queue and entry > queue[0]:  # earlier rows have taken some of its pairs
-            heapq.heappush(queue, entry)
-            continue
-        seen |= pairs[number]
-        ordered.append(rows[number])
-    return ordered
+    by_value = by_new_pairs([*OTHER_DTYPES, *table], lambda row: row.parts)
+    return list(dict.fromkeys([*FIRST, *(row for row, _ in by_value)]))
 
 
 def config_of(row: Row, host: RankHost) -> Config:

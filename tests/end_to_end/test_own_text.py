@@ -26,11 +26,15 @@ def losses(checkout: Path) -> list[float]:
 
 def test_a_short_text_and_three_iterations(checkout: Path) -> None:
     (checkout / "my_text.txt").write_text("\n\n".join(f"In the beginning was {i}.\n" * 9 for i in range(200)))
-    length = "--train-iters 300"
-    assert COMMANDS.count(length) == 1
-    printed = paste(
-        checkout, COMMANDS.replace(length, "--train-iters 3 --lr-warmup-iters 1 --log-interval 1")
-    )
+    commands = COMMANDS
+    for long, short in (
+        ("--train-iters 300", "--train-iters 3 --lr-warmup-iters 1 --log-interval 1"),
+        ("--nproc-per-node 4", "--nproc-per-node 2"),  # each rank imports torch; the README's blocks run four
+        (" --pp 2", ""),
+    ):
+        assert commands.count(long) == 1
+        commands = commands.replace(long, short)
+    printed = paste(checkout, commands)
     assert "200 documents" in printed
     assert len(losses(checkout)) == 3
     assert len(printed.rpartition("In the beginning")[2]) > 10

@@ -3,50 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.verify.layouts import Layout
 
-WITH_OFFLOADED_STATE = (
-    "reduction by megalite/distributed/topology.py (to_host)",  # the norm, and so all gradients
-    "reduction by megalite/optim/adamw.py (step)",  # whether to update, and what the host's update needs
-)
+NUM_CHUNKS = {"zbv": 2, "dpv": 2}
+"""Chunks of a rank in the schedules that set their number."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Describes train steps of one rank of each pipeline stage.
+    """Train steps of one rank of each pipeline stage.
 
     Attributes:
-        layout: name of a layout; see `megalite.verify.layouts`.
+        layout: sizes of the axes, and options.
         preset: name of a model.
         options: other fields of the config.
         num_microbatches: number of microbatches on each rank.
-        waits: phases and functions in which the host waits for the device.
         injected: name of an error in the code; see `injected.py`.
     """
 
-    layout: str = "tp1"
-    preset: str = "gpt-tiny"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    num_microbatches: int = 2
-    waits: tuple[str, ...] = ()
+    layout: Layout
+    preset: str
+    options: Mapping[str, Any]
+    num_microbatches: int
     injected: str = ""
-
-    @property
-    def world_size(self) -> int:
-        return Layout.parse(self.layout).world_size
 
     @property
     def ranks(self) -> range:
         """Return the first rank of each pipeline stage."""
-        return range(0, self.world_size, self.world_size // Layout.parse(self.layout).size("pp"))
+        num_ranks = self.layout.world_size
+        return range(0, num_ranks, num_ranks // self.layout.size("pp"))
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of layers: one for each stage, two, or as many as `options` say."""
+        num_chunks = self.layout.v or NUM_CHUNKS.get(self.layout.schedule or "", 1)
+        return max(self.layout.size("pp") * num_chunks, self.options.get("num_layers", 2))
 
     def config(self) -> Config:
-        layout, model = Layout.parse(self.layout), PRESETS[self.preset]
+        """Return the config.
+
+        Raises:
+            ConfigError: options exclude each other, or the layout.
+        """
+        layout, model = self.layout, PRESETS[self.preset]
         config = Config(
             model=replace(model, vocab_size=model.vocab_size or 512, params_dtype="bf16"),
             optimizer=OptimizerConfig(lr=1e-3),
@@ -54,7 +58,7 @@ class Case:
             # The device cannot time GEMMs, so it cannot choose the form of their epilogues.
             training=TrainingConfig(train_iters=10, micro_batch_size=2, eval_iters=0, gemm_epilogues="on"),
         )
-        for name, value in self.options.items():
+        for name, value in {**self.options, "num_layers": self.num_layers}.items():
             (group,) = (each.name for each in fields(config) if hasattr(getattr(config, each.name), name))
             config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
         samples = config.training.micro_batch_size * self.num_microbatches * layout.num_sample_ranks
@@ -62,7 +66,6 @@ class Case:
 
 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-TWO_LAYERS = {"num_layers": 2}
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -73,35 +76,38 @@ HYBRID = {
 }
 
 
-def _small(layout: str = "tp1", preset: str = "gpt-tiny", **options: Any) -> Case:
-    return Case(layout, preset, TWO_LAYERS | options)
+def case(layout: str | Layout = "tp1", preset: str = "gpt-tiny", **options: Any) -> Case:
+    """Return a case with as many microbatches as its pipeline needs, and at least two.
 
-
-def _deep(layout: str) -> Case:
-    """Return a case of four pipeline ranks, two of them between the first stage and the last."""
-    return Case(layout, options={"num_layers": 8}, num_microbatches=8 if "dpv" in layout else 4)
+    Args:
+        layout: a layout, or its name; see `megalite.verify.layouts`.
+    """
+    if isinstance(layout, str):
+        layout = Layout.parse(layout)
+    num_microbatches = max(2, layout.size("pp") * (2 if layout.schedule == "dpv" else 1))
+    return Case(layout, preset, options, num_microbatches)
 
 
 CASES = {
-    "plain": _small(),
-    "no dropout": _small(**NO_DROPOUT),
-    "fp32": _small(params_dtype="fp32"),
-    "fp16 with a dynamic loss scale": _small(params_dtype="fp16", clip_grad=0.0),
-    "fp64": _small(params_dtype="fp64"),
-    "fp8": _small(fp8_format="hybrid", **NO_DROPOUT),
-    "fp8 tp2": _small("tp2", fp8_format="e4m3"),
-    "no clipping": _small(clip_grad=0.0),
-    "epilogues in separate kernels": _small(gemm_epilogues="off"),
-    "gradients accumulated by autograd": _small(gradient_accumulation_fusion=False),
-    "untied embeddings": _small(untie_embeddings_and_output_weights=True),
-    "unfused attention": _small(attention_backend="unfused"),
-    "cross-entropy chunks": _small("tp2+sp", cross_entropy_chunks=4),
-    "MLP chunks": _small("tp2+sp", mlp_chunks=4),
-    "loss spikes": _small(check_for_spiky_loss=True),
-    "bloom": _small(preset="bloom-tiny", attention_dropout=0.1),
-    "llama": _small(preset="llama-tiny"),
-    "llama tp2": _small("tp2+sp", preset="llama-tiny"),
-    "gemma": _small(
+    "plain": case(),
+    "no dropout": case(**NO_DROPOUT),
+    "fp32": case(params_dtype="fp32"),
+    "fp16 with a dynamic loss scale": case(params_dtype="fp16", clip_grad=0.0),
+    "fp64": case(params_dtype="fp64"),
+    "fp8": case(fp8_format="hybrid", **NO_DROPOUT),
+    "fp8 tp2": case("tp2", fp8_format="e4m3"),
+    "no clipping": case(clip_grad=0.0),
+    "epilogues in separate kernels": case(gemm_epilogues="off"),
+    "gradients accumulated by autograd": case(gradient_accumulation_fusion=False),
+    "untied embeddings": case(untie_embeddings_and_output_weights=True),
+    "unfused attention": case(attention_backend="unfused"),
+    "cross-entropy chunks": case("tp2+sp", cross_entropy_chunks=4),
+    "MLP chunks": case("tp2+sp", mlp_chunks=4),
+    "loss spikes": case(check_for_spiky_loss=True),
+    "bloom": case(preset="bloom-tiny", attention_dropout=0.1),
+    "llama": case(preset="llama-tiny"),
+    "llama tp2": case("tp2+sp", preset="llama-tiny"),
+    "gemma": case(
         preset="llama-tiny",
         activation="geglu",
         norm_position="sandwich",
@@ -116,7 +122,7 @@ CASES = {
         window_attn_skip_freq=(2,),
         window_rotary_base=100.0,
     ),
-    "gemma 4": _small(
+    "gemma 4": case(
         preset="llama-tiny",
         num_layers=4,
         qk_layernorm=True,
@@ -131,52 +137,52 @@ CASES = {
         rope_scaling="proportional",
         window_rope_scaling=False,
     ),
-    "gemma 4 e2b": _small(
+    "gemma 4 e2b": case(
         "tp2+sp",
         preset="llama-tiny",
         **{"norm_position": "sandwich", "activation": "geglu", "hidden_size_per_layer_input": 12},
     ),
-    "nemotron-h": Case(preset="nemotron-h-tiny"),
-    "nemotron-h documents pp2": Case("pp2dp2", preset="nemotron-h-tiny", options=PACKED),
-    "recurrence": _small("tp2", preset="llama-tiny", **HYBRID),
-    "recurrence with packed documents": _small(
+    "nemotron-h": case(preset="nemotron-h-tiny", num_layers=4),
+    "nemotron-h documents pp2": case("pp2dp2", preset="nemotron-h-tiny", num_layers=4, **PACKED),
+    "recurrence": case("tp2", preset="llama-tiny", **HYBRID),
+    "recurrence with packed documents": case(
         "tp1+selective", preset="llama-tiny", recompute_modules=("core_attn",), **HYBRID, **PACKED
     ),
-    "experts": _small(
+    "experts": case(
         "tp2+sp",
         preset="llama-tiny",
         **EXPERTS,
         moe_shared_expert_intermediate_size=32,
     ),
-    "experts between stages": Case("pp4", "llama-tiny", {**EXPERTS, **PACKED}, num_microbatches=4),
-    "stages in slices": Case("pp4cp2+p2p", "llama-tiny", PACKED, num_microbatches=4),
-    "latent attention": _small(
+    "experts between stages": case("pp3", preset="llama-tiny", **EXPERTS, **PACKED),
+    "stages in slices": case("pp3cp2+p2p", preset="llama-tiny", **PACKED),
+    "latent attention": case(
         "tp2+sp",
         preset="llama-tiny",
         **{"multi_latent_attention": True, "q_lora_rank": 24, "num_query_groups": None, "qk_layernorm": True},
     ),
-    "later tokens": _small(preset="llama-tiny", mtp_num_layers=2),
-    "later tokens tied tp2 pp2": _small(
+    "later tokens": case(preset="llama-tiny", mtp_num_layers=2),
+    "later tokens tied tp2 pp2": case(
         "tp2pp2zb+sp", preset="llama-tiny", mtp_num_layers=1, untie_embeddings_and_output_weights=False
     ),
-    "later tokens full recomputation": _small("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
-    "bert": _small(preset="bert-tiny"),
-    "bert tp2 pp2": _small("tp2pp2", preset="bert-tiny"),
-    "packed documents": _small(**PACKED),
-    "conversations": _small(sft=True),
-    "conversations llama pp2": _small("pp2dp2", preset="llama-tiny", sft=True),
-    "conversations without packing": _small(sft=True, sft_packing=False),
-    "window": _small(window_size=(9, 0), window_attn_skip_freq=(2,)),
-    "packed documents llama pp2": _small("pp2dp2", preset="llama-tiny", **PACKED),
-    "tensor parallel": _small("tp2"),
-    "sequence parallel": _small("tp2+sp"),
-    "context parallel": _small("cp2"),
-    "context parallel llama": _small("tp2cp2+sp+zero1", preset="llama-tiny"),
-    "exchanged heads": _small("cp2+a2a", **PACKED),
-    "recurrent layers in slices": _small("cp2+p2p", preset="llama-tiny", **HYBRID, **PACKED),
-    "ring": _small("cp2+p2p"),
-    "ring of exchanged heads": _small("cp4+a2a+p2p"),
-    "a communication type for each layer, packed documents": _small(
+    "later tokens full recomputation": case("tp1+full", preset="llama-tiny", mtp_num_layers=1, **PACKED),
+    "bert": case(preset="bert-tiny"),
+    "bert tp2 pp2": case("tp2pp2", preset="bert-tiny"),
+    "packed documents": case(**PACKED),
+    "conversations": case(sft=True),
+    "conversations llama pp2": case("pp2dp2", preset="llama-tiny", sft=True),
+    "conversations without packing": case(sft=True, sft_packing=False),
+    "window": case(window_size=(9, 0), window_attn_skip_freq=(2,)),
+    "packed documents llama pp2": case("pp2dp2", preset="llama-tiny", **PACKED),
+    "tensor parallel": case("tp2"),
+    "sequence parallel": case("tp2+sp"),
+    "context parallel": case("cp2"),
+    "context parallel llama": case("tp2cp2+sp+zero1", preset="llama-tiny"),
+    "exchanged heads": case("cp2+a2a", **PACKED),
+    "recurrent layers in slices": case("cp2+p2p", preset="llama-tiny", **HYBRID, **PACKED),
+    "ring": case("cp2+p2p"),
+    "ring of exchanged heads": case("cp4+a2a+p2p"),
+    "a communication type for each layer, packed documents": case(
         "cp2",
         preset="llama-tiny",
         cp_comm_type=("p2p", "a2a"),
@@ -184,41 +190,38 @@ CASES = {
         window_attn_skip_freq=(2,),
         **PACKED,
     ),
-    "ring, packed documents": _small("tp2cp2+sp+p2p", preset="llama-tiny", **PACKED),
-    "full recomputation": _small("tp2+sp+full"),
-    "full recomputation of blocks": _small("tp1+full", recompute_method="block", recompute_num_layers=1),
-    "distributed saved activations": _small("tp2+full", distribute_saved_activations=True),
-    "recomputed attention": _small("tp1+selective"),
-    "recomputed modules": _small("tp1+selective", recompute_modules=("layernorm", "mlp", "core_attn")),
-    "recomputed activation": _small("tp1+selective", recompute_modules=("mlp_act",)),
-    "gpipe": _deep("pp4gpipe"),
-    "1f1b": _deep("pp4"),
-    "interleaved": _deep("pp4v2"),
-    "zb-h1": _deep("pp4zb"),
-    "zb-v": _deep("pp4zbv"),
-    "dualpipev": _deep("pp4dpv"),
-    "zb-v full recomputation": Case("pp2zbv+full"),
-    "data parallel": _small("dp2", grad_communication_dtype="bf16"),
-    "zero 1": _small("dp2+zero1"),
-    "zero 1 gathers under forward": _small("dp2+zero1+gather"),
-    "zero 2": _small("dp2+zero2", grad_communication_dtype="bf16"),
-    "zero 3": _small("dp2+zero3"),
-    "zero 3 fp32 tp2": _small("tp2dp2+sp+zero3", params_dtype="fp32"),
-    "zero 3 1f1b": _small("pp2dp2+zero3"),
-    "zero 3 zb-h1": _small("pp2zbdp2+zero3"),
-    "zero 3 kept weights": _small("pp2dp2+zero3+kept"),
-    "hsdp zero 1": _small("dp4shard2+zero1+gather"),
-    "hsdp zero 2": _small("dp4shard2+zero2"),
-    "hsdp zero 3": _small("dp4shard2+zero3"),
-    "all axes": _small("tp2pp2dp2+sp+zero1+gather"),
-    "offloaded activations": _small("tp2", cpu_offload_activations=1),
-    "offloaded activations zb-v recomputed": Case("pp2zbv+selective", options={"cpu_offload_activations": 1}),
-    "qk-clip": _small("tp2dp2+zero1", preset="llama-tiny", qk_clip=True, qk_clip_threshold=0.1),
-    "averages": _small("dp2+zero1", ema_decay=0.99),
-    "zero 3 averages": _small("dp2+zero3", ema_decay=0.99),
-    "offloaded state": replace(
-        _small("dp2+zero1", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
-        waits=WITH_OFFLOADED_STATE,
-    ),
-    "zero 3 all offloaded": replace(_small("dp2+zero3+offload"), waits=WITH_OFFLOADED_STATE),
+    "ring, packed documents": case("tp2cp2+sp+p2p", preset="llama-tiny", **PACKED),
+    "full recomputation": case("tp2+sp+full"),
+    "full recomputation of blocks": case("tp1+full", recompute_method="block", recompute_num_layers=1),
+    "distributed saved activations": case("tp2+full", distribute_saved_activations=True),
+    "recomputed attention": case("tp1+selective"),
+    "recomputed modules": case("tp1+selective", recompute_modules=("layernorm", "mlp", "core_attn")),
+    "recomputed activation": case("tp1+selective", recompute_modules=("mlp_act",)),
+    "gpipe": case("pp3gpipe"),
+    "1f1b": case("pp3"),
+    "interleaved": case("pp2v2"),
+    "zb-h1": case("pp3zb"),
+    "zb-v": case("pp3zbv"),
+    "dualpipev": case("pp2dpv"),
+    "zb-v full recomputation": case("pp2zbv+full"),
+    "data parallel": case("dp2", grad_communication_dtype="bf16"),
+    "zero 1": case("dp2+zero1"),
+    "zero 1 gathers under forward": case("dp2+zero1+gather"),
+    "zero 2": case("dp2+zero2", grad_communication_dtype="bf16"),
+    "zero 3": case("dp2+zero3"),
+    "zero 3 fp32 tp2": case("tp2dp2+sp+zero3", params_dtype="fp32"),
+    "zero 3 1f1b": case("pp2dp2+zero3"),
+    "zero 3 zb-h1": case("pp2zbdp2+zero3"),
+    "zero 3 kept weights": case("pp2dp2+zero3+kept"),
+    "hsdp zero 1": case("dp4shard2+zero1+gather"),
+    "hsdp zero 2": case("dp4shard2+zero2"),
+    "hsdp zero 3": case("dp4shard2+zero3"),
+    "all axes": case("tp2pp2dp2+sp+zero1+gather"),
+    "offloaded activations": case("tp2", cpu_offload_activations=1),
+    "offloaded activations zb-v recomputed": case("pp2zbv+selective", cpu_offload_activations=1),
+    "qk-clip": case("tp2dp2+zero1", preset="llama-tiny", qk_clip=True, qk_clip_threshold=0.1),
+    "averages": case("dp2+zero1", ema_decay=0.99),
+    "zero 3 averages": case("dp2+zero3", ema_decay=0.99),
+    "offloaded state": case("dp2+zero1", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+    "zero 3 all offloaded": case("dp2+zero3+offload"),
 }

@@ -106,7 +106,7 @@ def _run(case: Case, rank: int, checks: DeviceChecks) -> Outcome:
     config = case.config()
     try:
         mesh = config.parallel.mesh
-        fake = Topology.fake(mesh, case.world_size, rank, "cuda:0")
+        fake = Topology.fake(mesh, case.layout.world_size, rank, "cuda:0")
         with INJECTED[case.injected](), fake as topology, checks.active():
             _train(config, topology, checks, outcome)
     except Exception:

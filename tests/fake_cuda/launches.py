@@ -10,21 +10,22 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
-from tests.fake_cuda.cases import Case
+from tests.fake_cuda.cases import Case, case
 from tests.fake_cuda.child import FakeGpu, fake_gpu
 
 FILE = Path(__file__).with_name("launches.yaml")
 COMMAND = "python -m tests.fake_cuda.launches"
 MODELS = {
-    "gpt-1.3b": Case(preset="gpt-1.3b"),
-    "gpt-1.3b, tp2+sp": Case("tp2+sp", preset="gpt-1.3b"),
-    "gpt-1.3b, dp2+zero1": Case("dp2+zero1", preset="gpt-1.3b"),
-    "gpt-1.3b, dp2+zero3": Case("dp2+zero3", preset="gpt-1.3b"),
-    "llama2-7b": Case(preset="llama2-7b"),
+    "gpt-1.3b": case(preset="gpt-1.3b"),
+    "gpt-1.3b, tp2+sp": case("tp2+sp", preset="gpt-1.3b"),
+    "gpt-1.3b, dp2+zero1": case("dp2+zero1", preset="gpt-1.3b"),
+    "gpt-1.3b, dp2+zero3": case("dp2+zero3", preset="gpt-1.3b"),
+    "llama2-7b": case(preset="llama2-7b"),
 }
 """Steps of one microbatch in bf16."""
 NUM_LAYERS = 2
@@ -47,9 +48,9 @@ def count(gpu: FakeGpu, name: str) -> dict[str, Counts]:
     return {"layer": layer, "rest": rest}
 
 
-def _launches(gpu: FakeGpu, case: Case, num_layers: int) -> dict[str, Counter[str]]:
+def _launches(gpu: FakeGpu, model: Case, num_layers: int) -> dict[str, Counter[str]]:
     options = {"num_layers": num_layers, "micro_batch_size": 1}
-    (outcome,) = gpu(Case(case.layout, case.preset, options, num_microbatches=1)).values()
+    (outcome,) = gpu(replace(model, options=options, num_microbatches=1)).values()
     assert not outcome.error, outcome.error
     return outcome.launches
 

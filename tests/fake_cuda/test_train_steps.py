@@ -13,24 +13,46 @@ from dataclasses import replace
 import pytest
 
 from megalite.verify.layouts import TABLE
-from tests.fake_cuda.cases import CASES, TWO_LAYERS, WITH_OFFLOADED_STATE, Case
+from tests.covering import pairs
+from tests.fake_cuda.cases import CASES, Case, case
 from tests.fake_cuda.child import FakeGpu
 from tests.fake_cuda.refusals import OVERLAP
+from tests.fake_cuda.rows import covering_rows, parts
+
+ROWS = list(covering_rows(list(CASES.values())))
+WAITS_WITH_OFFLOADED_STATE = {
+    "reduction by megalite/distributed/topology.py (to_host)",  # the norm, and so all gradients
+    "reduction by megalite/optim/adamw.py (step)",  # whether to update, and what the host's update needs
+}
 
 
 def check(gpu: FakeGpu, case: Case) -> None:
+    waits = WAITS_WITH_OFFLOADED_STATE if case.config().optimizer.optimizer_cpu_offload else set()
     for rank, outcome in gpu(case).items():
         assert not outcome.error, f"rank {rank}: {outcome.error}"
         assert not outcome.mixed, "\n".join([f"rank {rank} mixes devices:", *outcome.mixed])
         waiting = {re.sub(r".* in |:\d+", "", wait) for wait in outcome.waits}
-        assert waiting == set(case.waits), "\n".join([f"rank {rank} waits for the device:", *outcome.waits])
+        assert waiting == waits, "\n".join([f"rank {rank} waits for the device:", *outcome.waits])
         assert not outcome.pageable, "\n".join([f"rank {rank} copies pageable memory:", *outcome.pageable])
         assert not outcome.misplaced, "\n".join([f"rank {rank} has:", *outcome.misplaced])
         assert outcome.launches["backward"]
 
 
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.layout} {row.preset}")
+def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, row: Case) -> None:
+    check(gpu, row)
+
+
+def test_few_rows_have_every_pair_of_the_cases() -> None:
+    found = set().union(*(pairs(parts(row)) for row in ROWS))
+    for name, each in CASES.items():
+        assert pairs(parts(each)) <= found, name
+    assert len(ROWS) < len(CASES) / 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, name: str) -> None:
+def test_each_case_alone(gpu: FakeGpu, name: str) -> None:
     check(gpu, CASES[name])
 
 
@@ -53,19 +75,17 @@ def test_a_step_neither_mixes_devices_nor_waits(gpu: FakeGpu, name: str) -> None
 )
 def test_an_injected_error_is_found(gpu: FakeGpu, injected: str, layout: str, found: str) -> None:
     with pytest.raises(AssertionError, match=re.escape(found)):
-        check(gpu, Case(layout, options=TWO_LAYERS, injected=injected))
+        check(gpu, replace(case(layout), injected=injected))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TABLE)
 def test_every_layout(gpu: FakeGpu, layout: str) -> None:
-    num_microbatches = 4 if "pp4" in layout else 2
-    waits = WITH_OFFLOADED_STATE if "offload" in layout else ()
-    check(gpu, Case(layout, num_microbatches=num_microbatches, waits=waits))
+    check(gpu, case(layout, num_layers=4))
 
 
 def test_a_message_in_another_dtype_is_copied_back(gpu: FakeGpu) -> None:
     """As on a GPU. A dry run counts these copies, too."""
-    rounded, exact = CASES["data parallel"], replace(CASES["data parallel"], options=TWO_LAYERS)
-    copies = [sum(counts["copy_"] for counts in gpu(case)[0].launches.values()) for case in (rounded, exact)]
+    rounded, exact = CASES["data parallel"], case("dp2")
+    copies = [sum(counts["copy_"] for counts in gpu(each)[0].launches.values()) for each in (rounded, exact)]
     assert copies[0] > copies[1]

@@ -13,12 +13,13 @@ import torch
 
 from benchmarks.gpu_check import mps, several_ranks
 from benchmarks.gpu_check.commands import Finished
-from benchmarks.gpu_check.layout_rows import FIRST, Row, all_rows, by_value
+from benchmarks.gpu_check.layout_rows import FIRST, Row, all_rows
 from benchmarks.gpu_check.mps import LOG, PROGRAM, Mps
 from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.several_ranks import rank_host
 from megalite.hardware import shared_gpus
 from megalite.hardware.shared_gpus import MPS_FOLDER
+from tests.covering import by_new_pairs
 from tests.parity.test_layout_table import CORE, ROWS
 
 DAEMON = """
@@ -132,11 +133,13 @@ def test_rows_are_those_of_the_table_by_their_new_pairs() -> None:
     small, middle, large, other = (
         Row(*each.split()) for each in ("a fp64 tp2", "a fp64 tp2pp2", "a fp64 tp2pp2+sp", "b fp32 dp2")
     )
-    assert by_value([small, middle, large, other]) == [large, other, small, middle]
+    by_value = by_new_pairs([small, middle, large, other], lambda row: row.parts)
+    assert [row for row, _ in by_value] == [large, other, small, middle]
     gains: list[int] = []
     known: set[object] = set()
-    for row in by_value([Row(*each) for each in CORE]):
-        pairs = set(itertools.combinations(sorted(row.parts), 2))
-        gains.append(len(pairs - known))
-        known |= pairs
+    for row, gain in by_new_pairs([Row(*each) for each in CORE], lambda row: row.parts):
+        new = set(itertools.combinations(sorted(row.parts.items()), 2)) - known
+        assert gain == len(new)
+        gains.append(gain)
+        known |= new
     assert gains == sorted(gains, reverse=True)

@@ -76,7 +76,6 @@ CASES = {
     "dropout": Case(37, p=0.3),
     "dropout, rows of four": Case(40, p=0.3),
     "sinks": Case(37, n=4, has_sinks=True),
-    "sinks, everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3, has_sinks=True),
     "a slice of the queries": Case(37, queries=slice(11, 30)),
     "the last queries": Case(70, n=4, queries=slice(35, 70)),
     "a slice over blocks": Case(210, d=16, n=1, g=1, queries=slice(70, 200)),
@@ -85,7 +84,7 @@ CASES = {
         45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3, cap=1.5, queries=slice(9, 36)
     ),
     "everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3),
-    "everything, rows of four": Case(44, n=4, alibi=True, documents=True, p=0.3),
+    "everything, rows of four": Case(44, d=40, n=4, alibi=True, documents=True, p=0.3, has_sinks=True),
 }
 
 
@@ -239,18 +238,18 @@ def test_drops_exactly_the_weights_that_blockwise_attention_drops(s: int) -> Non
 @pytest.mark.skipif(not IS_INTERPRETED, reason="only the Triton kernels have blocks of keys")
 def test_skips_blocks_outside_of_a_window() -> None:
     """A NaN in a block that is read would spread: values meet a weight of 0, and 0 x NaN is NaN."""
-    case = Case(200, d=16, window=5)
+    case = Case(104, d=16, n=1, g=1, window=5)
     *leaves, grad = (part.detach().requires_grad_() for part in inputs(case, torch.float32))
     q, k, v = leaves
     broken = v.detach().clone()
-    broken[:, :, :64] = torch.nan
+    broken[:, :, :32] = torch.nan
     out = flash_attention(q, k, broken, softmax_of(case))
-    assert out[:, :, 133:].isfinite().all()
-    assert out[:, :, 63].isnan().all()
+    assert out[:, :, 69:].isfinite().all()
+    assert out[:, :, 31].isnan().all()
     later = grad.detach().clone()
-    later[:, :, 133:] = torch.nan
+    later[:, :, 69:] = torch.nan
     of_q, of_k, of_v = torch.autograd.grad(flash_attention(q, k, v, softmax_of(case)), leaves, later)
-    assert all(x[:, :, :64].isfinite().all() for x in (of_q, of_k, of_v))
+    assert all(x[:, :, :32].isfinite().all() for x in (of_q, of_k, of_v))
 
 
 def test_reads_heads_where_they_lie() -> None:

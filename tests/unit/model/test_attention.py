@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from functools import partial
 
@@ -373,7 +372,9 @@ def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> Non
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     if ids is None and not config.is_causal:
         ids = torch.zeros(2, s, dtype=torch.int64)
-    for window, sinks in itertools.product((None, 20) if config.is_causal else (None,), ([], [SINKS])):
+    # Each pair of a window, sinks and documents.
+    pairs = ((None, []), (20, [SINKS])) if packed else ((None, [SINKS]), (20, []))
+    for window, sinks in pairs if config.is_causal else ((None, []), (None, [SINKS])):
         visible = core.visible_keys((2, s), ids, [window])[window]
         drop = Drop(0.0, KEY, torch.arange(2))
         result = core(*(part.detach() for part in parts[:3]), visible, drop, *sinks)
