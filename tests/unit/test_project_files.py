@@ -84,8 +84,16 @@ def test_pre_commit_runs_what_ci_runs() -> None:
     assert entries[3].endswith("tests/test_architecture.py")
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
     assert _yaml("CITATION.cff")["version"] == megalite.__version__
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(megalite.__version__)} - \d{{4}}-\d\d-\d\d", headings[1])
+
+
+def test_wheels_are_built_with_a_tested_torch() -> None:
+    (version,) = re.findall(r'^before-build = "pip install torch==(\S+) ', PROJECT, re.MULTILINE)
+    assert version in TESTED
 
 
 def test_the_sdist_has_every_kind_of_file_that_is_compiled() -> None:
