@@ -26,6 +26,7 @@ LEVELS = (
     ("pretraining",),
     ("cli",),
     ("__main__",),
+    ("experiments",),
 )
 """Packages from the lowest level to the highest; those of one level do not import each other"""
 SAME_LEVEL = {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 RENAMED = {"README.md": "index.md", "docs/README.md": "pages.md"}
 """Files whose pages have other names; docs/README.md is the list of pages that GitHub shows."""
-PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/RESULTS.md")
+PROJECT = ("CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/RESULTS.md")
 """Other pages that are not in docs/."""
 _CODE = re.compile(r"`[^`\n]+`")
 _TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)

@@ -10,12 +10,13 @@ from megalite.config.flags import flags
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
+OpenTelemetryExporter = Literal["otlp", "prometheus"]
 LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Describes logs, TensorBoard, Weights & Biases, the metrics file, timers, traces and profilers."""
+    """Describes logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
 
     log_interval: int = 100
     """Iterations between log lines."""
@@ -50,7 +51,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder to write TensorBoard files to."""
     tensorboard_log_interval: int | None = None
-    """Iterations between points in TensorBoard and Weights & Biases. By default --log-interval."""
+    """Iterations between points in TensorBoard and other dashboards. By default --log-interval."""
     tensorboard_queue_size: int = 1000
     """Number of TensorBoard events to buffer in memory before they are written to the file."""
     log_timers_to_tensorboard: bool = False
@@ -67,7 +68,7 @@ class LoggingConfig:
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
     log_experts_interval: int = 100
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
-    file, TensorBoard and Weights & Biases. 0 records none."""
+    file, TensorBoard and other dashboards. 0 records none."""
     record_routing: str | None = None
     """Write the experts of each token to this folder. A run in any layout replays them with
     --replay-routing-from."""
@@ -79,6 +80,11 @@ class LoggingConfig:
     """Name of the run in Weights & Biases. By default a random one."""
     wandb_save_dir: str | None = None
     """Folder for wandb's own files. By default the --save folder, or the working directory."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment to log to, on the server of MLFLOW_TRACKING_URI. It needs the extra mlflow."""
+    opentelemetry: OpenTelemetryExporter | None = None
+    """Export metrics with OpenTelemetry: by OTLP, or on a page for Prometheus. It needs the extra
+    opentelemetry."""
     metrics_file: str | None = field(default=None, metadata=flags(sets={"--no-metrics-file": ""}))
     """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
     metrics.jsonl in the --save folder; --no-metrics-file writes none."""
@@ -126,8 +132,13 @@ class LoggingConfig:
         """Return --timing-log-level, with its default resolved."""
         if self.timing_log_level is not None:
             return self.timing_log_level
-        has_dashboard = self.tensorboard_dir is not None or self.wandb_project is not None
-        return 1 if self.log_timers_to_tensorboard and has_dashboard else 0
+        return 1 if self.log_timers_to_tensorboard and self.has_dashboards else 0
+
+    @property
+    def has_dashboards(self) -> bool:
+        """Return whether metrics are also written as curves by iteration, to one of the dashboards."""
+        outputs = (self.tensorboard_dir, self.wandb_project, self.mlflow_experiment, self.opentelemetry)
+        return any(output is not None for output in outputs)
 
     def metrics_path(self, save: str | None) -> Path | None:
         """Return the path of the metrics file, by default in the --save folder; None for no file."""

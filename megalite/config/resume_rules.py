@@ -64,7 +64,7 @@ _NAMES: Mapping[OnResume, str] = {
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_validation_ppl_to_tensorboard
         log_memory_to_tensorboard log_optimizer_states_to_tensorboard log_layer_grad_norms_interval
         log_experts_interval record_routing record_routing_iterations
-        wandb_project wandb_exp_name wandb_save_dir
+        wandb_project wandb_exp_name wandb_save_dir mlflow_experiment opentelemetry
         metrics_file timing_log_level timing_log_option trace_pipeline trace_pipeline_path
         profile_execution profile_name profile profile_step_start profile_step_end profile_repeat
         profile_ranks

@@ -16,7 +16,7 @@ from megalite.config.rules.parallel_rules import replicas
 from megalite.config.stage_layers import SPLITS
 from megalite.pipeline.schedules import SCHEDULES
 
-_FOR_WANDB_TOO = (
+_FOR_ALL_DASHBOARDS = (
     "tensorboard_log_interval",
     "log_timers_to_tensorboard",
     "log_batch_size_to_tensorboard",
@@ -77,13 +77,13 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
     yield from _timer_reasons(config)
     if logging.tensorboard_dir is None:
         for field in fields(logging):
-            if "tensorboard" in field.name and not (logging.wandb_project and field.name in _FOR_WANDB_TOO):
+            if "tensorboard" in field.name and not (
+                logging.has_dashboards and field.name in _FOR_ALL_DASHBOARDS
+            ):
                 yield field.name, "--tensorboard-dir is not set"
     if not model.has_experts:
         yield "log_experts_interval", "there are no experts (--num-experts)"
-    elif not (
-        logging.tensorboard_dir or logging.wandb_project or logging.metrics_path(config.checkpoint.save)
-    ):
+    elif not (logging.has_dashboards or logging.metrics_path(config.checkpoint.save)):
         yield "log_experts_interval", "there is no metrics file, and --tensorboard-dir is not set"
     if logging.record_routing is None:
         yield "record_routing_iterations", "--record-routing is not set"

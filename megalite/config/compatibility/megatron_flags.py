@@ -312,7 +312,11 @@ ACCEPTED = (
         """,
     ),
     AcceptedFlags("logging", "timers never make ranks wait for each other", "no-barrier-with-level-1-timing"),
-    AcceptedFlags("logging", "only --wandb-project sends anything to a server", "no-one-logger"),
+    AcceptedFlags(
+        "logging",
+        "--wandb-project, --mlflow-experiment and --opentelemetry alone send to servers",
+        "no-one-logger",
+    ),
     AcceptedFlags(
         "logging", "there is one level of messages", "logging-level=1 log-level=1 log-level-replica=1"
     ),

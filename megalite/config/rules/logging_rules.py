@@ -70,7 +70,7 @@ def profiled_ranks(config: Config, world_size: int | None) -> Iterator[Problem]:
 def layer_norms(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that histograms of gradient norms have a writer."""
     logging = config.logging
-    if logging.log_layer_grad_norms_interval and not (logging.tensorboard_dir or logging.wandb_project):
+    if logging.log_layer_grad_norms_interval and not logging.has_dashboards:
         yield Problem(
             ("log_layer_grad_norms_interval", "tensorboard_dir", "wandb_project"),
             "--log-layer-grad-norms-interval has no folder to write to: pass --tensorboard-dir",

@@ -1,4 +1,4 @@
-"""Log the gradient norm of each layer to TensorBoard and Weights & Biases."""
+"""Log the gradient norm of each layer to the dashboards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log norms of the weights and of the optimizer's moments to TensorBoard and Weights & Biases."""
+"""Log norms of the weights and of the optimizer's moments to the dashboards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class OptimizerNorms(Callback):
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         logging = loop.trainer.config.logging
-        has_dashboard = logging.tensorboard_dir is not None or logging.wandb_project is not None
-        if not (logging.log_optimizer_states_to_tensorboard and has_dashboard):
+        if not (logging.log_optimizer_states_to_tensorboard and logging.has_dashboards):
             return
         if is_due(loop.iteration, logging.dashboard_interval):
             norms = optimizer_norms(loop.trainer.optimizer)

@@ -205,8 +205,71 @@ def _file_name() -> str:
     return f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{number}"
 
 
-class WandbWriter:
-    """Writes scalars by iteration, with the consumed samples as a second x-axis.
+class GuardedCalls:
+    """Calls a library whose failures must not end the run.
+
+    Args:
+        output: the flag that requested the output, for the log.
+    """
+
+    def __init__(self, output: str) -> None:
+        self._output = output
+        self._is_failing = False
+
+    def __call__(self, call: Callable[[], object]) -> None:
+        """Call it; log when calls begin to fail, for any reason, and when they succeed again."""
+        try:
+            call()
+        except Exception as error:  # a full disk, a lost connection, the end of the library's own process
+            if not self._is_failing:
+                log.warning(
+                    "%s cannot be written (%s: %s): training continues without it",
+                    self._output,
+                    type(error).__name__,
+                    error,
+                    extra=THIS_RANK,
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("%s is written again", self._output, extra=THIS_RANK)
+        self._is_failing = False
+
+
+class ScalarWriter:
+    """Is the base class of writers whose output takes scalars by iteration, with the samples beside them."""
+
+    def __init__(self, config: LoggingConfig, world_size: int) -> None:
+        self.config = config
+        self.world_size = world_size
+
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Do nothing: each start is a run of its own, which has no later steps."""
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Write numbers by their tags."""
+        raise NotImplementedError
+
+    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
+        scalars = {
+            **main_scalars(self.config, metrics),
+            **run_scalars(self.config, self.world_size, metrics, times),
+            "samples": metrics.consumed_samples,
+        }
+        self.scalars(metrics.iteration, scalars)
+
+    def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
+        self.scalars(iteration, {f"{GRAD_NORMS}/{layer}": norm for layer, norm in norms.items()})
+
+    def expert_use(self, loads: ExpertUse) -> None:
+        self.scalars(loads.iteration, expert_scalars(loads))
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        self.scalars(metrics.iteration, validation_scalars(self.config, metrics))
+
+
+class WandbWriter(ScalarWriter):
+    """Writes to Weights & Biases, histograms too.
 
     Args:
         folder: folder of wandb's own files; None for wandb's default.
@@ -217,36 +280,25 @@ class WandbWriter:
     """
 
     def __init__(self, config: LoggingConfig, folder: Path | None, world_size: int, config_text: str) -> None:
+        super().__init__(config, world_size)
+        output = f"--wandb-project {config.wandb_project}"
         try:
             import wandb  # imported here because it is an optional package that only one rank needs
         except ImportError:
             raise UserError(
-                f"--wandb-project {config.wandb_project} needs the package wandb, which is not installed: "
+                f"{output} needs the package wandb, which is not installed: "
                 "pip install wandb, or omit the flag"
             ) from None
         if folder is not None:
             make_writable(folder, "--wandb-save-dir")
         self._wandb = wandb
-        self._config = config
-        self._world_size = world_size
-        self._is_failing = False
+        self._send = GuardedCalls(output)
         self._run: Any = wandb.init(
             project=config.wandb_project,
             name=config.wandb_exp_name,
             dir=None if folder is None else str(folder),
             config=yaml.safe_load(config_text),
         )
-
-    def start(self, iteration: int, consumed_samples: int) -> None:
-        """Do nothing: each start is a run of its own in wandb, which has no later steps."""
-
-    def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
-        scalars = {
-            **main_scalars(self._config, metrics),
-            **run_scalars(self._config, self._world_size, metrics, times),
-            "samples": metrics.consumed_samples,
-        }
-        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
 
     def layer_norms(self, iteration: int, norms: Mapping[str, float]) -> None:
         histogram = self._wandb.Histogram(list(norms.values()))
@@ -263,28 +315,5 @@ class WandbWriter:
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
         self._send(lambda: self._run.log(dict(scalars), step=iteration))
 
-    def validation(self, metrics: ValidationMetrics) -> None:
-        scalars = validation_scalars(self._config, metrics)
-        self._send(lambda: self._run.log(scalars, step=metrics.iteration))
-
     def close(self, *, has_failed: bool = False) -> None:
         self._send(lambda: self._run.finish(exit_code=int(has_failed)))
-
-    def _send(self, call: Callable[[], object]) -> None:
-        """Call wandb; log when calls begin to fail, for any reason, and when they succeed again."""
-        try:
-            call()
-        except Exception as error:  # a full disk, a lost connection, the end of wandb's own process
-            if not self._is_failing:
-                log.warning(
-                    "--wandb-project %s cannot be written (%s: %s): training continues without it",
-                    self._config.wandb_project,
-                    type(error).__name__,
-                    error,
-                    extra=THIS_RANK,
-                )
-            self._is_failing = True
-            return
-        if self._is_failing:
-            log.warning("--wandb-project %s is written again", self._config.wandb_project, extra=THIS_RANK)
-        self._is_failing = False

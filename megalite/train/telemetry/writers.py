@@ -1,4 +1,4 @@
-"""Write a run's metrics: log lines, metrics file, TensorBoard, Weights & Biases."""
+"""Write a run's metrics: log lines, metrics file, TensorBoard, Weights & Biases, MLflow, OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
 from megalite.train.telemetry.expert_use import ExpertUse
 from megalite.train.telemetry.machine_load import MachineLoad
 from megalite.train.telemetry.metrics import IterationMetrics, TaskScores, ValidationMetrics
+from megalite.train.telemetry.mlflow_writer import MlflowWriter
+from megalite.train.telemetry.opentelemetry_writer import OpenTelemetryWriter
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
 
@@ -275,12 +277,12 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 class Writers:
-    """Writes metrics to the log, and if requested to the metrics file, TensorBoard and wandb.
+    """Writes metrics to the log, and if requested to the metrics file and to dashboards.
 
     Only the reporting rank writes. On the other ranks each method only takes part in the collectives.
 
     Args:
-        resolved_config_text: the whole run's config, shown in TensorBoard and wandb.
+        resolved_config_text: the whole run's config, shown in dashboards.
         save: the run's checkpoint folder.
         lease: lease on that folder; a run that has lost it writes no more metrics.
 
@@ -303,8 +305,7 @@ class Writers:
         self._config = config
         self._lease = lease
         self._topology = topology
-        has_dashboards = config.tensorboard_dir is not None or config.wandb_project is not None
-        of_dashboards = (config.dashboard_interval,) if has_dashboards else ()
+        of_dashboards = (config.dashboard_interval,) if config.has_dashboards else ()
         self.intervals = tuple(dict.fromkeys((config.log_interval, *of_dashboards)))
         self._times: TimesByRank = {}  # not yet written to the dashboards
         self._logs: list[LogWriter] = []
@@ -330,6 +331,10 @@ class Writers:
                         resolved_config_text,
                     )
                 )
+            if config.mlflow_experiment is not None:
+                self._dashboards.append(MlflowWriter(config, topology.world_size, resolved_config_text))
+            if config.opentelemetry is not None:
+                self._dashboards.append(OpenTelemetryWriter(config, topology.world_size))
         except BaseException:
             self.close(has_failed=True)
             raise
@@ -363,7 +368,7 @@ class Writers:
             dashboard.layer_norms(iteration, norms)
 
     def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
-        """Write numbers to TensorBoard and Weights & Biases, by their tags."""
+        """Write numbers to the dashboards, by their tags."""
         self._stop_if_lost()
         for dashboard in self._dashboards:
             dashboard.scalars(iteration, scalars)

@@ -58,6 +58,13 @@ def test_it_comes_back(folder: Path) -> None:
     assert damage_of(manifest, manifest.files) == []
 
 
+def test_the_version_that_wrote_it_does_not_matter(folder: Path) -> None:
+    tensors = read_manifest(folder).tensors
+    edit_run(folder, megalite="0.1.0")
+    manifest = read_manifest(folder)
+    assert (manifest.description["megalite"], manifest.tensors) == ("0.1.0", tensors)
+
+
 def test_sha256sum_checks_it_by_hand(folder: Path) -> None:
     if not shutil.which("sha256sum"):
         pytest.skip("there is no sha256sum")

@@ -88,6 +88,8 @@ def test_what_is_without_effect_is_told(line: str, notice: str) -> None:
         "--profile-modules 2 --profile-modules-depth 0 --profile-modules-top 3 --profile-modules-file x",
         "--wandb-project p --wandb-exp-name n --tensorboard-log-interval 5 --log-timers-to-tensorboard",
         "--log-layer-grad-norms-interval 5 --tensorboard-dir t",
+        "--log-layer-grad-norms-interval 5 --mlflow-experiment e --tensorboard-log-interval 5",
+        "--opentelemetry prometheus --log-optimizer-states-to-tensorboard --log-timers-to-tensorboard",
     ],
 )
 def test_what_is_honoured_is_not_remarked_upon(line: str) -> None:
@@ -102,6 +104,7 @@ def test_the_level_of_timers() -> None:
     assert LoggingConfig(log_timers_to_tensorboard=True).timers_level == 0
     assert LoggingConfig(log_timers_to_tensorboard=True, tensorboard_dir="t").timers_level == 1
     assert LoggingConfig(log_timers_to_tensorboard=True, wandb_project="p").timers_level == 1
+    assert LoggingConfig(log_timers_to_tensorboard=True, opentelemetry="otlp").timers_level == 1
     given = LoggingConfig(log_timers_to_tensorboard=True, tensorboard_dir="t", timing_log_level=0)
     assert given.timers_level == 0
 
