@@ -146,6 +146,9 @@ class Dashboard:
     def __init__(self, *_: Any) -> None:
         self.kept: dict[str, Any] = {}
 
+    def start(self, iteration: int, consumed_samples: int) -> None:
+        """Do nothing: the runs are new."""
+
     def iteration(self, metrics: Any, times: Any) -> None:
         self.kept["figures"] = {
             **{"loss": metrics.lm_loss, "grad norm": metrics.grad_norm, "norm": metrics.params_norm},

@@ -70,7 +70,7 @@ class Conversations:
         is_real = tokens <= LAST[index]
         tokens[~is_real] = 0
         has_loss = is_real[1:] & (tokens[1:] > LAST[index] - NUM_ANSWERS)
-        fields = {"tokens": tokens[:-1], "labels": tokens[1:], "is_real": is_real[:-1].astype(np.int64)}
+        fields = {"tokens": tokens[:-1], "labels": tokens[1:], "is_real": is_real[:-1]}
         return {**fields, "loss_mask": has_loss}
 
 
