@@ -21,7 +21,7 @@ LIMIT = 1.2
 """A folder may cost this much more than the ledger says, beside the others."""
 SLACK = 10.0
 """Seconds by which short folders may differ."""
-SAMPLE = "sample of slow tests"
+SAMPLE, IMPORTS = "sample of slow tests", "imports and collection"
 
 
 class Cost:
@@ -34,7 +34,7 @@ class Cost:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._seconds: dict[str, float] = defaultdict(float)
-        self._folder, self._before = "imports and collection", 0.0
+        self._folder, self._before = IMPORTS, 0.0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -50,7 +50,8 @@ class Cost:
             return
         if self._config.option.record_cost:
             rounded = {folder: round(self._seconds[folder]) for folder in sorted(self._seconds)}
-            rounded.pop(SAMPLE, None)
+            for other in (SAMPLE, IMPORTS):
+                rounded.pop(other, None)
             LEDGER.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
         if self._is_whole and self._dearer() and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -113,7 +114,7 @@ def dearer(seconds: Mapping[str, float], recorded: Mapping[str, float]) -> list[
 
     The unit is that of the ledger, by the folder whose ratio is the median.
     """
-    both = [folder for folder in seconds if recorded.get(folder, 0.0) > 0.0]
+    both = [folder for folder in seconds if recorded.get(folder)]
     speed = median([seconds[folder] / recorded[folder] for folder in both]) if both else 1.0
     advice = "make its tests cheaper, or record the cost by `scripts/test.sh --record-cost`"
     return [

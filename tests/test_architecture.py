@@ -59,7 +59,7 @@ TESTS_OF_NO_MODULE = {
     "all parallel layers": ("tensor_parallel/test_layers",),
     "an axis through the whole package": ("train/test_trial_axis",),
     "Dockerfiles, scripts, workflows": ("test_containers", "test_parent_packages", "test_project_files"),
-    "tests/conftest.py": ("test_scheduling",),
+    "tests/conftest.py and its modules": ("test_changes", "test_cost", "test_scheduling"),
     "tests/stream_checker.py": ("test_stream_checker", "test_stream_order"),
 }
 """Test files that are not named after a module, below tests/unit or tests/ranks, by what they test"""

@@ -38,4 +38,4 @@ def test_a_folder_is_compared_with_the_others_of_the_run() -> None:
 
 def test_the_ledger_names_folders_of_tests() -> None:
     tests = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    assert set(read_ledger()) <= {folder_of(test) for test in tests} | {"imports and collection"}
+    assert set(read_ledger()) <= {folder_of(test) for test in tests}
