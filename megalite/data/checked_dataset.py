@@ -25,6 +25,7 @@ class CheckedDataset:
         self._name = name
         self._lengths = lengths
         self._vocab_size = vocab_size
+        # Values are smaller than these; None for bools.
         self._limits = {"loss_mask": None, "is_real": None, "position_ids": max(lengths.values())}
 
     def __len__(self) -> int:
@@ -54,7 +55,8 @@ class CheckedDataset:
     def _check(self, index: int, field: str, values: Any) -> None:
         """Check one array of a sample."""
         array = np.asarray(values)
-        wanted = np.bool_ if field in ("loss_mask", "is_real") else np.int64
+        limit = self._limits.get(field, self._vocab_size)
+        wanted = np.bool_ if limit is None else np.int64
         length = self._lengths[field]
         if array.shape != (length,) or array.dtype != wanted:
             more = "" if field else ", one token more than --seq-length"
@@ -62,7 +64,6 @@ class CheckedDataset:
                 f"{self._of(index, field)} has shape {list(array.shape)} in {array.dtype}: it needs shape "
                 f"[{length}] in {np.dtype(wanted)}{more}"
             )
-        limit = self._limits.get(field, self._vocab_size)
         if limit is None:
             return
         smallest, largest = int(array.min()), int(array.max())
