@@ -149,13 +149,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rows = [each for each in slow if "tests/parity/" in each.nodeid]
     others = [each for each in slow if not {"parity", "power"}.intersection(each.nodeid.split("/"))]
     sample = config.stash[SAMPLED] = set(rows[: option.layout_sample])
-    changed = (
-        set[str]().union(*map(names_of, changed_files())) if option.quick or option.slow_sample else set()
-    )
-    near_change = {each for each in items if changed & names_of(each.path.relative_to(ROOT).as_posix())}
-    near = [each for each in others if each in near_change][: option.slow_sample * 3 // 4]
-    far = [each for each in others if each not in near]
-    sample.update(near, far[: option.slow_sample - len(near)])
+    changed = set[str]()
+    if option.quick or option.slow_sample:
+        changed = changed.union(*map(names_of, changed_files()))
+
+    def is_near_change(item: pytest.Item) -> bool:
+        return bool(changed & names_of(item.path.relative_to(ROOT).as_posix()))
+
+    if option.slow_sample:
+        near = [each for each in others if is_near_change(each)][: option.slow_sample * 3 // 4]
+        far = [each for each in others if each not in near]
+        sample.update(near, far[: option.slow_sample - len(near)])
     for item in slow:
         for node in item.listchain():  # a module can mark its tests, too
             node.own_markers = [mark for mark in node.own_markers if mark.name != "slow"]
@@ -164,7 +168,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if option.quick:
         fast = [each for each in drawn if not each.get_closest_marker("slow")]
         rows = [each for each in fast if each.path.name == "test_layout_table.py"][:10]
-        unit = [each for each in fast if "tests/unit/" in each.nodeid and each in near_change]
+        unit = [each for each in fast if "tests/unit/" in each.nodeid and is_near_change(each)]
         quick = {*rows, *unit, *(each for each in fast if each.path.name == "test_architecture.py")}
         config.hook.pytest_deselected(items=[each for each in items if each not in quick])
         items[:] = [each for each in items if each in quick]
