@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, OnResume, option
 
 NonPersistentType = Literal["local"]
 
@@ -15,33 +15,35 @@ NonPersistentType = Literal["local"]
 class CheckpointConfig:
     """Describes where and when checkpoints are saved, and what a run loads."""
 
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
     save: str | None = None
     """Folder to save checkpoints to, at each --save-interval and at the end of the run."""
     load: str | None = None
     """Folder to load the latest checkpoint from; the run resumes from it."""
-    load_iteration: int | None = field(default=None, metadata=flags("--ckpt-step"))
+    load_iteration: int | None = option(None, "--ckpt-step", allowed=NOT_NEGATIVE)
     """Iteration of the checkpoint to load. By default the latest one."""
-    save_interval: int | None = field(default=None, metadata=flags("--persistent-save-interval"))
+    save_interval: int | None = option(None, "--persistent-save-interval", allowed=POSITIVE)
     """Iterations between checkpoints. By default a run saves only at its end."""
-    save_interval_minutes: float | None = None
+    save_interval_minutes: float | None = option(None, allowed=POSITIVE)
     """Minutes from one checkpoint to the next. All ranks save after the same iteration. With --save-interval,
     whichever comes first."""
     async_save: bool = False
     """Save in the background from a copy in host memory, while training continues."""
-    non_persistent_save_interval: int | None = None
+    non_persistent_save_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between non-persistent saves. Each rank saves its own state on its node, so that a job
     restarted on the same nodes loses less."""
     non_persistent_ckpt_type: NonPersistentType | None = None
     """Type of non-persistent saves. With local, each rank saves its own state to a folder on its node."""
-    non_persistent_local_ckpt_dir: str | None = None
+    non_persistent_local_ckpt_dir: str | None = option(None, differs_between_ranks=True)
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""
     exit_on_save_failure: bool = False
     """Exit with status 1 if a save fails. By default the run continues, and the next save tries again."""
-    keep_last: int | None = None
+    keep_last: int | None = option(None, allowed=SIZE)
     """Number of checkpoints to keep. Older ones are deleted after each save, but not the last good one of
     --audit-interval. By default all are kept."""
-    keep_every: int | None = field(default=None, metadata=flags("--save-retain-interval"))
+    keep_every: int | None = option(None, "--save-retain-interval", allowed=POSITIVE)
     """Keep every checkpoint whose iteration is a multiple of this number. Of the others, keep the last
     --keep-last (by default 1)."""
     finetune: bool = False
@@ -52,11 +54,9 @@ class CheckpointConfig:
     """Save the optimizer state. Without it, a run cannot resume exactly."""
     use_checkpoint_args: bool = False
     """Take the model's options from the checkpoint in --load; flags override them."""
-    override_opt_param_scheduler: bool = field(default=False, metadata=flags("--override-lr-scheduler"))
+    override_opt_param_scheduler: bool = option(False, "--override-lr-scheduler")
     """Resume with the learning-rate and weight-decay schedules from the flags instead of the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = field(
-        default=False, metadata=flags("--use-checkpoint-lr-scheduler")
-    )
+    use_checkpoint_opt_param_scheduler: bool = option(False, "--use-checkpoint-lr-scheduler")
     """Resume with the checkpoint's learning-rate and weight-decay schedules, and ignore the flags'."""
     allow_data_change: bool = False
     """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flag_of, flags
+from megalite.config.flags import flag_of
+from megalite.config.option import SHARE, OnResume, option
 
 TokenizerType = Literal[
     "byte",
@@ -71,43 +72,45 @@ TOKENIZER_FIELDS = (
 class DataConfig:
     """Describes the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
-    data_path: tuple[str, ...] = ()
+    default_on_resume: ClassVar[OnResume] = OnResume.DATA
+
+    data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
-    aml_data_download_path: str | None = None
+    aml_data_download_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
     input folder."""
-    data_args_path: str | None = None
+    data_args_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """File with the arguments of --data-path."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Corpora of the training set alone, as in --data-path; --split does not apply."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Corpora of the validation set, as in --train-data-path."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Corpora of the test set, evaluated after training, as in --train-data-path."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
-    train_weighted_split_paths: tuple[str, ...] = ()
+    train_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
-    train_weighted_split_paths_path: str | None = None
+    train_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """File with the argument of --train-weighted-split-paths, quotes included."""
-    valid_weighted_split_paths: tuple[str, ...] = ()
+    valid_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
-    valid_weighted_split_paths_path: str | None = None
+    valid_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """File with the argument of --valid-weighted-split-paths, quotes included."""
-    test_weighted_split_paths: tuple[str, ...] = ()
+    test_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
     """Blends to test on after training, as in --valid-weighted-split-paths."""
-    test_weighted_split_paths_path: str | None = None
+    test_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
     """File with the argument of --test-weighted-split-paths, quotes included."""
-    blend_by: Literal["tokens", "documents"] = "tokens"
+    blend_by: Literal["tokens", "documents"] = option("tokens", on_resume=OnResume.CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
-    data_cache_path: str | None = None
+    data_cache_path: str | None = option(None, on_resume=OnResume.FREE, differs_between_ranks=True)
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
-    fim_rate: float = 0.0
+    fim_rate: float = option(0.0, allowed=SHARE)
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: float = option(0.5, allowed=SHARE)
     """Fill-in-the-middle: share of these documents in the order suffix, prefix, middle (SPM)."""
     fim_prefix_token: str = "<fim_prefix>"
     """Fill-in-the-middle: token of the vocabulary that marks the prefix."""
@@ -115,7 +118,7 @@ class DataConfig:
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = "<fim_suffix>"
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: float = option(0.1, allowed=SHARE)
     """BERT: share of the samples that are shortened on purpose."""
     reset_position_ids: bool = False
     """Restart position ids at 0 in each document of a sample."""
@@ -135,20 +138,20 @@ class DataConfig:
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
-    split: str = "969,30,1"
+    split: str = option("969,30,1", on_resume=OnResume.CORPUS)
     """Weights of the training, validation and test parts of each dataset."""
-    tokenizer_type: TokenizerType | None = field(
-        default=None, metadata=flags(choices={"HFTokenizer": "HuggingFaceTokenizer"})
+    tokenizer_type: TokenizerType | None = option(
+        None, on_resume=OnResume.TOKENIZER, choices={"HFTokenizer": "HuggingFaceTokenizer"}
     )
     """Tokenizer that the corpus was preprocessed with. By default it is detected from the tokenizer's
     files."""
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
-    vocab_file: str | None = None
+    vocab_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Vocabulary file of a GPT-2 tokenizer (a JSON object) or a BERT tokenizer (one token a line)."""
-    merge_file: str | None = None
+    merge_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
 
     @property

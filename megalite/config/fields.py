@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flags_in
+from megalite.config.flags import flag_of
+from megalite.config.option import OnResume, Option, option_of
 
 _MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
@@ -198,12 +199,34 @@ class ConfigField:
     """The allowed values, by their names in lower case, including names that other programs use."""
     missing: Mapping[str, str]
     """Values of other programs that megalite does not have, each with what to do instead."""
+    declared: Option
+    on_resume: OnResume
+    """What happens when a run resumes with another value."""
 
 
 @functools.cache
 def config_fields() -> tuple[ConfigField, ...]:
     """Return all fields of the config, group by group."""
     return tuple(field for group, part in _GROUPS.items() for field in _fields_of(group, part))
+
+
+@functools.cache
+def fields_by_name() -> Mapping[str, ConfigField]:
+    """Return every field by its name; no two groups share a name."""
+    table = {field.name: field for field in config_fields()}
+    assert len(table) == len(config_fields())
+    return table
+
+
+def resume_rule(name: str) -> OnResume | None:
+    """Return what happens when a run resumes with another value of a field; None for an unknown name."""
+    field = fields_by_name().get(name)
+    return None if field is None else field.on_resume
+
+
+def fields_with(*rules: OnResume) -> frozenset[str]:
+    """Return the names of the fields that have one of these rules for resuming."""
+    return frozenset(field.name for field in config_fields() if field.on_resume in rules)
 
 
 @functools.cache
@@ -236,18 +259,20 @@ def field_docs(group: str) -> Mapping[str, str]:
     return docs
 
 
-def _fields_of(group: str, part: type) -> list[ConfigField]:
+def _fields_of(group: str, part: Any) -> list[ConfigField]:
     hints = typing.get_type_hints(part)
     found = []
     for field in fields(part):
-        kind, declared = _kind(hints[field.name]), flags_in(field.metadata)
+        kind, declared = _kind(hints[field.name]), option_of(field)
         flags, sets = (flag_of(field.name), *declared.aliases), dict(declared.sets or {})
         if kind.item is bool:
             sets |= {f"--no-{name[2:]}": False for name in flags}
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
-        missing = declared.missing or {}
-        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing))
+        missing, rule = declared.missing or {}, declared.on_resume or part.default_on_resume
+        found.append(
+            ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing, declared, rule)
+        )
     return found
 
 

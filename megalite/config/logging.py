@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, TIMERS, OnResume, option
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
@@ -18,20 +18,20 @@ LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
 class LoggingConfig:
     """Describes logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
 
-    log_interval: int = 100
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
+    log_interval: int = option(100, allowed=POSITIVE)
     """Iterations between log lines."""
-    log_line: LogLine = field(
-        default="auto", metadata=flags("--log-format", sets={"--deepspeed": "megatron-deepspeed"})
-    )
+    log_line: LogLine = option("auto", "--log-format", sets={"--deepspeed": "megatron-deepspeed"})
     """Fields of the log line: Megatron-LM's, Megatron-DeepSpeed's, or short ones: step, loss, tokens/s, time
     left. By default short on a terminal, and Megatron-LM's elsewhere."""
-    profile_modules: int | None = None
+    profile_modules: int | None = option(None, allowed=POSITIVE)
     """Log the parameters, operations, time and memory of each module's forward and backward, before this
     iteration."""
-    profile_modules_depth: int | None = None
+    profile_modules_depth: int | None = option(None, allowed=NOT_NEGATIVE)
     """With --profile-modules: depth of the module tree in the tables; 0 shows only the whole model. By
     default the tables show the whole tree."""
-    profile_modules_top: int | None = None
+    profile_modules_top: int | None = option(None, allowed=SIZE)
     """With --profile-modules: for each module, show only this many of its most expensive submodules. By
     default all are shown."""
     profile_modules_file: str | None = None
@@ -43,16 +43,16 @@ class LoggingConfig:
     """Log the 2-norm of all weights, in the log line, TensorBoard and the metrics file."""
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient, in the log line, TensorBoard and the metrics file."""
-    log_straggler_interval: int | None = field(default=None, metadata=flags(sets={"--log-straggler": 100}))
+    log_straggler_interval: int | None = option(None, allowed=POSITIVE, sets={"--log-straggler": 100})
     """Iterations between log lines that name the slowest rank; --log-straggler sets 100."""
     log_time_breakdown: bool = False
     """Record where the time of each log interval's last iteration went in the metrics file, for the report,
     and log what made the run slow at its end."""
     tensorboard_dir: str | None = None
     """Folder to write TensorBoard files to."""
-    tensorboard_log_interval: int | None = None
+    tensorboard_log_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between points in TensorBoard and other dashboards. By default --log-interval."""
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: int = option(1000, allowed=SIZE)
     """Number of TensorBoard events to buffer in memory before they are written to the file."""
     log_timers_to_tensorboard: bool = False
     """Log the timers to TensorBoard."""
@@ -64,9 +64,9 @@ class LoggingConfig:
     """Log the memory use of the rank that writes the log to TensorBoard."""
     log_optimizer_states_to_tensorboard: bool = False
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
-    log_layer_grad_norms_interval: int | None = None
+    log_layer_grad_norms_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
-    log_experts_interval: int = 100
+    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE)
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
     file, TensorBoard and other dashboards. 0 records none."""
     record_routing: str | None = None
@@ -85,10 +85,10 @@ class LoggingConfig:
     opentelemetry: OpenTelemetryExporter | None = None
     """Export metrics with OpenTelemetry: by OTLP, or on a page for Prometheus. It needs the extra
     opentelemetry."""
-    metrics_file: str | None = field(default=None, metadata=flags(sets={"--no-metrics-file": ""}))
+    metrics_file: str | None = option(None, sets={"--no-metrics-file": ""})
     """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
     metrics.jsonl in the --save folder; --no-metrics-file writes none."""
-    timing_log_level: int | None = None
+    timing_log_level: int | None = option(None, allowed=TIMERS)
     """What timers measure. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
     microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
     timing_log_option: TimingLogOption = "minmax"
@@ -105,13 +105,13 @@ class LoggingConfig:
     """Name of the subfolder of TensorBoard's folder for PyTorch profiler traces."""
     profile: bool = False
     """Profile iterations on --profile-ranks with nsys, or with --use-pytorch-profiler."""
-    profile_step_start: int = 10
+    profile_step_start: int = option(10, allowed=NOT_NEGATIVE)
     """With --profile: number of iterations before the first profiled iteration."""
-    profile_step_end: int = 12
+    profile_step_end: int = option(12, allowed=POSITIVE)
     """With --profile: the last profiled iteration."""
-    profile_repeat: int = 1
+    profile_repeat: int = option(1, allowed=POSITIVE)
     """Number of times to profile. Before each, as many iterations are skipped as before the first."""
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[int, ...] = option((0,), allowed=NOT_NEGATIVE)
     """Ranks that --profile and --record-memory-history apply to."""
     use_pytorch_profiler: bool = False
     """With --profile: write a PyTorch profiler trace, as --profile-execution does."""

@@ -1,20 +1,18 @@
-"""Declare what belongs to a config field in its metadata: flags, range, rule for resuming."""
+"""Declare a config field: its flags, its range, and the rule for a run that resumes with another value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
-
-from megalite.config.flags import flags
 
 _KEY = "option"
 
 
 class Range(NamedTuple):
-    """Holds the values that a field may have, and their description."""
+    """Values that a field may have, and their description."""
 
     holds: Callable[[float], bool]
     text: str
@@ -36,7 +34,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """Determines what happens when a run resumes with a value that differs from the checkpoint's."""
+    """What happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -51,33 +49,38 @@ class OnResume(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """Describes a field of `ModelConfig`, besides its flags."""
+    """Declaration of a config field, besides its type, its default and its documentation."""
 
+    aliases: tuple[str, ...] = ()
+    """More flags that take the field's value, such as `--tp`."""
+    sets: Mapping[str, Any] | None = None
+    """Flags without a value, each with the value that it sets, such as `--swiglu`."""
+    choices: Mapping[str, str] | None = None
+    """Names that other programs use for values, each with the value that it means."""
+    missing: Mapping[str, str] | None = None
+    """Values of other programs that megalite does not have, each with what to do instead."""
     allowed: Range | None = None
     """Range of a number, or of each element of a tuple."""
-    on_resume: OnResume = OnResume.MODEL
-    """Rule for a run that resumes with another value."""
+    on_resume: OnResume | None = None
+    """Rule for a run that resumes with another value; by default the group's `default_on_resume`."""
+    differs_between_ranks: bool = False
+    """Whether the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
     only_with: tuple[str, tuple[Any, ...]] | None = None
     """Another field, and its values with which this field has an effect; no values for any text and any
     number above 1."""
     in_megatron: bool = True
-    """Whether Megatron's checkpoints have the field, under the same name and with the same meaning."""
+    """Of the model: whether Megatron's checkpoints have the field, with the same name and meaning."""
 
 
-def option(
-    *aliases: str,
-    sets: Mapping[str, Any] | None = None,
-    choices: Mapping[str, str] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the metadata of a field of `ModelConfig`; see `Flags` and, for more arguments, `Option`."""
-    return {**flags(*aliases, sets=sets, choices=choices), _KEY: Option(**more)}
+def option(default: Any, *aliases: str, **declared: Any) -> Any:
+    """Return a dataclass field with this default; for the other arguments see `Option`."""
+    return field(default=default, metadata={_KEY: Option(aliases, **declared)})
 
 
 def option_of(field: Field[Any]) -> Option:
-    """Return the `Option` in a dataclass field's metadata; the default is a change of the model."""
+    """Return the declaration of a dataclass field."""
     found = field.metadata.get(_KEY, Option())
     assert isinstance(found, Option)
     return found

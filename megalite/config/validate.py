@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from megalite.config.config import Config
+from megalite.config.fields import MAX_INT, ConfigField, config_fields
+from megalite.config.flags import flag_of
 from megalite.config.layout_options import LAYOUT_OPTIONS
-from megalite.config.ranges import range_problems
 from megalite.config.rules import (
     attention_rules,
     data_rules,
@@ -22,7 +24,7 @@ from megalite.config.rules import (
     recurrent_rules,
     training_rules,
 )
-from megalite.errors import ConfigError, Problem, one_line
+from megalite.errors import ConfigError, Problem, one_line, shortened
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""
@@ -148,6 +150,27 @@ def problems_of(config: Config, world_size: int | None, invalid_fields: Collecti
     for rule in RULES:
         problems += [problem for problem in rule(valid, world_size) if not invalid & {*problem.fields}]
     return [one_line(problem.text) for problem in problems]
+
+
+def range_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each field whose value is invalid on its own."""
+    for field in config_fields():
+        value = getattr(getattr(config, field.group), field.name)
+        if value is not None:
+            yield from _field_problems(field, value if isinstance(value, tuple) else (value,))
+
+
+def _field_problems(field: ConfigField, items: Iterable[Any]) -> Iterator[Problem]:
+    flag, allowed = flag_of(field.name), field.declared.allowed
+    for item in items:
+        if isinstance(item, int) and abs(item) > MAX_INT:
+            shown = shortened(str(item))
+            yield Problem((field.name,), f"{flag} {shown} is out of range: it must be at most 2**63 - 1")
+        elif allowed is not None and not allowed.holds(item):
+            yield Problem((field.name,), f"{flag} {item} is out of range: it must be {allowed.text}")
+        elif field.kind.choices and item not in field.kind.choices:
+            choices = ", ".join(field.kind.choices)
+            yield Problem((field.name,), f"{flag} {item} is not known: choose one of {choices}")
 
 
 def problems_in_any_layout(config: Config) -> list[str]:

@@ -23,7 +23,6 @@ from megalite.config.compatibility.deepspeed_tables import FIELDS, SCHEDULES
 from megalite.config.config import Config
 from megalite.config.fields import ConfigField, fields_by_flag
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.ranges import RANGES
 from megalite.config.rules.parallel_rules import sample_ranks
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.files import parse_json
@@ -204,6 +203,7 @@ def _parsed(name: str, value: Any, original: Any) -> tuple[ConfigField, Any]:
     if value is None:
         return field, None
     parsed = parse_value(field, (value if isinstance(value, str) else str(value).lower(),))
-    if name in RANGES and not RANGES[name].holds(parsed):
-        raise ValueError(f"is {shown(original)}: it must be {RANGES[name].text}")
+    allowed = field.declared.allowed
+    if allowed is not None and not allowed.holds(parsed):
+        raise ValueError(f"is {shown(original)}: it must be {allowed.text}")
     return field, parsed

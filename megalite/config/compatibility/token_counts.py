@@ -10,8 +10,8 @@ from typing import Any
 from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
-from megalite.config.ranges import range_problems
 from megalite.config.rules.training_rules import batch_size_schedule, ramp_up
+from megalite.config.validate import range_problems
 
 TOKEN_FLAGS = {
     "--train-tokens": "End the run once it has consumed this many tokens, if it has not ended earlier.",

@@ -20,10 +20,9 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.fields import ConfigField, config_fields
-from megalite.config.model_fields import MAMBA_OPTIONS, MODEL_OPTIONS
+from megalite.config.model_fields import MAMBA_OPTIONS, MODEL_FIELDS
 from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.config.resume_rules import RESUME_RULES
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 
@@ -334,15 +333,16 @@ RISING: Changes = {
     "optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
 }
 EXPERTS: Changes = {"model": {"num_experts": 4, "add_bias_linear": False}}
+OPTIONS = {name: field.declared for name, field in MODEL_FIELDS.items()}
 BY_CONTEXT: list[tuple[str, Changes]] = [
     *(
         (name, {"model": {declared.only_with[0]: declared.only_with[1][0]}})
-        for name, declared in MODEL_OPTIONS.items()
+        for name, declared in OPTIONS.items()
         if declared.only_with is not None and declared.only_with[1]
     ),
     *(
         (name, EXPERTS)
-        for name, declared in MODEL_OPTIONS.items()
+        for name, declared in OPTIONS.items()
         if declared.only_with is not None and not declared.only_with[1]
     ),
     (
@@ -397,7 +397,7 @@ def another(field: ConfigField, value: Any) -> Any:
 
 @pytest.mark.parametrize("field", config_fields(), ids=lambda field: field.name)
 def test_every_field_is_treated_by_its_rule(compare, field: ConfigField) -> None:
-    rule = RESUME_RULES[field.name]
+    rule = field.on_resume
     saved = CONFIG
     for group, values in CONTEXT_OF.get(field.name, {}).items():
         saved = changed(group, values, saved)
