@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.fields import fields_by_name, fields_with, resume_rule
+from megalite.config.fields import (
+    config_fields,
+    fields_by_name,
+    fields_with,
+    resume_rule,
+    without_effect,
+)
 from megalite.config.model_fields import resolved_fields
 from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import (
     DataRecord,
     data_differences,
@@ -60,27 +65,16 @@ def compatibility_record(
             "seq_length_schedule": list(config.training.seq_length_schedule or []) or None,
         },
         "schedule": OptimizerSchedules.of(config, topology.sample_ranks.size).fields(),
-        "settings": _settings(config),
-        "data": _data_options(config),
+        "settings": _values(config, OnResume.SETTING, OnResume.LOGGED),
+        "data": _values(config, OnResume.DATA, OnResume.CORPUS),
         "corpora": None if data is None else data.for_json(),
         "tokenizer": digest,
     }
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Return the fields that must not change or whose change is logged, except fields without effect."""
-    names = fields_with(OnResume.SETTING, OnResume.LOGGED)
-    return _values(config, names - {name for name, _ in loss_reasons(config)})
-
-
-def _data_options(config: Config) -> dict[str, Any]:
-    """Return the fields of the data, except fields without effect."""
-    names = fields_with(OnResume.DATA, OnResume.CORPUS)
-    return _values(config, names - {name for name, _ in fill_in_middle_reasons(config.data)})
-
-
-def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """Return the values of these fields as they come back from JSON."""
+def _values(config: Config, *rules: OnResume) -> dict[str, Any]:
+    """Return the fields that have one of these rules and an effect, as they come back from JSON."""
+    names = fields_with(*rules) - without_effect(config_fields(), config.values()).keys()
     return {name: _from_json(value) for name, value in config.values().items() if name in names}
 
 

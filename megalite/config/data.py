@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megalite.config.flags import flag_of
-from megalite.config.option import SHARE, OnResume, option
+from megalite.config.option import SHARE, Needs, OnResume, option
 
 TokenizerType = Literal[
     "byte",
@@ -68,59 +68,66 @@ TOKENIZER_FIELDS = (
 """Every field that names the tokenizer or one of its files."""
 
 
+_READS_CORPUS = Needs("mock_data", (False,), "--mock-data does not read a corpus")
+_CORPUS = {"only_with": _READS_CORPUS}
+_FILL_IN = {"only_with": (Needs("fim_rate"), _READS_CORPUS)}
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Describes the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.DATA
 
-    data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
-    aml_data_download_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    aml_data_download_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
     input folder."""
-    data_args_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the arguments of --data-path."""
-    train_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    train_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the training set alone, as in --data-path; --split does not apply."""
-    valid_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    valid_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the validation set, as in --train-data-path."""
-    test_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    test_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the test set, evaluated after training, as in --train-data-path."""
-    per_split_data_args_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    per_split_data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
-    train_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    train_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
-    train_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    train_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --train-weighted-split-paths, quotes included."""
-    valid_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    valid_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
-    valid_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    valid_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --valid-weighted-split-paths, quotes included."""
-    test_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS)
+    test_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blends to test on after training, as in --valid-weighted-split-paths."""
-    test_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS)
+    test_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --test-weighted-split-paths, quotes included."""
-    blend_by: Literal["tokens", "documents"] = option("tokens", on_resume=OnResume.CORPUS)
+    blend_by: Literal["tokens", "documents"] = option("tokens", on_resume=OnResume.CORPUS, **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
-    data_cache_path: str | None = option(None, on_resume=OnResume.FREE, differs_between_ranks=True)
+    data_cache_path: str | None = option(None, on_resume=OnResume.FREE, **_CORPUS, differs_between_ranks=True)
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
-    fim_rate: float = option(0.0, allowed=SHARE)
+    fim_rate: float = option(0.0, allowed=SHARE, **_CORPUS)
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""
-    fim_spm_rate: float = option(0.5, allowed=SHARE)
+    fim_spm_rate: float = option(0.5, allowed=SHARE, **_FILL_IN)
     """Fill-in-the-middle: share of these documents in the order suffix, prefix, middle (SPM)."""
-    fim_prefix_token: str = "<fim_prefix>"
+    fim_prefix_token: str = option("<fim_prefix>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the prefix."""
-    fim_middle_token: str = "<fim_middle>"
+    fim_middle_token: str = option("<fim_middle>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
-    fim_suffix_token: str = "<fim_suffix>"
+    fim_suffix_token: str = option("<fim_suffix>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    short_seq_prob: float = option(0.1, allowed=SHARE)
+    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Needs("architecture", ("bert",)))
     """BERT: share of the samples that are shortened on purpose."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = option(
+        False, only_with=Needs("position_embedding_type", ("learned_absolute", "rope"))
+    )
     """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
     """Mask attention between documents: a token attends only to its own document."""
@@ -132,13 +139,15 @@ class DataConfig:
     documents, apart from each other, and padding."""
     sft: bool = False
     """Fine-tune on conversations, preprocessed with --chat: only the assistant's tokens have a loss."""
-    sft_packing: bool = True
+    sft_packing: bool = option(True, only_with="sft")
     """Pack several whole conversations into each sample, apart from each other; otherwise one."""
-    sft_long_conversations: Literal["truncate", "drop"] = "truncate"
+    sft_long_conversations: Literal["truncate", "drop"] = option(
+        "truncate", only_with=(Needs("sft"), _READS_CORPUS)
+    )
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
-    split: str = option("969,30,1", on_resume=OnResume.CORPUS)
+    split: str = option("969,30,1", on_resume=OnResume.CORPUS, **_CORPUS)
     """Weights of the training, validation and test parts of each dataset."""
     tokenizer_type: TokenizerType | None = option(
         None, on_resume=OnResume.TOKENIZER, choices={"HFTokenizer": "HuggingFaceTokenizer"}

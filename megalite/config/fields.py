@@ -15,11 +15,13 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of
-from megalite.config.option import OnResume, Option, option_of
+from megalite.config.flags import flag_of, flag_with_value, format_value
+from megalite.config.option import Needs, OnResume, Option, Range, option_of
 
 _MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
+_MOST_VALUES = 3
+"""Most values that a message names."""
 MAX_INT = 2**63 - 1
 """Largest whole number of a field. PyTorch's sizes and most file formats cannot be larger."""
 SYNONYMS = {
@@ -222,6 +224,34 @@ def resume_rule(name: str) -> OnResume | None:
     """Return what happens when a run resumes with another value of a field; None for an unknown name."""
     field = fields_by_name().get(name)
     return None if field is None else field.on_resume
+
+
+def without_effect(fields: Iterable[ConfigField], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields that have no effect with these values of fields, each with the reason."""
+    reasons = dict[str, str]()
+    for field in fields:
+        for needed in field.declared.only_with:
+            if not needed.is_met(values[needed.field]):
+                reasons.setdefault(field.name, _reason(needed, values[needed.field]))
+    return reasons
+
+
+def _reason(needed: Needs, value: Any) -> str:
+    """Return why a condition is not met by the other field's value."""
+    other, values = fields_by_name()[needed.field], needed.values
+    if needed.why:
+        return needed.why
+    if value is True and other.default is True:
+        return f"it needs {next(flag for flag, set_value in other.sets.items() if set_value is False)}"
+    if value is False and other.default is not False:
+        return f"{flag_with_value(other.name, value)} is set"
+    if value is None or value is False or value == ():
+        return f"{flag_of(other.name)} is not set"
+    if values in ((None,), (False,)):
+        return f"{flag_with_value(other.name, value)} is set"
+    is_named = not isinstance(values, Range) and values is not None and len(values) <= _MOST_VALUES
+    others = f", not {' or '.join(map(str, values or ()))}" if is_named else ""
+    return f"{flag_of(other.name)} is {format_value(value)}{others}"
 
 
 def fields_with(*rules: OnResume) -> frozenset[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
 from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.layer_kind import LayerKind, kind_of_layer
 from megalite.config.mamba_sizes import MambaSizes
 from megalite.config.option import (
+    ABOVE_ONE,
     FRACTION,
     NONZERO_SHARE,
     NOT_NEGATIVE,
@@ -17,6 +19,7 @@ from megalite.config.option import (
     POSITIVE,
     SHARE,
     SIZE,
+    Needs,
     OnResume,
     option,
 )
@@ -47,18 +50,22 @@ GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
-_ROPE: dict[str, Any] = {"same_shapes": True, "only_with": ("position_embedding_type", ("rope",))}
-_SCALED: dict[str, Any] = {"same_shapes": True, "only_with": ("rope_scaling", ("linear", "llama3", "yarn"))}
-_GATED: dict[str, Any] = {"same_shapes": True, "only_with": ("activation", GATED_ACTIVATIONS)}
+_ROPE: dict[str, Any] = {"same_shapes": True, "only_with": Needs("position_embedding_type", ("rope",))}
+_SCALED: dict[str, Any] = {
+    "same_shapes": True,
+    "only_with": Needs("rope_scaling", ("linear", "llama3", "yarn")),
+}
+_GATED: dict[str, Any] = {"same_shapes": True, "only_with": Needs("activation", GATED_ACTIVATIONS)}
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
-_LLAMA3: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("llama3",)), "in_megatron": False}
-_YARN: dict[str, Any] = {**_SCALED, "only_with": ("rope_scaling", ("yarn",)), "in_megatron": False}
-_LATENT: dict[str, Any] = {"only_with": ("multi_latent_attention", (True,))}
-_EXPERTS: dict[str, Any] = {"only_with": ("num_experts", ()), "in_megatron": False}
+_LLAMA3: dict[str, Any] = {**_SCALED, "only_with": Needs("rope_scaling", ("llama3",)), "in_megatron": False}
+_YARN: dict[str, Any] = {**_SCALED, "only_with": Needs("rope_scaling", ("yarn",)), "in_megatron": False}
+_LATENT: dict[str, Any] = {"only_with": "multi_latent_attention"}
+_HAS_EXPERTS = Needs("num_experts", ABOVE_ONE)
+_EXPERTS: dict[str, Any] = {"only_with": _HAS_EXPERTS, "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
-_RECURRENT: dict[str, Any] = {"only_with": ("recurrent_mixer", ("gated_delta_net",))}
+_RECURRENT: dict[str, Any] = {"only_with": Needs("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
-_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": ("hybrid_override_pattern", ()), "in_megatron": False}
+_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern", "in_megatron": False}
 
 
 @dataclass(frozen=True)
@@ -70,10 +77,21 @@ class ModelConfig:
     architecture: Architecture = option("gpt", in_megatron=False)
     """Kind of model: gpt predicts each next token (pretrain_gpt.py), bert predicts masked tokens from both
     sides (pretrain_bert.py, which sets it)."""
-    bert_binary_head: bool = option(True, sets={"--bert-no-binary-head": False}, in_megatron=False)
+    bert_binary_head: bool = option(
+        True,
+        sets={"--bert-no-binary-head": False},
+        in_megatron=False,
+        only_with=Needs("architecture", ("bert",)),
+    )
     """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
     they are in order."""
-    mask_prob: float = option(0.15, allowed=OPEN_SHARE, on_resume=OnResume.DATA, in_megatron=False)
+    mask_prob: float = option(
+        0.15,
+        allowed=OPEN_SHARE,
+        on_resume=OnResume.DATA,
+        in_megatron=False,
+        only_with=Needs("architecture", ("bert",)),
+    )
     """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
     num_layers: int = option(12, allowed=SIZE)
     """Number of transformer layers in the whole model."""
@@ -86,7 +104,7 @@ class ModelConfig:
     """Number of attention (query) heads."""
     num_query_groups: int | None = option(None, "--num-key-value-heads", allowed=SIZE)
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
-    kv_channels: int | None = option(None, allowed=SIZE)
+    kv_channels: int | None = option(None, allowed=SIZE, only_with=Needs("multi_latent_attention", (False,)))
     """Size of one attention head. By default hidden size / attention heads."""
     full_attention_kv_channels: int | None = option(None, **_FULL_ATTENTION)
     """Size of one attention head in layers without a window (Gemma 4). By default --kv-channels."""
@@ -119,13 +137,15 @@ class ModelConfig:
     seq_length: int = option(1024, "--encoder-seq-length", allowed=SIZE, same_shapes=True)
     """Sequence length: tokens per sample."""
     max_position_embeddings: int | None = option(
-        None, allowed=SIZE, only_with=("position_embedding_type", ("learned_absolute", "rope", "none"))
+        None, allowed=SIZE, only_with=Needs("position_embedding_type", ("learned_absolute", "rope", "none"))
     )
     """Rows of the learned position table, or the longest context that a converted model names. By default the
     sequence length, or the length that --rope-scaling reaches."""
     vocab_size: int | None = option(None, allowed=SIZE, in_megatron=False)
     """Vocabulary size before padding. By default the tokenizer's."""
-    make_vocab_size_divisible_by: int = option(128, allowed=SIZE, on_resume=OnResume.FREE)
+    make_vocab_size_divisible_by: int = option(
+        128, allowed=SIZE, on_resume=OnResume.FREE, only_with=Needs("pad_vocab_size_to", (None,))
+    )
     """Pad the vocabulary to a multiple of this and of the tensor-parallel size."""
     pad_vocab_size_to: int | None = option(
         None, "--padded-vocab-size", allowed=SIZE, on_resume=OnResume.FREE, in_megatron=False
@@ -140,7 +160,13 @@ class ModelConfig:
     """Position embedding: a learned table, rotary (rope), ALiBi's attention bias, or none."""
     rotary_base: float = option(10000.0, "--rotary-position-embeddings-theta", allowed=POSITIVE, **_ROPE)
     """Base of the rotary position embedding; only with rope."""
-    window_rotary_base: float | None = option(None, allowed=POSITIVE, in_megatron=False, **_ROPE)
+    window_rotary_base: float | None = option(
+        None,
+        allowed=POSITIVE,
+        same_shapes=True,
+        only_with=(Needs("position_embedding_type", ("rope",)), Needs("window_size")),
+        in_megatron=False,
+    )
     """Base of the rotary position embedding in layers with a window (Gemma 3). By default --rotary-base."""
     rotary_percent: float = option(1.0, allowed=NONZERO_SHARE, **_ROPE)
     """Share of each head's elements that rotary positions rotate, from the first on."""
@@ -154,7 +180,7 @@ class ModelConfig:
     window_rope_scaling: bool = option(
         True,
         same_shapes=True,
-        only_with=("rope_scaling", ("linear", "llama3", "yarn", "proportional")),
+        only_with=(Needs("rope_scaling", ("linear", "llama3", "yarn", "proportional")), Needs("window_size")),
         in_megatron=False,
     )
     """Also scale the rotary frequencies in layers with a window; OLMo 3 does not."""
@@ -162,7 +188,7 @@ class ModelConfig:
         0.25,
         allowed=NONZERO_SHARE,
         same_shapes=True,
-        only_with=("rope_scaling", ("proportional",)),
+        only_with=Needs("rope_scaling", ("proportional",)),
         in_megatron=False,
     )
     """Share of the rotary frequencies, from the highest on, that --rope-scaling proportional keeps; the
@@ -174,7 +200,7 @@ class ModelConfig:
         "--yarn-original-max-position-embeddings",
         allowed=SIZE,
         same_shapes=True,
-        only_with=("rope_scaling", ("llama3", "yarn")),
+        only_with=Needs("rope_scaling", ("llama3", "yarn")),
         in_megatron=False,
     )
     """Sequence length before the change of the rotary frequencies."""
@@ -199,7 +225,7 @@ class ModelConfig:
         None,
         allowed=POSITIVE,
         same_shapes=True,
-        only_with=("rope_scaling", ("llama3", "yarn")),
+        only_with=Needs("rope_scaling", ("llama3", "yarn")),
         in_megatron=False,
     )
     """Multiply queries by 1 + this x ln(1 + floor(position / --original-max-position-embeddings)), as in
@@ -212,10 +238,12 @@ class ModelConfig:
     norm_position: NormPosition = option("pre", in_megatron=False)
     """Normalize each block's input (pre: GPT-2), its output before the sum (output: OLMo 2), both (sandwich:
     Gemma 2), or the sum (post: the published BERT)."""
-    parallel_residual: bool = option(False, only_with=("norm_position", ("pre",)), in_megatron=False)
+    parallel_residual: bool = option(False, only_with=Needs("norm_position", ("pre",)), in_megatron=False)
     """Compute attention and MLP of a layer from the same hidden states, each with its norm, and add both
     (GPT-NeoX), instead of one after the other."""
-    parallel_shared_norm: bool = option(False, only_with=("parallel_residual", (True,)), in_megatron=False)
+    parallel_shared_norm: bool = option(
+        False, only_with=(Needs("parallel_residual"), Needs("norm_position", ("pre",))), in_megatron=False
+    )
     """With --parallel-residual, attention and MLP share one norm (GPT-J)."""
     norm_epsilon: float = option(1e-5, "--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
     """Epsilon of the normalization layers."""
@@ -253,7 +281,7 @@ class ModelConfig:
     mup_base_width: int | None = option(None, "--mup-base-hidden-size", **{**_NUMBER, "allowed": SIZE})
     """Use muP: initial weights, learning rates and logits are scaled so that hyperparameters tuned at this
     hidden size fit --hidden-size."""
-    mup_base_head_dim: int | None = option(None, **{**_NUMBER, "allowed": SIZE})
+    mup_base_head_dim: int | None = option(None, **{**_NUMBER, "allowed": SIZE}, only_with="mup_base_width")
     """With --mup-base-width: head size B of the base model. Scores are divided by d / sqrt(B), where d is the
     head size. By default B is d."""
     attention_output_gate: bool = False
@@ -264,36 +292,34 @@ class ModelConfig:
     learned logit per query head (learnable: the sinks of GPT-OSS)."""
     add_bias_linear: bool = option(True, sets={"--disable-bias-linear": False})
     """Add a bias to every linear layer."""
-    add_qkv_bias: bool = option(False, only_with=("add_bias_linear", (False,)))
+    add_qkv_bias: bool = option(False, only_with=Needs("add_bias_linear", (False,)))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does. In
     multi-latent attention, add it to the projections to latents."""
     add_attention_output_bias: bool = option(
-        False, only_with=("add_bias_linear", (False,)), in_megatron=False
+        False, only_with=Needs("add_bias_linear", (False,)), in_megatron=False
     )
     """Add a bias to the output of attention even with --disable-bias-linear. With --add-qkv-bias, it is
     transformers' attention_bias."""
-    add_mlp_bias: bool = option(False, only_with=("add_bias_linear", (False,)), in_megatron=False)
+    add_mlp_bias: bool = option(False, only_with=Needs("add_bias_linear", (False,)), in_megatron=False)
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
-    add_output_bias: bool = option(False, in_megatron=False)
+    add_output_bias: bool = option(False, only_with=Needs("architecture", ("gpt",)), in_megatron=False)
     """Add a bias to the logits, as GPT-J does. A BERT always does."""
     clip_qkv: float | None = option(None, **_NUMBER)
     """Bound queries, keys and values before rotary positions, after their norms (OLMoE)."""
     qk_layernorm: bool = False
     """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
     attention, normalize the latents."""
-    qk_layernorm_width: QKNormWidth = option("head", only_with=("qk_layernorm", (True,)), in_megatron=False)
+    qk_layernorm_width: QKNormWidth = option("head", only_with="qk_layernorm", in_megatron=False)
     """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
     (all_heads: OLMo 2)."""
     qk_clip: bool = option(False, on_resume=OnResume.SETTING)
     """After each update, scale down the queries and keys of heads whose largest attention score was above
     --qk-clip-threshold."""
     qk_clip_threshold: float = option(
-        100.0, allowed=POSITIVE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))
+        100.0, allowed=POSITIVE, on_resume=OnResume.SETTING, only_with="qk_clip"
     )
     """Largest attention score, after scaling, that --qk-clip leaves."""
-    qk_clip_alpha: float = option(
-        0.5, allowed=SHARE, on_resume=OnResume.SETTING, only_with=("qk_clip", (True,))
-    )
+    qk_clip_alpha: float = option(0.5, allowed=SHARE, on_resume=OnResume.SETTING, only_with="qk_clip")
     """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
     value_layernorm: bool = option(False, in_megatron=False)
     """Normalize each head's values by an RMSNorm without a weight (Gemma 4)."""
@@ -341,7 +367,11 @@ class ModelConfig:
     """Size of the state of each element of a head of Mamba-2."""
     mamba_conv_kernel: int = option(4, **_MAMBA)
     """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
-    mamba_bias: bool = option(False, **{**_MAMBA, "allowed": None})
+    mamba_bias: bool = option(
+        False,
+        only_with=(Needs("hybrid_override_pattern"), Needs("add_bias_linear", (False,))),
+        in_megatron=False,
+    )
     """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
     mamba_min_time_step: float = option(0.0, **{**_MAMBA, "allowed": NOT_NEGATIVE})
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
@@ -349,7 +379,7 @@ class ModelConfig:
     """Modules of multi-token prediction after the last layer: each is a layer that also predicts one token
     further ahead (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = option(
-        0.1, allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False
+        0.1, allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, in_megatron=False, only_with="mtp_num_layers"
     )
     """Weight in the loss of the mean over the losses of --mtp-num-layers, logged as mtp_1_loss and so on."""
     num_experts: int | None = option(None, allowed=SIZE, in_megatron=False)
@@ -370,7 +400,9 @@ class ModelConfig:
     other layer, such as [0]+[1]*11. By default all layers."""
     moe_router_score_function: RouterScores = option("softmax", **_ROUTER)
     """Function of the router's logits."""
-    moe_router_pre_softmax: bool = option(False, **_ROUTER)
+    moe_router_pre_softmax: bool = option(
+        False, **{**_ROUTER, "only_with": (_HAS_EXPERTS, Needs("moe_router_score_function", ("softmax",)))}
+    )
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = option(None, allowed=SIZE, **_ROUTER)
     """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
@@ -378,7 +410,7 @@ class ModelConfig:
     moe_router_group_topk: int | None = option(None, allowed=SIZE, **_ROUTER)
     """Number of groups of a token's experts."""
     moe_router_group_scores: int = option(
-        2, allowed=SIZE, same_shapes=True, only_with=("moe_router_num_groups", ()), in_megatron=False
+        2, allowed=SIZE, same_shapes=True, only_with="moe_router_num_groups", in_megatron=False
     )
     """Number of a group's highest scores whose sum is the group's: 2 in DeepSeek-V3, 1 in DeepSeek-V2."""
     moe_router_topk_scaling_factor: float = option(1.0, allowed=POSITIVE, **_ROUTER)
@@ -390,7 +422,7 @@ class ModelConfig:
         1e-3,
         allowed=NOT_NEGATIVE,
         on_resume=OnResume.SETTING,
-        only_with=("moe_router_enable_expert_bias", (True,)),
+        only_with="moe_router_enable_expert_bias",
         in_megatron=False,
     )
     """Amount by which an update changes the bias of each expert."""
@@ -416,7 +448,11 @@ class ModelConfig:
     )
     """In training, limit an expert to this many times the mean number of tokens of an expert in a sample; it
     drops the others. By default no token is dropped."""
-    moe_token_drop_policy: DropPolicy = option("probs", on_resume=OnResume.SETTING, **_EXPERTS)
+    moe_token_drop_policy: DropPolicy = option(
+        "probs",
+        on_resume=OnResume.SETTING,
+        **{**_EXPERTS, "only_with": (_HAS_EXPERTS, Needs("moe_expert_capacity_factor"))},
+    )
     """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
     moe_router_force_load_balancing: bool = option(False, on_resume=OnResume.SETTING, **_EXPERTS)
     """In training, send tokens to random experts, for benchmarks: no expert has many more than others, and
@@ -442,7 +478,15 @@ class ModelConfig:
 
     def layer_kind(self, number: int) -> LayerKind:
         """Return the kind of a layer by its number in the whole model."""
-        return kind_of_layer(self, number)
+        kinds = self._kinds
+        if number not in kinds:
+            kinds[number] = kind_of_layer(self, number)
+        return kinds[number]
+
+    @cached_property
+    def _kinds(self) -> dict[int, LayerKind]:
+        """Return the kinds of layers that have been computed, by their numbers."""
+        return {}
 
     def for_kind(self, kind: LayerKind) -> ModelConfig:
         """Return the config with the sizes of a layer of this kind."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megalite.config.fields import ConfigField, config_fields
-from megalite.config.flags import flag_of
+from megalite.config.fields import ConfigField, config_fields, without_effect
 from megalite.config.model import ModelConfig
 from megalite.config.option import OnResume
 
@@ -22,17 +21,8 @@ MAMBA_OPTIONS = tuple(name for name in MODEL_FIELDS if name.startswith("mamba_")
 
 
 def inactive_options(model: ModelConfig) -> dict[str, str]:
-    """Return the fields without effect, each with the value of another field that causes it, as text."""
-    reasons = {}
-    for name, field in MODEL_FIELDS.items():
-        if field.declared.only_with is not None:
-            other, needed = field.declared.only_with
-            value = getattr(model, other)
-            if not needed and value in (None, 1):
-                reasons[name] = f"{flag_of(other)} is {'not set' if value is None else 'not above 1'}"
-            elif needed and value not in needed:
-                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
-    return reasons
+    """Return the fields of the model without effect, each with the reason."""
+    return without_effect(MODEL_FIELDS.values(), vars(model))
 
 
 def resolved_fields(model: ModelConfig) -> dict[str, Any]:

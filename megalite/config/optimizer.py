@@ -12,6 +12,7 @@ from megalite.config.option import (
     OPEN_SHARE,
     POSITIVE,
     SIZE,
+    Needs,
     OnResume,
     option,
 )
@@ -21,10 +22,14 @@ MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficients = Literal["simple", "quintic", "polar_express", "aol"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"]
+_DECAYS: tuple[LrDecayStyle, ...] = ("linear", "cosine", "inverse-square-root", "WSD")
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 LrWarmupStyle = Literal["linear", "log"]
 LrStepTiming = Literal["megatron", "deepspeed"]
 
+
+_FP16 = Needs("params_dtype", ("fp16",), "only --fp16 has a loss scale")
+_DYNAMIC = {"only_with": (_FP16, Needs("loss_scale", (None,)))}
 
 MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
@@ -42,11 +47,15 @@ class OptimizerConfig:
     """Optimizer. adam is AdamW. muon is Muon for the matrices of layers, and AdamW for all other weights."""
     lr: float = option(3e-4, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
+    min_lr: float = option(
+        0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", _DECAYS)
+    )
     """Minimum learning rate, at the end of the decay and after it."""
     decoupled_lr: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate of the word embedding and the output layer. By default --lr."""
-    decoupled_min_lr: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
+    decoupled_min_lr: float | None = option(
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", _DECAYS)
+    )
     """With --decoupled-lr: minimum learning rate of the same layers. By default --min-lr."""
     lr_decay_style: LrDecayStyle = option("linear", on_resume=OnResume.SCHEDULE)
     """Decay of the learning rate from peak to minimum. WSD (warm-up, stable, decay) stays at the peak
@@ -68,13 +77,24 @@ class OptimizerConfig:
     lr_step_timing: LrStepTiming = option("megatron", on_resume=OnResume.SCHEDULE)
     """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
     DeepSpeed uses in update n, which lags by one or two updates."""
-    lr_wsd_decay_style: WsdDecayStyle = option("exponential", on_resume=OnResume.SCHEDULE)
+    lr_wsd_decay_style: WsdDecayStyle = option(
+        "exponential", on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+    )
     """With WSD: shape of the decay at the end."""
-    lr_wsd_decay_iters: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
+    lr_wsd_decay_iters: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+    )
     """With WSD: iterations of the decay at the end."""
-    lr_wsd_decay_samples: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
+    lr_wsd_decay_samples: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+    )
     """With WSD: samples of the decay at the end, for a run with --train-samples."""
-    weight_decay: float = option(0.01, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
+    weight_decay: float = option(
+        0.01,
+        allowed=NOT_NEGATIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Needs("weight_decay_incr_style", ("constant",)),
+    )
     """Weight decay, decoupled from the gradient and multiplied by the learning rate."""
     weight_decay_incr_style: WeightDecayStyle = option("constant", on_resume=OnResume.SCHEDULE)
     """Schedule of the weight decay: constant, or linear or cosine from a start to an end value."""
@@ -82,9 +102,19 @@ class OptimizerConfig:
     """Weight decay at the start of the run, with a --weight-decay-incr-style other than constant."""
     end_weight_decay: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Weight decay at the end of the run, with a --weight-decay-incr-style other than constant."""
-    weight_decay_incr_iters: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
+    weight_decay_incr_iters: int | None = option(
+        None,
+        allowed=POSITIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Needs("weight_decay_incr_style", ("linear", "cosine")),
+    )
     """Iterations until the weight decay reaches its end value. By default the whole run."""
-    weight_decay_incr_samples: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
+    weight_decay_incr_samples: int | None = option(
+        None,
+        allowed=POSITIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Needs("weight_decay_incr_style", ("linear", "cosine")),
+    )
     """With --train-samples: samples until the weight decay reaches its end value. By default the whole
     run."""
     adam_beta1: float = option(0.9, allowed=FRACTION)
@@ -93,31 +123,33 @@ class OptimizerConfig:
     """Adam's beta2: decay rate of the second moment."""
     adam_eps: float = option(1e-8, allowed=POSITIVE)
     """Adam's epsilon, added to the root of the second moment."""
-    loss_scale: float | None = option(None, allowed=POSITIVE)
+    loss_scale: float | None = option(None, allowed=POSITIVE, only_with=_FP16)
     """With fp16: constant loss scale. By default the loss scale is dynamic."""
-    initial_loss_scale: float = option(2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED)
+    initial_loss_scale: float = option(2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED, **_DYNAMIC)
     """With fp16: first value of the dynamic loss scale."""
-    min_loss_scale: float = option(1.0, allowed=POSITIVE)
+    min_loss_scale: float = option(1.0, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: minimum of the dynamic loss scale."""
-    loss_scale_window: int = option(1000, allowed=POSITIVE)
+    loss_scale_window: int = option(1000, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: iterations without overflow after which the dynamic loss scale doubles, up to 2**64."""
-    hysteresis: int = option(2, allowed=POSITIVE)
+    hysteresis: int = option(2, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
-    muon_momentum: float = option(0.95, allowed=FRACTION)
+    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Needs("optimizer", ("muon",)))
     """With --optimizer muon: decay rate of the momentum."""
-    muon_nesterov: bool = option(False, "--muon-use-nesterov")
+    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=Needs("optimizer", ("muon",)))
     """With --optimizer muon: use Nesterov's momentum."""
-    muon_scale_mode: MuonScaleMode = "spectral"
+    muon_scale_mode: MuonScaleMode = option("spectral", only_with=Needs("optimizer", ("muon",)))
     """Factor of Muon's update of an m x n matrix, the root of: spectral max(m, n), unit_rms_norm m / n,
     shape_scaling max(1, m / n)."""
-    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE)
+    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=Needs("optimizer", ("muon",)))
     """Further factor of Muon's updates. 0.2 with the spectral mode gives them the size of AdamW's."""
-    muon_coefficient_type: MuonCoefficients = "quintic"
+    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=Needs("optimizer", ("muon",)))
     """Coefficients of the Newton-Schulz iteration, by Megatron-LM's names."""
-    muon_num_ns_steps: int = option(5, allowed=SIZE)
+    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=Needs("optimizer", ("muon",)))
     """Steps of the Newton-Schulz iteration."""
-    muon_split_qkv: bool = option(True, sets={"--muon-no-split-qkv": False})
+    muon_split_qkv: bool = option(
+        True, sets={"--muon-no-split-qkv": False}, only_with=Needs("optimizer", ("muon",))
+    )
     """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
     clip_grad: float = option(1.0, allowed=NOT_NEGATIVE)
     """Clip the gradient to this global norm; 0 turns clipping off."""

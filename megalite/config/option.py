@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ _KEY = "option"
 
 
 class Range(NamedTuple):
-    """Values that a field may have, and their description."""
+    """Describes the values that a field may have."""
 
     holds: Callable[[float], bool]
     text: str
@@ -34,7 +34,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """What happens when a run resumes with a value that differs from the checkpoint's."""
+    """Determines what happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -47,9 +47,26 @@ class OnResume(Enum):
     FREE = "ignored: layout, folders, logging, and the end of the run"
 
 
+class Needs(NamedTuple):
+    """Describes a condition of a field's effect: another field is set, or has one of some values."""
+
+    field: str
+    values: tuple[Any, ...] | Range | None = None
+    why: str = ""
+    """Why the field has no effect otherwise, where the other field's value does not say it."""
+
+    def is_met(self, value: Any) -> bool:
+        """Return whether the other field's value meets the condition."""
+        if self.values is None:
+            return bool(value)
+        if isinstance(self.values, Range):
+            return value is not None and self.values.holds(value)
+        return value in self.values
+
+
 @dataclass(frozen=True)
 class Option:
-    """Declaration of a config field, besides its type, its default and its documentation."""
+    """Declares a config field, besides its type, its default and its documentation."""
 
     aliases: tuple[str, ...] = ()
     """More flags that take the field's value, such as `--tp`."""
@@ -67,16 +84,24 @@ class Option:
     """Whether the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
-    only_with: tuple[str, tuple[Any, ...]] | None = None
-    """Another field, and its values with which this field has an effect; no values for any text and any
-    number above 1."""
+    only_with: tuple[Needs, ...] = ()
+    """Conditions without which the field has no effect."""
     in_megatron: bool = True
     """Of the model: whether Megatron's checkpoints have the field, with the same name and meaning."""
 
 
-def option(default: Any, *aliases: str, **declared: Any) -> Any:
-    """Return a dataclass field with this default; for the other arguments see `Option`."""
-    return field(default=default, metadata={_KEY: Option(aliases, **declared)})
+def option(
+    default: Any, *aliases: str, only_with: str | Needs | Sequence[Needs] = (), **declared: Any
+) -> Any:
+    """Return a dataclass field with this default; for the other arguments see `Option`.
+
+    Args:
+        only_with: what the field needs to have an effect: a field that must be set, or conditions.
+    """
+    if isinstance(only_with, str):
+        only_with = Needs(only_with)
+    needs = (only_with,) if isinstance(only_with, Needs) else tuple(only_with)
+    return field(default=default, metadata={_KEY: Option(aliases, only_with=needs, **declared)})
 
 
 def option_of(field: Field[Any]) -> Option:

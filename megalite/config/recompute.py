@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, SIZE, OnResume, option
+from megalite.config.option import NOT_NEGATIVE, SIZE, Needs, OnResume, option
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -32,11 +32,17 @@ class RecomputeConfig:
     )
     """Recompute whole layers (full) or parts of each layer (selective) in backward. By default recompute
     nothing."""
-    recompute_method: Method = option("uniform", "--activations-checkpoint-method")
+    recompute_method: Method = option(
+        "uniform", "--activations-checkpoint-method", only_with=Needs("recompute_granularity", ("full",))
+    )
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
     recompute_num_layers: int = option(
-        1, "--checkpoint-num-layers", "--activations-checkpoint-num-layers", allowed=SIZE
+        1,
+        "--checkpoint-num-layers",
+        "--activations-checkpoint-num-layers",
+        allowed=SIZE,
+        only_with=Needs("recompute_granularity", ("full",)),
     )
     """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = option(
@@ -46,11 +52,15 @@ class RecomputeConfig:
             "moe_act": "remove it: experts always compute their activation again in backward",
             "shared_experts": "pass moe, which recomputes the shared expert with the others",
         },
+        only_with=Needs("recompute_granularity", ("selective",)),
     )
     """Modules to recompute with selective recomputation: core attention (mla_up_proj: from latents on), the
     MLP or experts with their norm, the MLP's activation, or the norms."""
     distribute_saved_activations: bool = option(
-        False, "--partition-activations", "--distribute-checkpointed-activations"
+        False,
+        "--partition-activations",
+        "--distribute-checkpointed-activations",
+        only_with=Needs("recompute_granularity", ("full",)),
     )
     """Shard the layer inputs that full recomputation saves over tensor-parallel ranks. Backward gathers
     them."""

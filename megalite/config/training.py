@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, OnResume, option
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, Needs, OnResume, option
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
-_ONE_RANK = {"differs_between_ranks": True}  # without effect in a run of several ranks
+_COMPUTES = Needs("dry_run", (False,), "a dry run computes nothing")
+_ONE_RANK: dict[str, Any] = {"differs_between_ranks": True}  # without effect in a run of several ranks
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,22 @@ class TrainingConfig:
     eval_iters: int | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
     """Global batches per evaluation; 0 turns evaluation off. By default 100, or in short runs a tenth of the
     iterations."""
-    eval_tasks: str | None = option(None, on_resume=OnResume.FREE)
+    eval_tasks: str | None = option(None, on_resume=OnResume.FREE, only_with=_COMPUTES)
     """Tasks of lm-evaluation-harness to evaluate during training, such as arc_easy,hellaswag. They must not
     generate text."""
-    eval_tasks_interval: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.FREE)
+    eval_tasks_interval: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Iterations between evaluations of --eval-tasks. By default --eval-interval."""
-    eval_tasks_folder: str | None = option(None, on_resume=OnResume.FREE)
+    eval_tasks_folder: str | None = option(None, on_resume=OnResume.FREE, only_with="eval_tasks")
     """Folder of further tasks for --eval-tasks, as YAML files."""
-    eval_tasks_num_fewshot: int | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE)
+    eval_tasks_num_fewshot: int | None = option(
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Examples before each question of --eval-tasks. By default the task's own number."""
-    eval_tasks_limit: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.FREE)
+    eval_tasks_limit: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Largest number of questions of each task of --eval-tasks. By default all."""
     exit_interval: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.FREE)
     """Save and exit at the first iteration that is a multiple of this number."""
@@ -75,7 +82,9 @@ class TrainingConfig:
     """Skip updates whose loss or gradient is NaN or infinite, and log the layer where the NaN began."""
     check_for_spiky_loss: bool = option(False, on_resume=OnResume.LOGGED)
     """Skip updates whose loss is far above the previous losses, and log the samples that caused it."""
-    spiky_loss_factor: float = option(10.0, allowed=ABOVE_ONE, on_resume=OnResume.LOGGED)
+    spiky_loss_factor: float = option(
+        10.0, allowed=ABOVE_ONE, on_resume=OnResume.LOGGED, only_with="check_for_spiky_loss"
+    )
     """With --check-for-spiky-loss: largest accepted loss, as a multiple of the median of the last 100."""
     audit_interval: int | None = option(
         None, "--check-weight-hash-across-dp-replicas-interval", allowed=POSITIVE, on_resume=OnResume.FREE
@@ -95,19 +104,21 @@ class TrainingConfig:
     manual_gc: bool = option(True, on_resume=OnResume.FREE)
     """Run Python's garbage collection between iterations only, on all ranks at the same ones, so that no rank
     pauses within a step."""
-    manual_gc_interval: int = option(50, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE)
+    manual_gc_interval: int = option(50, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE, only_with="manual_gc")
     """Iterations between garbage collections with --manual-gc; 0 for none between iterations."""
-    manual_gc_eval: bool = option(True, on_resume=OnResume.FREE, sets={"--disable-manual-gc-eval": False})
+    manual_gc_eval: bool = option(
+        True, on_resume=OnResume.FREE, sets={"--disable-manual-gc-eval": False}, only_with="manual_gc"
+    )
     """With --manual-gc: also collect garbage before and after each evaluation."""
     fp8_format: Fp8Format | None = option(
         None, sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
     )
     """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
-    fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE)
+    fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
     """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
-    compile: bool = option(False, on_resume=OnResume.LOGGED)
+    compile: bool = option(False, on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
-    gemm_epilogues: GemmEpilogues = option("auto", on_resume=OnResume.LOGGED)
+    gemm_epilogues: GemmEpilogues = option("auto", on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compute GELU and bias gradients in the neighbouring GEMMs on a GPU. auto times both forms when the run
     starts; with --deterministic it is off."""
     deterministic: bool = option(False, "--deterministic-mode", on_resume=OnResume.LOGGED)
@@ -155,11 +166,11 @@ class DryRunConfig:
 
     dry_run: bool = option(False, **_ONE_RANK)
     """Report what one rank would hold, compute and send, and exit. Nothing is computed."""
-    world_size: int | None = option(None, allowed=SIZE, **_ONE_RANK)
+    world_size: int | None = option(None, allowed=SIZE, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: number of ranks of the run. By default tp x pp x dp."""
-    rank: int = option(0, allowed=NOT_NEGATIVE, **_ONE_RANK)
+    rank: int = option(0, allowed=NOT_NEGATIVE, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: the rank to report."""
-    dry_run_json: str | None = option(None, **_ONE_RANK)
+    dry_run_json: str | None = option(None, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: also write the report to this file, as a JSON object."""
     verify_layouts: str | None = option(None, **_ONE_RANK)
     """Compare short runs in these layouts (tp2,pp2dp2+sp, default or all) with one rank, and exit.

@@ -49,7 +49,7 @@ def test_megatrons_flags() -> None:
         ),
         (
             "--load A --no-load-optim --override-opt-param-scheduler",
-            "--override-opt-param-scheduler has no effect: with --no-load-optim the flags' schedule",
+            "--override-opt-param-scheduler has no effect: --no-load-optim is set",
         ),
         (
             "--weight-decay-incr-iters 5",

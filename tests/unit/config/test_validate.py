@@ -767,10 +767,10 @@ def test_options_of_conversations_have_no_effect_without_them() -> None:
 def test_options_without_effect_name_the_other_option() -> None:
     without_window = ModelConfig(position_embedding_type="rope", window_rotary_base=100.0)
     assert unused_options(Config(model=without_window)) == [
-        "--window-rotary-base 100.0 has no effect: no layer has a window (--window-size)"
+        "--window-rotary-base 100.0 has no effect: --window-size is not set"
     ]
     lines = unused_options(Config(model=ModelConfig(add_qkv_bias=True, rope_scaling_factor=2.0)))
-    assert "--add-qkv-bias has no effect: --add-bias-linear is True, not False" in lines
+    assert "--add-qkv-bias has no effect: it needs --disable-bias-linear" in lines
     assert (
         "--rope-scaling-factor 2.0 has no effect: --rope-scaling is none, not linear or llama3 or yarn"
         in lines

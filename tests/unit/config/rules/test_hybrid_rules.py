@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megalite.config import LayerKind, ModelConfig
@@ -106,6 +108,6 @@ def test_sizes_of_mamba_count_where_layers_have_it() -> None:
     tiny = PRESETS["nemotron-h-tiny"]
     found = resolved_fields(tiny)
     assert found["mamba_num_heads"] == 8  # twice the hidden size of 64, in heads of 16
-    without = resolved_fields(ModelConfig(**{**vars(tiny), "hybrid_override_pattern": "-*-*"}))
+    without = resolved_fields(replace(tiny, hybrid_override_pattern="-*-*"))
     assert {name for name in found if name.startswith("mamba_") and without[name] is not None} == set()
     assert resolved_fields(ModelConfig())["mamba_state_dim"] is None

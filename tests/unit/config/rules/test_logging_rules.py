@@ -44,15 +44,15 @@ def test_what_is_refused(line: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--timing-log-option max", "--timing-log-option max has no effect: no timers are logged"),
+        ("--timing-log-option max", "--timing-log-option max has no effect: --timing-log-level is not set"),
         (
             "--trace-pipeline-path x",
             "--trace-pipeline-path x has no effect: --trace-pipeline is not set",
         ),
         ("--trace-pipeline 101:102 --save s", "has no effect: the run ends at --train-iters 100"),
-        ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is off"),
-        ("--profile-ranks 1", "--profile-ranks 1 has no effect: --profile is off"),
-        ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is off"),
+        ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is not set"),
+        ("--profile-ranks 1", "--profile-ranks 1 has no effect: neither --profile nor"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is not set"),
         ("--profile --profile-name x", "--profile-name x has no effect: PyTorch's profiler is off"),
         (
             "--profile --pytorch-profiler-collect-shapes",
