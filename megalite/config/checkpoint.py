@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, Needs, OnResume, option
+from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, OnResume, Setting, option
 
 NonPersistentType = Literal["local"]
 
 
-_LOADS_ALL = (Needs("load"), Needs("finetune", (False,), "--finetune loads only the weights"))
+_LOADS_ALL = (Setting("load"), Setting("finetune", (False,), "--finetune loads only the weights"))
 _WHOLE_STATE = {"only_with": _LOADS_ALL}
-_SCHEDULE = {"only_with": (*_LOADS_ALL, Needs("load_optim"))}
+_SCHEDULE = {"only_with": (*_LOADS_ALL, Setting("load_optim"))}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megalite.config.flags import flag_of
-from megalite.config.option import SHARE, Needs, OnResume, option
+from megalite.config.option import SHARE, OnResume, Setting, option
 
 TokenizerType = Literal[
     "byte",
@@ -68,9 +68,9 @@ TOKENIZER_FIELDS = (
 """Every field that names the tokenizer or one of its files."""
 
 
-_READS_CORPUS = Needs("mock_data", (False,), "--mock-data does not read a corpus")
+_READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
 _CORPUS = {"only_with": _READS_CORPUS}
-_FILL_IN = {"only_with": (Needs("fim_rate"), _READS_CORPUS)}
+_FILL_IN = {"only_with": (Setting("fim_rate"), _READS_CORPUS)}
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class DataConfig:
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
     fim_suffix_token: str = option("<fim_suffix>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Needs("architecture", ("bert",)))
+    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Setting("architecture", ("bert",)))
     """BERT: share of the samples that are shortened on purpose."""
     reset_position_ids: bool = option(
-        False, only_with=Needs("position_embedding_type", ("learned_absolute", "rope"))
+        False, only_with=Setting("position_embedding_type", ("learned_absolute", "rope"))
     )
     """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
@@ -142,7 +142,7 @@ class DataConfig:
     sft_packing: bool = option(True, only_with="sft")
     """Pack several whole conversations into each sample, apart from each other; otherwise one."""
     sft_long_conversations: Literal["truncate", "drop"] = option(
-        "truncate", only_with=(Needs("sft"), _READS_CORPUS)
+        "truncate", only_with=(Setting("sft"), _READS_CORPUS)
     )
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value, format_value
-from megalite.config.option import Needs, OnResume, Option, Range, option_of
+from megalite.config.option import OnResume, Option, Range, Setting, option_of
 
 _MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
@@ -236,7 +236,7 @@ def without_effect(fields: Iterable[ConfigField], values: Mapping[str, Any]) -> 
     return reasons
 
 
-def _reason(needed: Needs, value: Any) -> str:
+def _reason(needed: Setting, value: Any) -> str:
     """Return why a condition is not met by the other field's value."""
     other, values = fields_by_name()[needed.field], needed.values
     if needed.why:

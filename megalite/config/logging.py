@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SIZE, TIMERS, Needs, OnResume, option
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SIZE, TIMERS, OnResume, Setting, option
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
@@ -66,7 +66,7 @@ class LoggingConfig:
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
-    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE, only_with=Needs("num_experts", ABOVE_ONE))
+    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE, only_with=Setting("num_experts", ABOVE_ONE))
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
     file, TensorBoard and other dashboards. 0 records none."""
     record_routing: str | None = None

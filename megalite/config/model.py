@@ -19,8 +19,8 @@ from megalite.config.option import (
     POSITIVE,
     SHARE,
     SIZE,
-    Needs,
     OnResume,
+    Setting,
     option,
 )
 
@@ -50,20 +50,20 @@ GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
-_ROPE: dict[str, Any] = {"same_shapes": True, "only_with": Needs("position_embedding_type", ("rope",))}
+_ROPE: dict[str, Any] = {"same_shapes": True, "only_with": Setting("position_embedding_type", ("rope",))}
 _SCALED: dict[str, Any] = {
     "same_shapes": True,
-    "only_with": Needs("rope_scaling", ("linear", "llama3", "yarn")),
+    "only_with": Setting("rope_scaling", ("linear", "llama3", "yarn")),
 }
-_GATED: dict[str, Any] = {"same_shapes": True, "only_with": Needs("activation", GATED_ACTIVATIONS)}
+_GATED: dict[str, Any] = {"same_shapes": True, "only_with": Setting("activation", GATED_ACTIVATIONS)}
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
-_LLAMA3: dict[str, Any] = {**_SCALED, "only_with": Needs("rope_scaling", ("llama3",)), "in_megatron": False}
-_YARN: dict[str, Any] = {**_SCALED, "only_with": Needs("rope_scaling", ("yarn",)), "in_megatron": False}
+_LLAMA3: dict[str, Any] = {**_SCALED, "only_with": Setting("rope_scaling", ("llama3",)), "in_megatron": False}
+_YARN: dict[str, Any] = {**_SCALED, "only_with": Setting("rope_scaling", ("yarn",)), "in_megatron": False}
 _LATENT: dict[str, Any] = {"only_with": "multi_latent_attention"}
-_HAS_EXPERTS = Needs("num_experts", ABOVE_ONE)
+_HAS_EXPERTS = Setting("num_experts", ABOVE_ONE)
 _EXPERTS: dict[str, Any] = {"only_with": _HAS_EXPERTS, "in_megatron": False}
 _ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
-_RECURRENT: dict[str, Any] = {"only_with": Needs("recurrent_mixer", ("gated_delta_net",))}
+_RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
 _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern", "in_megatron": False}
 
@@ -81,7 +81,7 @@ class ModelConfig:
         True,
         sets={"--bert-no-binary-head": False},
         in_megatron=False,
-        only_with=Needs("architecture", ("bert",)),
+        only_with=Setting("architecture", ("bert",)),
     )
     """BERT: each sample has two segments, and the model also learns, from the first token, to predict whether
     they are in order."""
@@ -90,7 +90,7 @@ class ModelConfig:
         allowed=OPEN_SHARE,
         on_resume=OnResume.DATA,
         in_megatron=False,
-        only_with=Needs("architecture", ("bert",)),
+        only_with=Setting("architecture", ("bert",)),
     )
     """BERT: share of the tokens to predict. 80% of these become the mask token, 10% a random token."""
     num_layers: int = option(12, allowed=SIZE)
@@ -104,7 +104,9 @@ class ModelConfig:
     """Number of attention (query) heads."""
     num_query_groups: int | None = option(None, "--num-key-value-heads", allowed=SIZE)
     """Number of key/value heads (grouped-query attention). By default one for each query head."""
-    kv_channels: int | None = option(None, allowed=SIZE, only_with=Needs("multi_latent_attention", (False,)))
+    kv_channels: int | None = option(
+        None, allowed=SIZE, only_with=Setting("multi_latent_attention", (False,))
+    )
     """Size of one attention head. By default hidden size / attention heads."""
     full_attention_kv_channels: int | None = option(None, **_FULL_ATTENTION)
     """Size of one attention head in layers without a window (Gemma 4). By default --kv-channels."""
@@ -137,14 +139,14 @@ class ModelConfig:
     seq_length: int = option(1024, "--encoder-seq-length", allowed=SIZE, same_shapes=True)
     """Sequence length: tokens per sample."""
     max_position_embeddings: int | None = option(
-        None, allowed=SIZE, only_with=Needs("position_embedding_type", ("learned_absolute", "rope", "none"))
+        None, allowed=SIZE, only_with=Setting("position_embedding_type", ("learned_absolute", "rope", "none"))
     )
     """Rows of the learned position table, or the longest context that a converted model names. By default the
     sequence length, or the length that --rope-scaling reaches."""
     vocab_size: int | None = option(None, allowed=SIZE, in_megatron=False)
     """Vocabulary size before padding. By default the tokenizer's."""
     make_vocab_size_divisible_by: int = option(
-        128, allowed=SIZE, on_resume=OnResume.FREE, only_with=Needs("pad_vocab_size_to", (None,))
+        128, allowed=SIZE, on_resume=OnResume.FREE, only_with=Setting("pad_vocab_size_to", (None,))
     )
     """Pad the vocabulary to a multiple of this and of the tensor-parallel size."""
     pad_vocab_size_to: int | None = option(
@@ -164,7 +166,7 @@ class ModelConfig:
         None,
         allowed=POSITIVE,
         same_shapes=True,
-        only_with=(Needs("position_embedding_type", ("rope",)), Needs("window_size")),
+        only_with=(Setting("position_embedding_type", ("rope",)), Setting("window_size")),
         in_megatron=False,
     )
     """Base of the rotary position embedding in layers with a window (Gemma 3). By default --rotary-base."""
@@ -180,7 +182,10 @@ class ModelConfig:
     window_rope_scaling: bool = option(
         True,
         same_shapes=True,
-        only_with=(Needs("rope_scaling", ("linear", "llama3", "yarn", "proportional")), Needs("window_size")),
+        only_with=(
+            Setting("rope_scaling", ("linear", "llama3", "yarn", "proportional")),
+            Setting("window_size"),
+        ),
         in_megatron=False,
     )
     """Also scale the rotary frequencies in layers with a window; OLMo 3 does not."""
@@ -188,7 +193,7 @@ class ModelConfig:
         0.25,
         allowed=NONZERO_SHARE,
         same_shapes=True,
-        only_with=Needs("rope_scaling", ("proportional",)),
+        only_with=Setting("rope_scaling", ("proportional",)),
         in_megatron=False,
     )
     """Share of the rotary frequencies, from the highest on, that --rope-scaling proportional keeps; the
@@ -200,7 +205,7 @@ class ModelConfig:
         "--yarn-original-max-position-embeddings",
         allowed=SIZE,
         same_shapes=True,
-        only_with=Needs("rope_scaling", ("llama3", "yarn")),
+        only_with=Setting("rope_scaling", ("llama3", "yarn")),
         in_megatron=False,
     )
     """Sequence length before the change of the rotary frequencies."""
@@ -225,7 +230,7 @@ class ModelConfig:
         None,
         allowed=POSITIVE,
         same_shapes=True,
-        only_with=Needs("rope_scaling", ("llama3", "yarn")),
+        only_with=Setting("rope_scaling", ("llama3", "yarn")),
         in_megatron=False,
     )
     """Multiply queries by 1 + this x ln(1 + floor(position / --original-max-position-embeddings)), as in
@@ -238,11 +243,11 @@ class ModelConfig:
     norm_position: NormPosition = option("pre", in_megatron=False)
     """Normalize each block's input (pre: GPT-2), its output before the sum (output: OLMo 2), both (sandwich:
     Gemma 2), or the sum (post: the published BERT)."""
-    parallel_residual: bool = option(False, only_with=Needs("norm_position", ("pre",)), in_megatron=False)
+    parallel_residual: bool = option(False, only_with=Setting("norm_position", ("pre",)), in_megatron=False)
     """Compute attention and MLP of a layer from the same hidden states, each with its norm, and add both
     (GPT-NeoX), instead of one after the other."""
     parallel_shared_norm: bool = option(
-        False, only_with=(Needs("parallel_residual"), Needs("norm_position", ("pre",))), in_megatron=False
+        False, only_with=(Setting("parallel_residual"), Setting("norm_position", ("pre",))), in_megatron=False
     )
     """With --parallel-residual, attention and MLP share one norm (GPT-J)."""
     norm_epsilon: float = option(1e-5, "--layernorm-epsilon", allowed=NOT_NEGATIVE, same_shapes=True)
@@ -292,17 +297,17 @@ class ModelConfig:
     learned logit per query head (learnable: the sinks of GPT-OSS)."""
     add_bias_linear: bool = option(True, sets={"--disable-bias-linear": False})
     """Add a bias to every linear layer."""
-    add_qkv_bias: bool = option(False, only_with=Needs("add_bias_linear", (False,)))
+    add_qkv_bias: bool = option(False, only_with=Setting("add_bias_linear", (False,)))
     """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does. In
     multi-latent attention, add it to the projections to latents."""
     add_attention_output_bias: bool = option(
-        False, only_with=Needs("add_bias_linear", (False,)), in_megatron=False
+        False, only_with=Setting("add_bias_linear", (False,)), in_megatron=False
     )
     """Add a bias to the output of attention even with --disable-bias-linear. With --add-qkv-bias, it is
     transformers' attention_bias."""
-    add_mlp_bias: bool = option(False, only_with=Needs("add_bias_linear", (False,)), in_megatron=False)
+    add_mlp_bias: bool = option(False, only_with=Setting("add_bias_linear", (False,)), in_megatron=False)
     """Add a bias to the linear layers of the MLP even with --disable-bias-linear, as GPT-J does."""
-    add_output_bias: bool = option(False, only_with=Needs("architecture", ("gpt",)), in_megatron=False)
+    add_output_bias: bool = option(False, only_with=Setting("architecture", ("gpt",)), in_megatron=False)
     """Add a bias to the logits, as GPT-J does. A BERT always does."""
     clip_qkv: float | None = option(None, **_NUMBER)
     """Bound queries, keys and values before rotary positions, after their norms (OLMoE)."""
@@ -369,7 +374,7 @@ class ModelConfig:
     """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
     mamba_bias: bool = option(
         False,
-        only_with=(Needs("hybrid_override_pattern"), Needs("add_bias_linear", (False,))),
+        only_with=(Setting("hybrid_override_pattern"), Setting("add_bias_linear", (False,))),
         in_megatron=False,
     )
     """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
@@ -401,7 +406,7 @@ class ModelConfig:
     moe_router_score_function: RouterScores = option("softmax", **_ROUTER)
     """Function of the router's logits."""
     moe_router_pre_softmax: bool = option(
-        False, **{**_ROUTER, "only_with": (_HAS_EXPERTS, Needs("moe_router_score_function", ("softmax",)))}
+        False, **{**_ROUTER, "only_with": (_HAS_EXPERTS, Setting("moe_router_score_function", ("softmax",)))}
     )
     """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
     moe_router_num_groups: int | None = option(None, allowed=SIZE, **_ROUTER)
@@ -451,7 +456,7 @@ class ModelConfig:
     moe_token_drop_policy: DropPolicy = option(
         "probs",
         on_resume=OnResume.SETTING,
-        **{**_EXPERTS, "only_with": (_HAS_EXPERTS, Needs("moe_expert_capacity_factor"))},
+        **{**_EXPERTS, "only_with": (_HAS_EXPERTS, Setting("moe_expert_capacity_factor"))},
     )
     """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
     moe_router_force_load_balancing: bool = option(False, on_resume=OnResume.SETTING, **_EXPERTS)

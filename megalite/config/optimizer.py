@@ -12,8 +12,8 @@ from megalite.config.option import (
     OPEN_SHARE,
     POSITIVE,
     SIZE,
-    Needs,
     OnResume,
+    Setting,
     option,
 )
 
@@ -28,8 +28,8 @@ LrWarmupStyle = Literal["linear", "log"]
 LrStepTiming = Literal["megatron", "deepspeed"]
 
 
-_FP16 = Needs("params_dtype", ("fp16",), "only --fp16 has a loss scale")
-_DYNAMIC = {"only_with": (_FP16, Needs("loss_scale", (None,)))}
+_FP16 = Setting("params_dtype", ("fp16",), "only --fp16 has a loss scale")
+_DYNAMIC = {"only_with": (_FP16, Setting("loss_scale", (None,)))}
 
 MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
@@ -48,13 +48,13 @@ class OptimizerConfig:
     lr: float = option(3e-4, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: float = option(
-        0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", _DECAYS)
+        0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
     )
     """Minimum learning rate, at the end of the decay and after it."""
     decoupled_lr: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate of the word embedding and the output layer. By default --lr."""
     decoupled_min_lr: float | None = option(
-        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", _DECAYS)
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
     )
     """With --decoupled-lr: minimum learning rate of the same layers. By default --min-lr."""
     lr_decay_style: LrDecayStyle = option("linear", on_resume=OnResume.SCHEDULE)
@@ -78,22 +78,22 @@ class OptimizerConfig:
     """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
     DeepSpeed uses in update n, which lags by one or two updates."""
     lr_wsd_decay_style: WsdDecayStyle = option(
-        "exponential", on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+        "exponential", on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
     )
     """With WSD: shape of the decay at the end."""
     lr_wsd_decay_iters: int | None = option(
-        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
     )
     """With WSD: iterations of the decay at the end."""
     lr_wsd_decay_samples: int | None = option(
-        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Needs("lr_decay_style", ("WSD",))
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
     )
     """With WSD: samples of the decay at the end, for a run with --train-samples."""
     weight_decay: float = option(
         0.01,
         allowed=NOT_NEGATIVE,
         on_resume=OnResume.SCHEDULE,
-        only_with=Needs("weight_decay_incr_style", ("constant",)),
+        only_with=Setting("weight_decay_incr_style", ("constant",)),
     )
     """Weight decay, decoupled from the gradient and multiplied by the learning rate."""
     weight_decay_incr_style: WeightDecayStyle = option("constant", on_resume=OnResume.SCHEDULE)
@@ -106,14 +106,14 @@ class OptimizerConfig:
         None,
         allowed=POSITIVE,
         on_resume=OnResume.SCHEDULE,
-        only_with=Needs("weight_decay_incr_style", ("linear", "cosine")),
+        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
     )
     """Iterations until the weight decay reaches its end value. By default the whole run."""
     weight_decay_incr_samples: int | None = option(
         None,
         allowed=POSITIVE,
         on_resume=OnResume.SCHEDULE,
-        only_with=Needs("weight_decay_incr_style", ("linear", "cosine")),
+        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
     )
     """With --train-samples: samples until the weight decay reaches its end value. By default the whole
     run."""
@@ -134,21 +134,21 @@ class OptimizerConfig:
     hysteresis: int = option(2, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
-    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Needs("optimizer", ("muon",)))
+    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Setting("optimizer", ("muon",)))
     """With --optimizer muon: decay rate of the momentum."""
-    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=Needs("optimizer", ("muon",)))
+    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=Setting("optimizer", ("muon",)))
     """With --optimizer muon: use Nesterov's momentum."""
-    muon_scale_mode: MuonScaleMode = option("spectral", only_with=Needs("optimizer", ("muon",)))
+    muon_scale_mode: MuonScaleMode = option("spectral", only_with=Setting("optimizer", ("muon",)))
     """Factor of Muon's update of an m x n matrix, the root of: spectral max(m, n), unit_rms_norm m / n,
     shape_scaling max(1, m / n)."""
-    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=Needs("optimizer", ("muon",)))
+    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=Setting("optimizer", ("muon",)))
     """Further factor of Muon's updates. 0.2 with the spectral mode gives them the size of AdamW's."""
-    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=Needs("optimizer", ("muon",)))
+    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=Setting("optimizer", ("muon",)))
     """Coefficients of the Newton-Schulz iteration, by Megatron-LM's names."""
-    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=Needs("optimizer", ("muon",)))
+    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=Setting("optimizer", ("muon",)))
     """Steps of the Newton-Schulz iteration."""
     muon_split_qkv: bool = option(
-        True, sets={"--muon-no-split-qkv": False}, only_with=Needs("optimizer", ("muon",))
+        True, sets={"--muon-no-split-qkv": False}, only_with=Setting("optimizer", ("muon",))
     )
     """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
     clip_grad: float = option(1.0, allowed=NOT_NEGATIVE)

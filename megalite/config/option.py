@@ -47,21 +47,26 @@ class OnResume(Enum):
     FREE = "ignored: layout, folders, logging, and the end of the run"
 
 
-class Needs(NamedTuple):
-    """Describes a condition of a field's effect: another field is set, or has one of some values."""
+class Setting(NamedTuple):
+    """Describes a condition on a field: it is set, or its value is one of some, or in a range."""
 
     field: str
     values: tuple[Any, ...] | Range | None = None
     why: str = ""
-    """Why the field has no effect otherwise, where the other field's value does not say it."""
+    """Why another field has no effect without this setting, where the value of this field does not say it."""
 
     def is_met(self, value: Any) -> bool:
-        """Return whether the other field's value meets the condition."""
+        """Return whether the field's value meets the condition."""
         if self.values is None:
             return bool(value)
         if isinstance(self.values, Range):
             return value is not None and self.values.holds(value)
         return value in self.values
+
+
+def other_than(*values: Any) -> Range:
+    """Return the range of all values but these."""
+    return Range(lambda value: value not in values, f"not {' or '.join(map(str, values))}")
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,14 @@ class Option:
     """Whether the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
-    only_with: tuple[Needs, ...] = ()
+    only_with: tuple[Setting, ...] = ()
     """Conditions without which the field has no effect."""
     in_megatron: bool = True
     """Of the model: whether Megatron's checkpoints have the field, with the same name and meaning."""
 
 
 def option(
-    default: Any, *aliases: str, only_with: str | Needs | Sequence[Needs] = (), **declared: Any
+    default: Any, *aliases: str, only_with: str | Setting | Sequence[Setting] = (), **declared: Any
 ) -> Any:
     """Return a dataclass field with this default; for the other arguments see `Option`.
 
@@ -99,8 +104,8 @@ def option(
         only_with: what the field needs to have an effect: a field that must be set, or conditions.
     """
     if isinstance(only_with, str):
-        only_with = Needs(only_with)
-    needs = (only_with,) if isinstance(only_with, Needs) else tuple(only_with)
+        only_with = Setting(only_with)
+    needs = (only_with,) if isinstance(only_with, Setting) else tuple(only_with)
     return field(default=default, metadata={_KEY: Option(aliases, only_with=needs, **declared)})
 
 

@@ -17,8 +17,8 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     ZERO_STAGE,
-    Needs,
     OnResume,
+    Setting,
     option,
 )
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
@@ -39,11 +39,11 @@ _RANKS_PER_NODE = 8
 """GPUs of a usual node."""
 
 
-_TP = Needs("tensor_model_parallel_size", ABOVE_ONE)
+_TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
 _FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
-_TP_OVERLAP = (_TP, Needs("fp8_format", (None,), _FP8_SCALE))
+_TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
 _BUCKETS = {
-    "only_with": Needs("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
+    "only_with": Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
 }
 
 
@@ -65,13 +65,13 @@ class ParallelConfig:
     world size / (tp x pp x cp)."""
     context_parallel_size: int = option(1, "--cp", allowed=SIZE)
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
-    cp_comm_type: CpCommTypes = option("all_gather", only_with=Needs("context_parallel_size", ABOVE_ONE))
+    cp_comm_type: CpCommTypes = option("all_gather", only_with=Setting("context_parallel_size", ABOVE_ONE))
     """How queries reach other ranks' keys, for all layers or for each: gather keys (all_gather), exchange
     heads for tokens (a2a), pass keys in a ring (p2p), or both (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(None, allowed=SIZE)
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
     default, as many as a node of 8 GPUs holds, in 2 or more groups."""
-    dynamic_context_parallel: bool = option(False, only_with=Needs("context_parallel_size", ABOVE_ONE))
+    dynamic_context_parallel: bool = option(False, only_with=Setting("context_parallel_size", ABOVE_ONE))
     """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
     ones to one rank, long ones to several. Needs --cp-comm-type p2p."""
     expert_model_parallel_size: int = option(1, "--ep", "--moe-expert-parallel-size", allowed=SIZE)
@@ -79,7 +79,7 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = option(None, "--etp", allowed=SIZE)
     """Number of ranks that the width of each expert is split over. By default --tp."""
     moe_imbalance: float = option(
-        1.0, allowed=AT_LEAST_ONE, only_with=Needs("expert_model_parallel_size", ABOVE_ONE)
+        1.0, allowed=AT_LEAST_ONE, only_with=Setting("expert_model_parallel_size", ABOVE_ONE)
     )
     """With --ep, tokens for the experts of the busiest rank, relative to the mean over ranks, in plans,
     --layout auto and --dry-run. By default 1, which is even."""
@@ -101,19 +101,20 @@ class ParallelConfig:
     """Overlap tensor-parallel collectives with the GEMMs next to them. On by default on GPUs only, for
     microbatches of 8192 tokens or more."""
     tp_comm_overlap_method: TpCommOverlapMethod = option(
-        "chunks", only_with=(*_TP_OVERLAP, Needs("sequence_parallel"), Needs("tp_comm_overlap", (None, True)))
+        "chunks",
+        only_with=(*_TP_OVERLAP, Setting("sequence_parallel"), Setting("tp_comm_overlap", (None, True))),
     )
     """How to overlap: by parts of the positions (chunks), or in torch's symmetric memory, which needs
     --sequence-parallel and a GPU's access to the others."""
     tp_comm_overlap_chunks: int | None = option(
-        None, allowed=AT_LEAST_TWO, only_with=(*_TP_OVERLAP, Needs("tp_comm_overlap", (None, True)))
+        None, allowed=AT_LEAST_TWO, only_with=(*_TP_OVERLAP, Setting("tp_comm_overlap", (None, True)))
     )
     """Number of parts with --tp-comm-overlap-method chunks. By default 2, or 4 from 32768 tokens
     on. A number turns --tp-comm-overlap on."""
     pipeline_schedule: ScheduleName = option(
         "1f1b",
         sets={"--enable-zbh1-pipeline": "zb-h1"},
-        only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE),
+        only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE),
     )
     """Order of forward and backward passes in the pipeline. zb-h1, zb-v and dualpipev defer weight
     gradients; dualpipev also computes under messages of experts."""
@@ -125,22 +126,24 @@ class ParallelConfig:
     """Number of layers of each pipeline stage, for example 3 5; with chunks, one number per chunk. By default
     all are equal."""
     decoder_first_pipeline_num_layers: int | None = option(
-        None, allowed=SIZE, only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE)
+        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
     )
     """Number of layers on the first pipeline rank; the rest is divided among the other ranks."""
     decoder_last_pipeline_num_layers: int | None = option(
-        None, allowed=SIZE, only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE)
+        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
     )
     """Number of layers on the last pipeline rank; the rest is divided among the other ranks."""
     account_for_embedding_in_pipeline_split: bool = option(
-        False, only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE)
+        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
     )
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = option(
-        False, only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE)
+        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
     )
     """Count the output layer and the loss as a layer of the last stage."""
-    pp_partition_method: str | None = option(None, only_with=Needs("pipeline_model_parallel_size", ABOVE_ONE))
+    pp_partition_method: str | None = option(
+        None, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Balance the stages by uniform (number of layers), parameters, or type:REGEX (layers whose DeepSpeed
     class name matches)."""
     ddp_bucket_size: int | None = option(None, allowed=POSITIVE, **_BUCKETS)
@@ -156,12 +159,12 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int | None = option(None, allowed=SIZE, only_with="zero_stage")
     """Number of groups of replicas within which ZeRO shards; an alternative to
     --data-parallel-shard-degree."""
-    fsdp_reshard_after_forward: ReshardAfterForward = option("default", only_with=Needs("zero_stage", (3,)))
+    fsdp_reshard_after_forward: ReshardAfterForward = option("default", only_with=Setting("zero_stage", (3,)))
     """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
     (never). default: never in a pipeline if they fit, else always."""
     overlap_grad_reduce: bool = option(True, **_BUCKETS)
     """Overlap the gradient reduction over replicas with the backward pass."""
-    overlap_param_gather: bool | None = option(None, only_with=Needs("zero_stage", (1, 2)))
+    overlap_param_gather: bool | None = option(None, only_with=Setting("zero_stage", (1, 2)))
     """With --zero-stage 1 or 2: overlap the all-gather of updated weights with the next forward pass. On by
     default on GPUs only."""
     grad_communication_dtype: GradCommunicationDtype | None = option(

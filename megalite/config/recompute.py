@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, SIZE, Needs, OnResume, option
+from megalite.config.option import NOT_NEGATIVE, SIZE, OnResume, Setting, option
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -33,7 +33,7 @@ class RecomputeConfig:
     """Recompute whole layers (full) or parts of each layer (selective) in backward. By default recompute
     nothing."""
     recompute_method: Method = option(
-        "uniform", "--activations-checkpoint-method", only_with=Needs("recompute_granularity", ("full",))
+        "uniform", "--activations-checkpoint-method", only_with=Setting("recompute_granularity", ("full",))
     )
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
@@ -42,7 +42,7 @@ class RecomputeConfig:
         "--checkpoint-num-layers",
         "--activations-checkpoint-num-layers",
         allowed=SIZE,
-        only_with=Needs("recompute_granularity", ("full",)),
+        only_with=Setting("recompute_granularity", ("full",)),
     )
     """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
     recompute_modules: tuple[Module, ...] = option(
@@ -52,7 +52,7 @@ class RecomputeConfig:
             "moe_act": "remove it: experts always compute their activation again in backward",
             "shared_experts": "pass moe, which recomputes the shared expert with the others",
         },
-        only_with=Needs("recompute_granularity", ("selective",)),
+        only_with=Setting("recompute_granularity", ("selective",)),
     )
     """Modules to recompute with selective recomputation: core attention (mla_up_proj: from latents on), the
     MLP or experts with their norm, the MLP's activation, or the norms."""
@@ -60,7 +60,7 @@ class RecomputeConfig:
         False,
         "--partition-activations",
         "--distribute-checkpointed-activations",
-        only_with=Needs("recompute_granularity", ("full",)),
+        only_with=Setting("recompute_granularity", ("full",)),
     )
     """Shard the layer inputs that full recomputation saves over tensor-parallel ranks. Backward gathers
     them."""

@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, Needs, OnResume, option
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, OnResume, Setting, option
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
-_COMPUTES = Needs("dry_run", (False,), "a dry run computes nothing")
+_COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
 _ONE_RANK: dict[str, Any] = {"differs_between_ranks": True}  # without effect in a run of several ranks
 
 

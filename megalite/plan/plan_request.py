@@ -18,7 +18,7 @@ from megalite.config.flags import flag_with_value
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
-from megalite.config.rules.parallel_rules import layout as layout_problems
+from megalite.config.rules.conflicts import conflicts
 from megalite.config.stage_layers import num_stages
 from megalite.config.tool_parser import ToolParser, positive_int, positive_number
 from megalite.config.validate import problems_of
@@ -136,7 +136,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             "has not been measured: remove it to plan the run in bf16"
         )
     layout = config.parallel.layout
-    if problems := [problem.text for problem in layout_problems(config, None)]:
+    if problems := [each.text for each in conflicts(config, None) if "layout" in each.fields]:
         raise ConfigError(problems)
     parsed = config
     config = replace(config, parallel=replace(config.parallel, layout=None))

@@ -75,7 +75,7 @@ def test_a_printed_config_leaves_the_same_options_open(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--layout auto needs --global-batch-size"),
+        ("", "--layout auto without --global-batch-size"),
         ("--global-batch-size 8 --fp8 --bf16", "--layout auto with --fp8-format hybrid"),
         ("--global-batch-size 8 --dry-run", "--layout auto with --dry-run"),
         ("--global-batch-size 8 --verify-layouts all", "--layout auto with --verify-layouts all"),

@@ -144,7 +144,7 @@ RULES = [
     (
         "--window-size 8,0 --architecture bert --mock-data",
         None,
-        "--window-size 8 0 with a bert, whose attention is bidir",
+        "--window-size 8 0 with --architecture bert, whose attention is bidir",
     ),
     ("--window-attn-skip-freq 2", None, "--window-attn-skip-freq 2 without --window-size: pass both"),
     ("--window-size 8,0 --window-attn-skip-freq 1", None, "--window-attn-skip-freq 1 leaves no layer with"),
@@ -197,7 +197,7 @@ RULES = [
         "--micro-batch-size 2 x data-parallel size 4 = 8: use 8",
     ),
     ("--lr 1e-4 --min-lr 1e-3", None, "--min-lr 0.001 is above --lr 0.0001"),
-    ("--decoupled-min-lr 1e-5", None, "--decoupled-min-lr 1e-05 needs --decoupled-lr"),
+    ("--decoupled-min-lr 1e-5", None, "--decoupled-min-lr 1e-05 without --decoupled-lr"),
     (
         "--decoupled-lr 1e-5 --min-lr 1e-4",
         None,
@@ -222,12 +222,12 @@ RULES = [
     (
         "--mup-base-width 256 --mup-base-head-dim 32 --query-pre-attn-scalar 9",
         None,
-        "--mup-base-head-dim 32 and --query-pre-attn-scalar 9.0 both set the scale of attention scores",
+        "--mup-base-head-dim 32 with --query-pre-attn-scalar 9.0, which also sets the scale",
     ),
     (
         "--mup-base-width 256 --architecture bert --mock-data",
         None,
-        "--mup-base-width 256 with a bert, whose",
+        "--mup-base-width 256 with --architecture bert, whose",
     ),
     ("--mtp-num-layers 1", None, "learned_absolute, whose positions are in the embedding: pass rope"),
     (
@@ -266,7 +266,7 @@ RULES = [
     ),
     ("--lr-warmup-iters 100", None, "--lr-warmup-iters 100 does not end before --train-iters 100"),
     ("--lr-warmup-iters 50 --lr-decay-iters 50", None, "does not end before --lr-decay-iters 50"),
-    ("--train-samples 500", None, "--train-iters 100 and --train-samples 500 both set the length"),
+    ("--train-samples 500", None, "--train-iters 100 with --train-samples 500, which also sets the length"),
     ("--lr-decay-samples 50", None, "--lr-decay-samples 50 with --train-iters 100: a run is counted in"),
     ("--lr-warmup-samples 5", None, "--lr-warmup-samples 5 with --train-iters 100: a run is counted in"),
     ("--rampup-batch-size 2 2 --global-batch-size 8", None, "has 2 numbers: pass three, START INCREMENT SAM"),
@@ -296,7 +296,7 @@ RULES = [
     (
         "--step-batch-size-schedule 0:4 1M:8 --rampup-batch-size 4 4 9",
         None,
-        "0:4 1M:8 and --rampup-batch-size contradict each other: remove one",
+        "0:4 1M:8 with --rampup-batch-size 4 4 9, which contradicts it: remove one",
     ),
     (
         "--step-batch-size-schedule 0:4 1M:6 2M:8 --micro-batch-size 4",
@@ -348,7 +348,7 @@ RULES = [
     (
         "--weight-decay-incr-style linear --end-weight-decay 1",
         None,
-        "--weight-decay-incr-style linear needs --start-weight-decay",
+        "--weight-decay-incr-style linear without --start-weight-decay",
     ),
     (
         "--weight-decay-incr-style cosine --start-weight-decay 1 --end-weight-decay .5",
@@ -372,7 +372,7 @@ RULES = [
     ),
     ("--tokenizer-type HuggingFaceTokenizer", None, "--tokenizer-model or --tokenizer-name-or-path"),
     ("--tokenizer-type NullTokenizer", None, "the vocabulary size is unknown: pass --vocab-size"),
-    ("--profile-execution", None, "--profile-execution needs --tensorboard-dir"),
+    ("--profile-execution", None, "--profile-execution without --tensorboard-dir"),
     ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
     ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
     ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
@@ -740,11 +740,11 @@ def test_ranks_that_share_samples_are_replicas_too() -> None:
         ),
         (
             "--attn-logit-softcapping 30 --attention-dropout 0 --attention-backend flash",
-            "flash cannot cap scores, and --attn-logit-softcapping 30.0 is set: pass",
+            "--attention-backend flash, which cannot cap scores: pass",
         ),
         (
             "--softmax-type learnable --attention-dropout 0 --attention-backend flash",
-            "flash has no sinks in its softmax, and --softmax-type learnable adds them: pass",
+            "--attention-backend flash, which has no sinks in its softmax: pass",
         ),
     ],
 )

@@ -23,8 +23,8 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
         ),
         ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is not a range"),
         ("--trace-pipeline 5:6", "--trace-pipeline has no folder to write to: pass --tensorboard-dir"),
-        ("--profile --use-pytorch-profiler", "--profile --use-pytorch-profiler needs --tensorboard-dir"),
-        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler: remove one"),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler without --tensorboard-dir"),
+        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler; remove one"),
         (
             "--profile --profile-step-start 8 --profile-step-end 8",
             "--profile-step-start 8 and --profile-step-end 8 leave no iteration to profile",

@@ -8,13 +8,17 @@ import pytest
 
 from megalite.config import Config, ModelConfig
 from megalite.config.presets import PRESETS
-from megalite.config.rules.latent_rules import latent_attention
+from megalite.config.rules.attention_rules import latent_attention
+from megalite.config.rules.conflicts import conflicts
 
 LATENT = dataclasses.replace(PRESETS["llama-tiny"], multi_latent_attention=True, num_query_groups=None)
 
 
 def problems(model: ModelConfig) -> list[str]:
-    return [problem.text for problem in latent_attention(Config(model=model), None)]
+    return [
+        problem.text
+        for problem in (*conflicts(Config(model=model), None), *latent_attention(Config(model=model), None))
+    ]
 
 
 def test_a_plain_model_is_allowed() -> None:
@@ -32,7 +36,7 @@ def test_a_plain_model_is_allowed() -> None:
         ("attention_output_gate", True, "--attention-output-gate with --multi-latent-attention"),
         ("rotary_percent", 0.5, "pass --qk-pos-emb-head-dim instead"),
         ("qk_clip", True, "--qk-clip with --multi-latent-attention"),
-        ("clip_qkv", 8.0, "--clip-qkv 8.0 with --multi-latent-attention: whose keys and values are latents"),
+        ("clip_qkv", 8.0, "--clip-qkv 8.0 with --multi-latent-attention, whose keys and values are latents"),
         ("mup_base_width", 32, "muP has no rule"),
     ],
 )

@@ -77,7 +77,7 @@ def test_these_models_are_valid(line: str) -> None:
         ("--fp8 --bf16", "--fp8-format hybrid with --hybrid-override-pattern M*M-"),
         ("--compile", "--compile with --hybrid-override-pattern M*M-"),
         ("--mup-base-width 32", "--mup-base-width 32 with --hybrid-override-pattern M*M-"),
-        ("--architecture bert", "--hybrid-override-pattern M*M- with a bert"),
+        ("--architecture bert", "--hybrid-override-pattern M*M- with --architecture bert"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_fix(line: str, message: str) -> None:
