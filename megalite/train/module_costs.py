@@ -1,6 +1,6 @@
 """Measure what each module of a rank costs: operations, time and memory of one microbatch.
 
-Five microbatches run forward and backward: one counts FLOPs, one counts what forward leaves in memory, and
+Four microbatches run forward and backward: one counts FLOPs and what forward leaves in memory, and
 `NUM_TIMED` are timed. A hook around each module's forward reads a counter, and so does a hook around each
 node of autograd's graph in backward. Nodes are numbered in the order in which forward creates them, so the
 number gives a node's module.
@@ -24,20 +24,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
+from megalite.observe.recorder import Reader, reading, tensors_in
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_private import (
-    TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
     next_node_number,
     node_number,
     storage_number,
-    tree_leaves,
 )
 from megalite.train.model_chunks import named_parameters, unchanged_buffers
 from megalite.train.trainer import Trainer
@@ -109,8 +108,7 @@ def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
     costs = {name: ModuleCosts(name) for chunk in trainer.chunks for name, _ in chunk.named_modules()}
     _count_state(trainer, costs)
     with run_as_written(trainer.config.training.compile), unchanged_buffers(trainer.chunks):
-        _count_flops(trainer, costs)
-        _count_activations(trainer, costs)
+        _count_work(trainer, costs)
         for number in range(NUM_TIMED):
             _time(trainer, costs, number)
     return costs
@@ -158,16 +156,6 @@ def _parameter_bytes(optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, i
             )
 
 
-def _count_flops(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
-    def add(name: str, phase: Phase, flops: int) -> None:
-        for each in _lineage(name, costs):
-            each.flops[phase] += flops
-
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with counter, _CostReader(counter.get_total_flops, add).reading(trainer.chunks):
-        _run_microbatch(trainer)
-
-
 def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> None:
     def add(name: str, phase: Phase, nanoseconds: int) -> None:
         for each in _lineage(name, costs):
@@ -177,12 +165,16 @@ def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> No
         _run_microbatch(trainer)
 
 
-def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
-    """Count the storages that a stage's forward made in each module and that are alive at its end.
+def _count_work(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
+    """Count FLOPs, and the storages that a stage's forward made in each module and that are alive at its end.
 
     Autograd and recomputed regions keep them. The stage's input is counted for the stage as a whole; its
     output is sent and freed.
     """
+
+    def add(name: str, phase: Phase, flops: int) -> None:
+        for each in _lineage(name, costs):
+            each.flops[phase] += flops
 
     def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         time.sleep(_SETTLING_SECONDS)
@@ -193,8 +185,10 @@ def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> No
                     each.activation_bytes += storage.nbytes()
         costs[""].activation_bytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor))
 
-    reader = _CostReader(lambda: 0, lambda *_: None, count)
-    with _MadeStorages(reader.running_module) as made, reader.reading(trainer.chunks):
+    flops = FlopCounter()
+    reader = _CostReader(lambda: flops.total, add, count)
+    made = _MadeStorages(reader.running_module)
+    with reading(flops, made), reader.reading(trainer.chunks):
         _run_microbatch(trainer)
 
 
@@ -326,33 +320,24 @@ def _graph_of(output: Any) -> Iterator[Node]:
         waiting += new
 
 
-class _MadeStorages(TorchDispatchMode):
-    """Records the storages that operators create in this block, each with the running module.
+class _MadeStorages(Reader):
+    """Storages that operators create in this block, each with the running module.
 
     Args:
         running_module: returns the module's name; storages are not recorded while it returns None.
     """
 
     def __init__(self, running_module: Callable[[], str | None]) -> None:
-        super().__init__()
         self._running_module = running_module
         self._made: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by the storage's number
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         name = self._running_module()
         if name is not None:
             passed = {_identity(tensor) for tensor in _plain_tensors((args, kwargs))}
             for tensor in _plain_tensors(out):
                 if _identity(tensor) not in passed:  # neither a view nor in place
                     self._made[_identity(tensor)] = name, weakref.ref(tensor.untyped_storage())
-        return out
 
     def take_alive(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yield the storages that are still alive, each with its module, and clear the record."""
@@ -365,9 +350,7 @@ class _MadeStorages(TorchDispatchMode):
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments or results, without subclasses such as DTensor."""
-    for leaf in tree_leaves(tree):
-        if type(leaf) in (Tensor, nn.Parameter):
-            yield leaf
+    return (each for each in tensors_in(tree) if type(each) in (Tensor, nn.Parameter))
 
 
 def _identity(tensor: Tensor) -> int:
@@ -407,13 +390,27 @@ def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) ->
     return 2 * num_rows * num_out * num_in
 
 
-FORMULAS = {
-    cpu_attention: _attention_flops,
-    cpu_attention_backward: _attention_backward_flops,
-    torch.ops.megalite.flash_attention: _attention_flops,
-    torch.ops.megalite.flash_attention_backward: _attention_backward_flops,
-    torch.ops.megalite.recurrence: _recurrence_flops,
-    torch.ops.megalite.recurrence_backward: _recurrence_backward_flops,
-    torch.ops.megalite.add_weight_gradient_: _weight_gradient_flops,
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    cpu_attention: shape_wrapper(_attention_flops),
+    cpu_attention_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.megalite.flash_attention: shape_wrapper(_attention_flops),
+    torch.ops.megalite.flash_attention_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.megalite.recurrence: shape_wrapper(_recurrence_flops),
+    torch.ops.megalite.recurrence_backward: shape_wrapper(_recurrence_backward_flops),
+    torch.ops.megalite.add_weight_gradient_: shape_wrapper(_weight_gradient_flops),
 }
-"""FLOPs of operators that torch's counter does not know, by the shapes of their arguments."""
+"""FLOPs of operators, torch's and ours, by their arguments."""
+
+
+class FlopCounter(Reader):
+    """FLOPs of the GEMMs and attention that run in this block."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def reads(self, func: Any) -> bool:
+        return func.overloadpacket in _FORMULAS
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        self.total += _FORMULAS[func.overloadpacket](*args, **kwargs, out_val=out)

@@ -27,6 +27,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
+from megalite.observe.collectives import Collective, CollectiveList
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import Box
@@ -36,7 +37,6 @@ from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
-from megalite.verify.collective_list import Collective, CollectiveList
 from megalite.wrapping import wrap
 
 NOT_PARTS = {"forward", "run_layers", "run_group"}

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import LayerKind
-from megalite.recording.unit_key import UnitKey
-from megalite.recording.unit_record import PhaseRecord, SavedPart, UnitRecord, as_json, from_json
+from megalite.observe.unit_record import PhaseRecord, SavedPart, UnitKey, UnitRecord, as_json, from_json
 
-_PACKAGES = ("config", "distributed", "kernels", "model", "recording", "tensor_parallel")
+_PACKAGES = ("config", "distributed", "kernels", "model", "observe", "tensor_parallel")
 """Packages that determine what a record contains."""
 _MAX_BYTES = 32 << 20
 """Size of a file of records from which on it is written anew."""
@@ -43,7 +42,7 @@ def unit_record(key: UnitKey) -> UnitRecord:
     if found is not None:
         with suppress(KeyError, TypeError, ValueError):
             return from_json(found)
-    from megalite.recording.record_unit import record_unit  # imports torch
+    from megalite.observe.record_unit import record_unit  # imports torch
 
     record = record_unit(key)
     _store(key, as_json(record))
@@ -54,7 +53,7 @@ def unit_record(key: UnitKey) -> UnitRecord:
 def kinds_of_layers(key: UnitKey) -> tuple[int, ...]:
     """Return, for each layer of the model, the number of the first layer of its kind."""
     if key.provider is not None:
-        from megalite.recording.record_unit import layer_kinds  # imports torch
+        from megalite.observe.record_unit import layer_kinds  # imports torch
 
         return layer_kinds(key)
     first: dict[LayerKind, int] = {}

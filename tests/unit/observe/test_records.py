@@ -12,13 +12,12 @@ import pytest
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.observe import records
+from megalite.observe.record_unit import layer_kinds, record_unit
+from megalite.observe.records import kinds_of_layers, unit_record
+from megalite.observe.unit_record import EMBEDDING, HEAD, PhaseRecord, UnitKey, as_json, from_json
 from megalite.plan.own_program import model_of
-from megalite.recording import records
-from megalite.recording.record_unit import layer_kinds, record_unit
-from megalite.recording.records import kinds_of_layers, unit_record
-from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
-from megalite.recording.unit_record import PhaseRecord, as_json, from_json
-from tests.unit.recording import own_models
+from tests.unit.observe import own_models
 
 LLAMA = ModelConfig(
     num_layers=2,
@@ -170,7 +169,7 @@ def test_records_survive_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert records.unit_record(key_of()) == record_unit(key_of())
     (path,) = tmp_path.rglob("*.jsonl")
     path.write_text("{damaged\n" + path.read_text())
-    monkeypatch.setattr("megalite.recording.record_unit.record_unit", None)  # not called again
+    monkeypatch.setattr("megalite.observe.record_unit.record_unit", None)  # not called again
     assert records.unit_record(key_of()).saved_bytes > 0
 
 

@@ -1,4 +1,4 @@
-"""Count the bytes of live tensors by observing every operator."""
+"""Count the bytes of live tensors by observing every operator, by the part of the model that made them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,41 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
-from megalite.recording.nested_tensors import tensors_in
-from megalite.recording.operator_log import recurrence_call
-from megalite.torch_private import EagerMode, storage_number
+from megalite.model.layer import TransformerLayer
+from megalite.model.stage import Stage
+from megalite.observe.operator_log import recurrence_call
+from megalite.observe.recorder import Reader, tensors_in
+from megalite.torch_private import storage_number
+from megalite.wrapping import wrap
 
 OTHER = "other"
 """Name of what no part of the model makes."""
+RESIDUAL = "residual"
+"""Sums of residual connections."""
+MODULES = {"attention_norm": "layernorm", "mlp_norm": "layernorm"}
+"""Parts of modules whose part is not their name in the layer."""
+METHODS = {"attend": "core_attn", "activate": "mlp_act", "losses_of": "loss"}
+"""Parts of methods that are wrap points. The names are those of --recompute-modules."""
 
 
 @dataclass
 class _Held:
-    """Describes a storage, its size in bytes, and the part of the model that made it."""
+    """Storage, its size in bytes, and the part of the model that made it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     size: int
     part: str
 
 
-class LiveBytes(EagerMode):
-    """Counts the bytes of storages that operators in this block created and that are still referenced.
+class LiveBytes(Reader):
+    """Bytes of the storages that operators in this block created and that are still referenced.
 
     This includes tensors saved by autograd. Of workspace that a kernel allocates while it runs, it includes
     only that of recurrences.
@@ -43,7 +54,6 @@ class LiveBytes(EagerMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.now = 0
         self.peak = 0
         self._parts: list[str] = []  # those that run, each within the one before
@@ -101,19 +111,11 @@ class LiveBytes(EagerMode):
 
         return resize
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         for tensor in tensors_in(out):
             self._see(tensor)
         if recurrence := recurrence_call(func, args):
             self._note_workspace(int(recurrence.workspace_bytes))
-        return out
 
     def _note_workspace(self, size: int) -> None:
         """Count bytes that existed until now."""
@@ -139,3 +141,37 @@ class LiveBytes(EagerMode):
         self.by_part[part] += size
         if self.now > self.peak:
             self.start_peak()
+
+
+def watch_parts(stage: Stage, live: LiveBytes) -> None:
+    """Let `live` count the tensors of each part of a stage: call it before `apply_recompute`.
+
+    A layer's parts are its modules. What else the layer computes counts as residual, or under the name of its
+    class if it is a layer of your own.
+    """
+    for layer in stage.all_layers():
+        _watch_module(layer, RESIDUAL if isinstance(layer, TransformerLayer) else type(layer).__name__, live)
+        for name, module in layer.named_children():
+            _watch_module(module, MODULES.get(name, name), live)
+    if stage.is_first:
+        _watch_module(stage.embedding, "embedding", live)
+    if stage.is_last:
+        _watch_module(stage.last_module, "head", live)
+    for module in stage.modules():
+        for method, part in METHODS.items():
+            if hasattr(getattr(type(module), method, None), "communicates"):
+                wrap(module, method, partial(_watched, live, part))
+
+
+def _watch_module(module: nn.Module, part: str, live: LiveBytes) -> None:
+    module.register_forward_pre_hook(lambda *_: live.enter(part))
+    # Recomputation ends a forward with an exception.
+    module.register_forward_hook(lambda *_: live.leave(), always_call=True)
+
+
+def _watched(live: LiveBytes, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with live.part(part):
+            return function(*args, **kwargs)
+
+    return watched

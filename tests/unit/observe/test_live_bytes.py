@@ -15,13 +15,12 @@ from megalite.config.recompute import Module
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
-from megalite.recording.live_bytes import OTHER, LiveBytes
-from megalite.recording.parts import watch_parts
-from megalite.recording.record_unit import record_unit
-from megalite.recording.unit_record import INPUT
+from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
+from megalite.observe.record_unit import record_unit
+from megalite.observe.unit_record import INPUT
 from tests.stages import build_stage
-from tests.unit.recording import own_models
-from tests.unit.recording.test_records import LLAMA, B, key_of
+from tests.unit.observe import own_models
+from tests.unit.observe.test_records import LLAMA, B, key_of
 
 # As on a GPU: torch on a CPU keeps more of an RMSNorm, and copies shared keys and values.
 MODELS = {

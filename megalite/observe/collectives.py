@@ -1,21 +1,23 @@
-"""Count collectives and messages as they reach the process groups."""
+"""Count or list collectives and messages as they reach the process groups."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megalite.distributed.topology import Topology
-from megalite.recording.unit_record import CollectiveCall
-from megalite.torch_private import EagerMode, schema_of, tree_leaves
+from megalite.observe.recorder import Reader
+from megalite.observe.unit_record import CollectiveCall
+from megalite.torch_private import schema_of, tree_leaves
 
 
 class _Operator(NamedTuple):
-    """Describes an operator of c10d.
+    """Operator of c10d.
 
     Attributes:
         kind: usual name of the operator.
@@ -37,31 +39,25 @@ _OPERATORS = {
 """The operators that training uses. Any other raises a `KeyError`, so none is missed."""
 
 
-class Traffic(EagerMode):
-    """Counts all calls of torch.distributed on each axis.
+class Traffic(Reader):
+    """Counter of all calls of torch.distributed on each axis.
 
     Attributes:
         calls: number of each call.
     """
 
     def __init__(self, topology: Topology) -> None:
-        super().__init__()
         # An axis can share its group with the world; it counts as the axis, which comes later here.
         axes = reversed(topology.groups())
         groups = [(axis.name, group) for axis in axes for group in (axis.group, axis.backward_group)]
         self._axes = {group.group_name: name for name, group in groups if group is not None}
         self.calls: Counter[CollectiveCall] = Counter()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "c10d":
-            self.calls[self.call_of(func, args)] += 1
-        return func(*args, **(kwargs or {}))
+    def reads(self, func: Any) -> bool:
+        return is_collective(func)
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.calls[self.call_of(func, args)] += 1
 
     def call_of(self, func: Any, args: Sequence[Any]) -> CollectiveCall:
         """Return what an operator of c10d does."""
@@ -80,6 +76,61 @@ class Traffic(EagerMode):
         """
         (group,) = (arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
         return self._axes[dist.ProcessGroup.unbox(group).group_name]
+
+
+class Collective(NamedTuple):
+    """Call of torch.distributed on one rank.
+
+    Attributes:
+        in_forward: whether it ran in the forward of a microbatch.
+    """
+
+    kind: str
+    axis: str
+    shape: tuple[int, ...]
+    in_forward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.axis} of {list(self.shape)}"
+
+
+class CollectiveList(Traffic):
+    """List of the calls of torch.distributed on this rank, in their order.
+
+    Attributes:
+        in_forward: whether the forward of a microbatch runs.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.found: list[Collective] = []
+        self.in_forward = False
+        self._is_paused = False
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if not self._is_paused:
+            self.found.append(self._collective(func, args))
+
+    def _collective(self, func: Any, args: Sequence[Any]) -> Collective:
+        try:
+            kind, tensors = message_of(func, args)
+            return Collective(kind, self.axis_of(args), tuple(tensors[0].shape), self.in_forward)
+        except (KeyError, ValueError):  # a collective that only the program's own model uses
+            return Collective(schema_of(func).name.removeprefix("c10d::"), "a group of its own", ())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not list the collectives of this block, which only the recording needs."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether an operator is a collective or a message of torch.distributed."""
+    return bool(func.namespace == "c10d")
 
 
 def message_of(func: Any, args: Sequence[Any]) -> tuple[str, list[torch.Tensor]]:

@@ -28,16 +28,15 @@ from megalite.model.per_layer_embedding import Embedded
 from megalite.model.recompute import apply_recompute
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider
-from megalite.recording.live_bytes import LiveBytes
-from megalite.recording.meta_tensors import meta_tensors
-from megalite.recording.operator_log import OperatorLog
-from megalite.recording.parts import watch_parts
-from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
-from megalite.recording.unit_record import INPUT, SavedPart, UnitRecord, WeightRecord
+from megalite.observe.live_bytes import LiveBytes, watch_parts
+from megalite.observe.meta_tensors import meta_tensors
+from megalite.observe.operator_log import OperatorLog
+from megalite.observe.recorder import Reader
+from megalite.observe.unit_record import EMBEDDING, HEAD, INPUT, SavedPart, UnitKey, UnitRecord, WeightRecord
 from megalite.tensor_parallel.matrices import matrices_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
-from megalite.torch_private import EagerMode, read_scalar
+from megalite.torch_private import read_scalar
 
 
 def record_unit(key: UnitKey) -> UnitRecord:
@@ -344,23 +343,18 @@ def _planned(key: UnitKey) -> Iterator[None]:
         ) from error
 
 
-class _NoReads(EagerMode):
-    """Refuses to read values from the device in this block, since meta tensors have none."""
+class _NoReads(Reader):
+    """Refusal of reads of values from the device, since meta tensors have none."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is read_scalar:
-            raise UserError(
-                f"the model cannot be planned: {_line_of(traceback.extract_stack())} reads a value from the "
-                "device; a plan runs the model on tensors without values, and on a GPU the read would wait "
-                "for all kernels"
-            )
-        return func(*args, **(kwargs or {}))
+    def reads(self, func: Any) -> bool:
+        return func is read_scalar
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        raise UserError(
+            f"the model cannot be planned: {_line_of(traceback.extract_stack())} reads a value from the "
+            "device; a plan runs the model on tensors without values, and on a GPU the read would wait "
+            "for all kernels"
+        )
 
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.recurrence import block_size, launch, launch_backward, sizes_for
-from megalite.recording.live_bytes import LiveBytes
-from megalite.recording.recurrence_call import RecurrenceCall
+from megalite.observe.live_bytes import LiveBytes
+from megalite.observe.recurrence_call import RecurrenceCall
 
 B, G, R, S, D, E = 2, 2, 3, 4096, 64, 32
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from megalite import torch_private
 from megalite.distributed.topology import Topology
 from megalite.kernels.recurrence import block_size, sizes_for
-from megalite.recording.nested_tensors import tensors_in
-from megalite.recording.recurrence_call import RecurrenceCall
-from megalite.recording.traffic import Traffic
-from megalite.recording.unit_record import (
+from megalite.observe.collectives import Traffic, is_collective
+from megalite.observe.recorder import Reader, tensors_in
+from megalite.observe.recurrence_call import RecurrenceCall
+from megalite.observe.unit_record import (
     ATTENTION,
     GEMMS,
     MEMORY_BOUND,
@@ -27,7 +27,7 @@ from megalite.recording.unit_record import (
     KernelKind,
     PhaseRecord,
 )
-from megalite.torch_private import EagerMode, schema_of, storage_number
+from megalite.torch_private import schema_of, storage_number
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.megalite
 
@@ -157,20 +157,19 @@ def kernel_kind(func: Any) -> KernelKind | None:
     schema = schema_of(func)
     aliases = [value.alias_info for value in schema.returns if value.alias_info is not None]
     is_view = any(not alias.is_write for alias in aliases)
-    if func.namespace == "c10d" or func.overloadpacket in _LAUNCH_NOTHING or is_view:
+    if is_collective(func) or func.overloadpacket in _LAUNCH_NOTHING or is_view:
         return None
     return kind_by_name(schema.name)
 
 
-class OperatorLog(EagerMode):
-    """Records the operators that run in this block, and starts a new `PhaseRecord` on request.
+class OperatorLog(Reader):
+    """Log of the operators that run in this block; `take` returns it and starts a new one.
 
     Args:
         window: window of the attention that runs, which is not an argument of the operators.
     """
 
     def __init__(self, topology: Topology, window: int | None = None) -> None:
-        super().__init__()
         self._traffic = Traffic(topology)
         self._window = window
         self._clear()
@@ -198,22 +197,15 @@ class OperatorLog(EagerMode):
         self._clear()
         return found
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         self._operators += 1
         packet = func.overloadpacket
-        if func.namespace == "c10d":
+        if is_collective(func):
             self._add_collective(func, args)
         elif packet in _GEMMS:
             self._add_gemm(_GEMMS[packet](*args), args, out)
         elif packet in _ATTENTION:
-            call = _ATTENTION[packet].call(args, kwargs or {})
+            call = _ATTENTION[packet].call(args, kwargs)
             self._attention.append(call._replace(window=self._window))
         elif recurrence := recurrence_call(func, args):
             self._recurrences.append(recurrence)
@@ -222,7 +214,6 @@ class OperatorLog(EagerMode):
             read = (args, kwargs) if packet is not _ATEN.embedding else (args[1], out)
             written = tensors_in(out) or _overwritten(func, args)
             self._bytes += sum(map(_num_bytes, tensors_in(read))) + sum(map(_num_bytes, written))
-        return out
 
     def _add_gemm(self, call: GemmCall, args: Sequence[Any], out: Any) -> None:
         index = len(self._gemms)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.library import NAMESPACE
+from megalite.observe.recorder import Reader, reading
 from megalite.torch_private import (
-    EagerMode,
     efficient_attention,
     flash_attention,
     read_scalar,
@@ -29,13 +29,13 @@ FIGURE = 1.0
 @contextmanager
 def meta_tensors() -> Iterator[None]:
     """Let the training code run on meta tensors in this block, without changes to that code."""
-    with scoped_library("aten", "IMPL") as library, _meta_operators():
+    with scoped_library("aten", "IMPL") as library, reading(_meta_operators()):
         library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
         yield
 
 
 class _Like(NamedTuple):
-    """Describes a meta tensor."""
+    """Size, stride and dtype of a meta tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,35 +49,28 @@ _ITSELF = _Like((), (), torch.float32)
 """Marks an in-place operator, whose result is its first argument: it does nothing on meta tensors."""
 
 
-class _MetaOperators(EagerMode):
-    """Returns `FIGURE` for reads, and caches the result of each operator for the same sizes.
+class _MetaOperators(Reader):
+    """Operators on meta tensors: reads return `FIGURE`, and each result is cached for the same sizes.
 
     torch's meta implementations are Python code, which takes a hundred times as long as a look-up. Layers and
     microbatches repeat the same operators.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._known: dict[Hashable, list[_Like | None] | _Like] = {}
         self._repeatable: dict[Any, bool] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is read_scalar and args[0].is_meta:
             return type(args[0].new_empty((), device="cpu").item())(FIGURE)
         if func not in self._repeatable:
             self._repeatable[func] = _is_repeatable(func)
         if not self._repeatable[func]:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         try:
-            key = func, _key(args), _key(tuple((kwargs or {}).items()))
+            key = func, _key(args), _key(tuple(kwargs.items()))
         except _HasValuesError:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if key in self._known:
             known = self._known[key]
             if known is _ITSELF:
@@ -85,7 +78,7 @@ class _MetaOperators(EagerMode):
             if isinstance(known, _Like):
                 return known.new()
             return tuple(each and each.new() for each in known)
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         self._learn(key, args, out)
         return out
 
@@ -116,7 +109,7 @@ class _MetaOperators(EagerMode):
 
 @cache
 def _meta_operators() -> _MetaOperators:
-    """Return the mode of this process, so that runs share their results."""
+    """Return the operators of this process, so that runs share their results."""
     return _MetaOperators()
 
 
