@@ -45,6 +45,12 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_a_cell_of_the_readmes_table_has_few_links() -> None:
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 10
+    assert [row for row in rows if max(len(LINK.findall(cell)) for cell in row.split("|")) > 5] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     listed = set(LINK.findall((DOCS / "README.md").read_text(encoding="utf-8")))
     assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= listed
