@@ -86,7 +86,7 @@ def _counts() -> Iterator[str]:
 
 
 def _table(topic: str, title: str) -> Iterator[str]:
-    yield from (f"### {title}", "", "| flag | in megalite |", "|---|---|")
+    yield from (f"## {title}", "", "| flag | in megalite |", "|---|---|")
     docs = field_docs(topic)
     for field in config_fields():
         if field.group == topic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -73,3 +74,7 @@ def test_names_are_unique_and_the_page_has_all() -> None:
     assert len(set(names)) == len(names)
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name in names if f"| {name} |" not in page] == []
+    (counts,) = re.findall(r"^\d+ of \d+ errors are found, .*$", page, re.MULTILINE)
+    assert counts.startswith(f"{sum(not error.unseen for error in CATALOGUE)} of {len(names)} ")
+    summary = PAGE.parents[1].joinpath("verification.md").read_text(encoding="utf-8")
+    assert counts in " ".join(summary.split())
