@@ -33,8 +33,7 @@ from megalite.config.model import Architecture, ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
-from megalite.config.yaml_reader import read_checkpoint_model, read_yaml
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
 from megalite.errors import ConfigError, one_line
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"

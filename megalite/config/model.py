@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
-from megalite.config.delta_net_sizes import DeltaNetSizes
 from megalite.config.layer_kind import LayerKind, kind_of_layer
-from megalite.config.mamba_sizes import MambaSizes
 from megalite.config.option import (
     ABOVE_ONE,
     FRACTION,
@@ -23,6 +21,7 @@ from megalite.config.option import (
     Setting,
     option,
 )
+from megalite.config.recurrent_sizes import DeltaNetSizes, MambaSizes
 
 Architecture = Literal["gpt", "bert"]
 NUM_BERT_SPECIAL = 3

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.layer_weights import mtp_weights
-from megalite.config.model_flops import flops_per_token
+from megalite.config.model_flops import flops_per_token, mtp_weights
 from megalite.config.presets import PRESETS
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology

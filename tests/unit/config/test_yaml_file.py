@@ -15,7 +15,7 @@ from megalite.config import Config, DataConfig, OptimizerConfig, check_config, t
 from megalite.config.arguments import Diagnostics
 from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
-from megalite.config.yaml_reader import read_yaml
+from megalite.config.yaml_file import read_yaml
 from tests.unit.config.compatibility.lines import COURSE
 
 TINY = {"tiny.yaml": "gpt-tiny", "bloom-tiny.yaml": "bloom-tiny", "llama-tiny.yaml": "llama-tiny"}
