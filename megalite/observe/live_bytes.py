@@ -7,19 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from megalite.model.layer import TransformerLayer
 from megalite.model.stage import Stage
 from megalite.observe.operator_log import recurrence_call
-from megalite.observe.recorder import Reader, tensors_in
+from megalite.observe.recorder import Reader, tensors_in, watch_modules, watch_point
 from megalite.torch_private import storage_number
-from megalite.wrapping import wrap
 
 OTHER = "other"
 """Name of what no part of the model makes."""
@@ -75,22 +72,22 @@ class LiveBytes(Reader):
         """Forget the peak so far."""
         self.peak, self.peak_by_part = self.now, self.by_part.copy()
 
-    def enter(self, part: str) -> None:
+    def enters(self, name: str, *_: Any) -> None:
         """Begin a part of the model, within those that have begun; see `watch_parts`."""
-        self._parts.append(part)
+        self._parts.append(name)
 
-    def leave(self) -> None:
+    def leaves(self, *_: Any) -> None:
         """End the part that began last."""
         self._parts.pop()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the tensors of this block as those of a part."""
-        self.enter(name)
+        self.enters(name)
         try:
             yield
         finally:
-            self.leave()
+            self.leaves()
 
     def part_of(self, tensor: torch.Tensor) -> str:
         """Return the part that created a tensor."""
@@ -150,28 +147,14 @@ def watch_parts(stage: Stage, live: LiveBytes) -> None:
     class if it is a layer of your own.
     """
     for layer in stage.all_layers():
-        _watch_module(layer, RESIDUAL if isinstance(layer, TransformerLayer) else type(layer).__name__, live)
-        for name, module in layer.named_children():
-            _watch_module(module, MODULES.get(name, name), live)
+        part = RESIDUAL if isinstance(layer, TransformerLayer) else type(layer).__name__
+        children = ((MODULES.get(name, name), module) for name, module in layer.named_children())
+        watch_modules(live, ((part, layer), *children))
     if stage.is_first:
-        _watch_module(stage.embedding, "embedding", live)
+        watch_modules(live, [("embedding", stage.embedding)])
     if stage.is_last:
-        _watch_module(stage.last_module, "head", live)
+        watch_modules(live, [("head", stage.last_module)])
     for module in stage.modules():
         for method, part in METHODS.items():
             if hasattr(getattr(type(module), method, None), "communicates"):
-                wrap(module, method, partial(_watched, live, part))
-
-
-def _watch_module(module: nn.Module, part: str, live: LiveBytes) -> None:
-    module.register_forward_pre_hook(lambda *_: live.enter(part))
-    # Recomputation ends a forward with an exception.
-    module.register_forward_hook(lambda *_: live.leave(), always_call=True)
-
-
-def _watched(live: LiveBytes, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with live.part(part):
-            return function(*args, **kwargs)
-
-    return watched
+                watch_point(live, part, module, method)

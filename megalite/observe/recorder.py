@@ -1,4 +1,6 @@
-"""Let readers observe the operators that run: one dispatch mode a thread, whatever the number of readers.
+"""Let readers observe the operators and modules that run.
+
+Operators go through one dispatch mode a thread, whatever the number of readers:
 
     class Matmuls(Reader):
         count = 0
@@ -13,25 +15,27 @@
         model(x)
 
 The recorder asks a reader once per operator whether it reads it, and calls only the methods that its class
-defines. An operator that nobody reads costs one look-up.
+defines. An operator that nobody reads costs one look-up. Modules are observed by hooks: see `watch_modules`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.torch_private import EagerMode
+from megalite.wrapping import wrap
 
 R = TypeVar("R", bound="Reader")
 
 
 class Reader:
-    """Base class of what observes the operators of a block: ``with reader:``."""
+    """Base class of what observes the operators of a block, ``with reader:``, or modules, or both."""
 
     def reads(self, func: Any) -> bool:
         """Return whether this reader observes an operator."""
@@ -46,6 +50,14 @@ class Reader:
 
     def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Observe an operator and its result."""
+
+    def enters(
+        self, name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Observe a watched module or wrap point that is about to run; `module` is None for a wrap point."""
+
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
+        """Observe its end. `output` is None if an exception ends it, as at the end of recomputation."""
 
     def __enter__(self: R) -> R:
         self._block = reading(self)
@@ -120,12 +132,46 @@ class _Recorder(EagerMode):
         readers = [each for each in self.readers if each.reads(func)]
 
         def methods(name: str) -> tuple[Callable[..., Any], ...]:
-            inherited = getattr(Reader, name)
-            return tuple(
-                getattr(each, name) for each in readers if getattr(type(each), name) is not inherited
-            )
+            return tuple(getattr(each, name) for each in readers if _defines(each, name))
 
         return _Handlers(methods("before"), next(iter(methods("run")), None), methods("after"))
+
+
+def _defines(reader: Reader, name: str) -> bool:
+    """Return whether a reader's class has a method of its own."""
+    return getattr(type(reader), name) is not getattr(Reader, name)
+
+
+def watch_modules(reader: Reader, modules: Iterable[tuple[str, nn.Module]]) -> ExitStack:
+    """Let a reader observe the forwards of modules, under names.
+
+    Returns:
+        A block whose end removes the hooks.
+    """
+    hooks = ExitStack()
+    for name, module in modules:
+        if _defines(reader, "enters"):
+            hook = module.register_forward_pre_hook(partial(reader.enters, name), with_kwargs=True)
+            hooks.callback(hook.remove)
+        if _defines(reader, "leaves"):
+            hook = module.register_forward_hook(partial(reader.leaves, name), always_call=True)
+            hooks.callback(hook.remove)
+    return hooks
+
+
+def watch_point(reader: Reader, name: str, module: nn.Module, method: str) -> None:
+    """Let a reader observe a wrap point of a module, inside of what wraps it later."""
+
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        reader.enters(name, None, args, kwargs)
+        output = None
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            reader.leaves(name, None, args, output)
+        return output
+
+    wrap(module, method, lambda function: partial(watched, function))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

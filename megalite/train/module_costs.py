@@ -15,7 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapp
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
-from megalite.observe.recorder import Reader, reading, tensors_in
+from megalite.model.stage import Stage
+from megalite.observe.recorder import Reader, reading, tensors_in, watch_modules
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_private import (
     cpu_attention,
@@ -161,7 +162,7 @@ def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> No
         for each in _lineage(name, costs):
             each.nanoseconds[number][phase] += nanoseconds
 
-    with _CostReader(_clock(trainer.topology), add).reading(trainer.chunks):
+    with _watched(_CostReader(_clock(trainer.topology), add), trainer):
         _run_microbatch(trainer)
 
 
@@ -188,8 +189,12 @@ def _count_work(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
     flops = FlopCounter()
     reader = _CostReader(lambda: flops.total, add, count)
     made = _MadeStorages(reader.running_module)
-    with reading(flops, made), reader.reading(trainer.chunks):
+    with reading(flops, made), _watched(reader, trainer):
         _run_microbatch(trainer)
+
+
+def _watched(reader: _CostReader, trainer: Trainer) -> ExitStack:
+    return watch_modules(reader, (each for chunk in trainer.chunks for each in chunk.named_modules()))
 
 
 def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCosts]:
@@ -227,8 +232,8 @@ class _Span:
     inner: int = 0
 
 
-class _CostReader:
-    """Reads a counter before and after each module's forward and each node of its backward.
+class _CostReader(Reader):
+    """Reader of a counter before and after each module's forward and each node of its backward.
 
     Args:
         read: returns the counter.
@@ -252,22 +257,6 @@ class _CostReader:
         """Return the name of the innermost running module; None outside of all modules."""
         return self._open[-1].name if self._open else None
 
-    @contextmanager
-    def reading(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Install the hooks in this block."""
-        handles = []
-        for chunk in chunks:
-            for name, module in chunk.named_modules():
-                handles.append(module.register_forward_pre_hook(partial(self._begin_forward, name)))
-                # A recomputed forward is interrupted once it has what backward needs.
-                handles.append(module.register_forward_hook(self._end_forward, always_call=True))
-            handles.append(chunk.register_forward_hook(self._end_stage))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _begin(self, name: str, phase: Phase) -> None:
         self._open.append(_Span(name, phase, self._read()))
 
@@ -278,28 +267,30 @@ class _CostReader:
             self._open[-1].inner += now - span.begun
         self._add(span.name, span.phase, now - span.begun - span.inner)
 
-    def _begin_forward(self, name: str, *_: Any) -> None:
+    def enters(self, name: str, *_: Any) -> None:
         in_backward = self._open and self._open[-1].phase is not Phase.FORWARD
         self._begin(name, Phase.RECOMPUTED if in_backward else Phase.FORWARD)
         self._note_module()
 
-    def _end_forward(self, *_: Any) -> None:
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
         self._end()
         self._note_module()
+        if isinstance(module, Stage) and output is not None:
+            self._end_stage(module, args, output)
 
     def _note_module(self) -> None:
         if not self._open or self._open[-1].phase is Phase.FORWARD:
             self._first_nodes.append(next_node_number())
             self._modules.append(self.running_module())
 
-    def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def _end_stage(self, stage: Stage, arguments: tuple[Any, ...], output: Any) -> None:
         for node in _graph_of(output):
             index = bisect_right(self._first_nodes, node_number(node)) - 1
             name = self._modules[index] if index >= 0 else None
             if name is not None:
                 node.register_prehook(partial(self._begin_node, name))
                 node.register_hook(self._end_node)
-        self._after_forward(chunk, arguments, output)
+        self._after_forward(stage, arguments, output)
 
     def _begin_node(self, name: str, _: Any) -> None:
         self._begin(name, Phase.BACKWARD)

@@ -1,4 +1,4 @@
-"""The operators that readers observe, and the tensors among arguments and results."""
+"""The operators and modules that readers observe, and the tensors among arguments and results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from megalite.observe.recorder import Reader, reading, tensors_in
+from megalite.observe.recorder import Reader, reading, tensors_in, watch_modules, watch_point
+from megalite.wrapping import wrap_point
 
 
 class Names(Reader):
@@ -85,6 +87,63 @@ def test_backward_is_observed_and_another_thread_is_not() -> None:
         thread.start()
         thread.join()
     assert names.found == ["mm", "mm [2, 2]"] * 3
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, *, shift: float) -> torch.Tensor:
+        return self.shifted(self.linear(x), shift)
+
+    @wrap_point
+    def shifted(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+        if shift < 0.0:
+            raise ValueError("negative")
+        return x + shift
+
+
+class Calls(Reader):
+    """Names and shapes of what watched modules and wrap points read and return."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def enters(self, name: str, module: nn.Module | None, args: Any, kwargs: Any) -> None:
+        self.found.append(f"{name} <- {list(args[0].shape)} {kwargs or ''}".strip())
+
+    def leaves(self, name: str, module: nn.Module | None, args: Any, output: Any) -> None:
+        assert len(args) == (2 if module is None else 1)
+        self.found.append(f"{name} -> {None if output is None else list(output.shape)}")
+
+
+def test_modules_and_wrap_points_are_observed_until_the_block_ends() -> None:
+    block, calls, x = _Block(), Calls(), torch.ones(4, 2)
+    watch_point(calls, "shifted", block, "shifted")
+    with watch_modules(calls, [("block", block), ("linear", block.linear)]):
+        block(x, shift=1.0)
+        assert calls.found == [
+            *("block <- [4, 2] {'shift': 1.0}", "linear <- [4, 2]", "linear -> [4, 3]"),
+            *("shifted <- [4, 3]", "shifted -> [4, 3]", "block -> [4, 3]"),
+        ]
+        calls.found.clear()
+        with pytest.raises(ValueError, match="negative"):
+            block(x, shift=-1.0)
+        assert calls.found[3:] == ["shifted <- [4, 3]", "shifted -> None", "block -> None"]
+    calls.found.clear()
+    block(x, shift=1.0)
+    assert calls.found == ["shifted <- [4, 3]", "shifted -> [4, 3]"]
+
+
+def test_a_module_has_only_the_hooks_that_its_reader_needs() -> None:
+    class Entries(Reader):
+        def enters(self, *_: Any) -> None: ...
+
+    module = nn.Linear(2, 2)
+    with watch_modules(Entries(), [("module", module)]):
+        assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (1, 0)
+    assert not module._forward_pre_hooks
 
 
 def test_tensors_of_containers_within_containers_are_found_in_order() -> None:
