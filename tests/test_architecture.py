@@ -15,7 +15,7 @@ LEVELS = (
         *("commands", "torch_private", "torch_versions"),
     ),
     ("config", "hardware", "kernels", "wrapping"),
-    ("distributed",),
+    ("distributed", "frontends"),
     ("tensor_parallel",),
     ("model", "pipeline", "data"),
     ("optim", "checkpoint"),

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.command_line import parse_run
 from megalite.config.fields import config_fields
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.validate import problems_in_any_layout
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse_run
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 

@@ -19,7 +19,6 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.config.command_line import parse
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.flags import flag_of
 from megalite.config.rules.attention_rules import (
@@ -40,6 +39,7 @@ from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of, range_problems
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "

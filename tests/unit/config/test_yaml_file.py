@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megalite.config import Config, DataConfig, OptimizerConfig, check_config, to_yaml
 from megalite.config.arguments import Diagnostics
-from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
 from megalite.config.yaml_file import read_yaml
-from tests.unit.config.compatibility.lines import COURSE
+from megalite.frontends.command_line import parse
+from tests.unit.frontends.megatron.lines import COURSE
 
 TINY = {"tiny.yaml": "gpt-tiny", "bloom-tiny.yaml": "bloom-tiny", "llama-tiny.yaml": "llama-tiny"}
 EXAMPLES = [Path(__file__).parents[3] / "scripts" / "examples" / name for name in TINY]

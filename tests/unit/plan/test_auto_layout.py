@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from megalite.config import Config
-from megalite.config.command_line import parse, parse_run
 from megalite.distributed.rendezvous import Launch
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse, parse_run
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.node_hardware import NodeHardware
 from megalite.plan.auto_layout import (

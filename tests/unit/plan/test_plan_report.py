@@ -17,10 +17,10 @@ from typing import get_args
 import pytest
 
 from megalite.cli.plan import main
-from megalite.config.command_line import parse
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.log import ProgressLine
 from megalite.plan.layout_fields import legend_lines, with_even_stages
 from megalite.plan.plan_report import answer

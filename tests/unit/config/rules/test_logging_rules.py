@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megalite.config import LoggingConfig, check_config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "

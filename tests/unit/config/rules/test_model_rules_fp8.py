@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from megalite.config import check_config
-from megalite.config.command_line import parse
 from megalite.config.unused_options import unused_options
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.plan_request import read_request
 from tests.command_line import mistakes_of
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import check_config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3 --dp 2"

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.command_line import parse
 from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 BASE = "--preset nemotron-h-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"

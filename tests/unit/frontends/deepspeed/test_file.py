@@ -12,11 +12,10 @@ import pytest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, check_config
 from megalite.config.arguments import Diagnostics
-from megalite.config.command_line import parse
-from megalite.config.compatibility.deepspeed import DeepSpeedFile
-from megalite.config.compatibility.deepspeed_settings import HANDLERS, kinds, known_settings, sections
-from megalite.config.compatibility.deepspeed_tables import FIELDS, OF_FP16, SWITCHED
 from megalite.errors import ConfigError
+from megalite.frontends.command_line import parse
+from megalite.frontends.deepspeed.file import DeepSpeedFile
+from megalite.frontends.deepspeed.settings import kinds, known_settings, sections, tables
 from megalite.train.iteration_plan import IterationPlanner
 
 
@@ -365,7 +364,7 @@ def test_every_known_setting_of_a_deepspeed_file_is_accounted_for(tmp_path: Path
     assert any("zero_optimization.contiguous_gradients (gradients are always" in notice for notice in notices)
     known = known_settings()
     assert len(known) == len({*known})
-    for name in (*FIELDS.values(), *OF_FP16.values()):
+    for name in (*tables()["fields"].values(), *tables()["fields_of_fp16"].values()):
         assert name in Config().values()
 
 
@@ -444,7 +443,7 @@ def test_any_value_of_any_setting_is_read_or_refused_in_one_line(name: str) -> N
         **_adam("Adam", lr=0.1),
         **_scheduler("WarmupCosineLR"),
         "fp16": {"enabled": True},
-        **{section: {"enabled": True} for section in SWITCHED},
+        **{section: {"enabled": True} for section in tables()["switched"]},
     }
     for key in (*known_settings(), *sections()):
         settings = json.loads(json.dumps(base))
@@ -458,8 +457,8 @@ def test_any_value_of_any_setting_is_read_or_refused_in_one_line(name: str) -> N
         assert file is not None
         found = [*file.settings(diagnostics), *file.soft_settings(diagnostics)]
         for setting in found:
-            if handler := HANDLERS.get(setting.name.removeprefix("ds.json: ")):
-                assert setting.field.name in handler.fields.split()
+            if row := tables()["derived"].get(setting.name.removeprefix("ds.json: ")):
+                assert setting.field.name in row[1:]
         diagnostics.by_field(found)
         file.completed(Config(), 1, diagnostics)
         assert all("\n" not in problem and len(problem) < 300 for problem in diagnostics.problems)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.commands import command_lines, with_command_names
-from megalite.config.command_line import known_flags
 from megalite.config.fields import MAX_INT, nearest, normalised
 from megalite.errors import ConfigError, shortened
 from megalite.files import url_problem
+from megalite.frontends.command_line import known_flags
 
 
 class _HelpFormatter(argparse.HelpFormatter):

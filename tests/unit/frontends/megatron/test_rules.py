@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megalite.config import RecomputeConfig, check_config
-from megalite.config.command_line import parse
 from megalite.config.data import split_weights, tokenizer_type_for
 from megalite.errors import ConfigError
-from tests.unit.config.compatibility.lines import (
+from megalite.frontends.command_line import parse
+from tests.unit.frontends.megatron.lines import (
     BLOOM,
     BLOOM_176B_ADDS,
     BLOOM_DEEPSPEED,

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 
 BASE = "--mock-data --vocab-size 64 --train-iters 2 --bf16"
 

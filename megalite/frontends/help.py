@@ -6,14 +6,12 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
-from megalite.config.compatibility.latent_rotary import LATENT_ROTARY_FLAGS
-from megalite.config.compatibility.megatron import accepted_flags, refused_flags
-from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
-from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
 from megalite.config.flags import flag_of, format_value
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
+from megalite.frontends.megatron.conversions import FSDP_FLAGS, LATENT_ROTARY_FLAGS, TOKEN_FLAGS
+from megalite.frontends.megatron.rules import accepted_flags, refused_flags
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 

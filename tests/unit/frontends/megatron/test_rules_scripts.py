@@ -10,9 +10,9 @@ import pytest
 
 from docs.make.flag_table import megatron_arguments, outcome
 from megalite.config import check_config
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError
-from tests.unit.config.compatibility.lines import Script, example_scripts
+from megalite.frontends.command_line import parse
+from tests.unit.frontends.megatron.lines import Script, example_scripts
 
 _REFUSED = re.compile(r"--(\S+) (?:\((.+?)\) is not supported|only accepts .*? \((.+?)\): )")
 SCRIPTS = example_scripts()

@@ -1,4 +1,7 @@
-"""The settings of a DeepSpeed JSON file: their types, the fields that they set, and DeepSpeed's defaults."""
+"""Settings of a DeepSpeed JSON file: their types, the fields that they set, and DeepSpeed's defaults.
+
+``settings.yaml`` lists all settings, and the fields that follow from a value alone.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,26 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megalite.config.compatibility.deepspeed_tables import (
-    FIELDS,
-    NOT_NEEDED,
-    OF_FP16,
-    OPTIMIZERS,
-    REFUSED,
-    SCHEDULE_DEFAULTS,
-    SCHEDULES,
-    SWITCHED,
-)
 from megalite.config.fields import MAX_INT, fields_by_flag, nearest_hint
 from megalite.config.flags import flag_of
 from megalite.errors import shortened
+from megalite.frontends import read_table
 
 CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 SCHEDULER, WARMUP_STEPS = "scheduler.type", "scheduler.params.warmup_num_steps"
 _OFFLOAD = "zero_optimization.offload_optimizer"
+_BREAKDOWN = "wall_clock_breakdown"
 _OPTIMIZER, _LR, _PEAK = "optimizer.type", "optimizer.params.lr", "scheduler.params.warmup_max_lr"
 _AUTO = "auto"
 """A value that lets the program choose, as in files for transformers."""
+
+
+def tables() -> Mapping[str, Any]:
+    """Return the tables of ``settings.yaml`` by their names."""
+    tables: Mapping[str, Any] = read_table("deepspeed/settings.yaml")
+    return tables
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class DeepSpeedSettings:
             section, dot, name = key.partition(".")
             if (
                 dot
-                and section in SWITCHED
+                and section in tables()["switched"]
                 and name != "enabled"
                 and found.get(f"{section}.enabled") is not True
             ):
@@ -77,19 +78,22 @@ class DeepSpeedSettings:
         section = key.partition(".")[0]
         if key.startswith(("scheduler.params.", "optimizer.params.")) and not self._uses(key):
             return {}
-        if key in FIELDS:
-            return {FIELDS[key]: value}
-        if key in OF_FP16:
-            return {OF_FP16[key]: value} if _may_be_fp16(self) else {}
-        if key in HANDLERS:
-            return HANDLERS[key].of(self, value)
-        if key in NOT_NEEDED or key in SOFT or key in LATER:
+        if key in tables()["fields"]:
+            return {tables()["fields"][key]: value}
+        if key in tables()["fields_of_fp16"]:
+            return {tables()["fields_of_fp16"][key]: value} if _may_be_fp16(self) else {}
+        if key in tables()["by_value"]:
+            fields: Mapping[str, Any] = tables()["by_value"][key].get(value, {})
+            return fields
+        if key in _DERIVED:
+            return _DERIVED[key](self, value)
+        if key in tables()["not_needed"] or key in kinds():
             return {}
         for name in (key, key.rpartition(".")[0], section):
-            if name in REFUSED:
+            if name in tables()["refused"]:
                 if _is_off(value) or self.values.get(f"{section}.enabled") is False:
                     return {}
-                raise ValueError(f"is {shown(value)}: {REFUSED[name]}")
+                raise ValueError(f"is {shown(value)}: {tables()['refused'][name]}")
         raise ValueError(f"is not a known setting{nearest_hint(key, known_settings())}: remove it")
 
     def _uses(self, key: str) -> bool:
@@ -106,16 +110,15 @@ class DeepSpeedSettings:
             raise ValueError(f"has no effect without {section}.type: set it, or remove the {section}")
         if section == "optimizer":
             return _is_adam(kind)
-        if kind in SCHEDULES and name not in SCHEDULES[kind][1]:
-            known = ", ".join(SCHEDULES[kind][1])
-            raise ValueError(f"is not a parameter of {kind}, which has {known}: remove it")
-        return kind in SCHEDULES
+        if kind in tables()["schedules"] and name not in (known := tables()["schedules"][kind]["parameters"]):
+            raise ValueError(f"is not a parameter of {kind}, which has {', '.join(known)}: remove it")
+        return kind in tables()["schedules"]
 
     def unneeded(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that change nothing, with the reason."""
         for key in self.values:
-            if key in NOT_NEEDED:
-                yield key, NOT_NEEDED[key]
+            if key in tables()["not_needed"]:
+                yield key, tables()["not_needed"][key]
         if f"{_OFFLOAD}.nvme_path" in self.values and self.values.get(f"{_OFFLOAD}.device") != "nvme":
             yield f"{_OFFLOAD}.nvme_path", "the device is not nvme"
         if _LR in self.values and _scheduler_sets_peak(self):
@@ -123,10 +126,10 @@ class DeepSpeedSettings:
 
     def soft_fields_of(self, key: str, value: Any) -> Mapping[str, Any]:
         """Return the fields set by DeepSpeed's settings for its own printing, by name."""
-        if key not in SOFT:
-            return {}
-        name, value_of = SOFT[key]
-        return {} if value_of(value) is None else {name: value_of(value)}
+        if key == _BREAKDOWN:
+            value = 2 if value else None
+        name = tables()["soft"].get(key)
+        return {} if name is None or value is None else {name: value}
 
     def defaults(self) -> dict[str, Any]:
         """Return DeepSpeed's defaults for settings missing from the file, where ours may differ."""
@@ -142,9 +145,9 @@ class DeepSpeedSettings:
         if _is_dynamic(self):
             found["fp16.initial_scale_power"] = 16
         kind = self.values.get(SCHEDULER, "")
-        for name in SCHEDULES[kind][1] if kind in SCHEDULES else ():
-            if name in SCHEDULE_DEFAULTS and (kind, name) != ("WarmupLR", "warmup_max_lr"):
-                found[f"scheduler.params.{name}"] = SCHEDULE_DEFAULTS[name]
+        for name in tables()["schedules"].get(kind, {}).get("parameters", ()):
+            if name in tables()["schedule_defaults"] and (kind, name) != ("WarmupLR", "warmup_max_lr"):
+                found[f"scheduler.params.{name}"] = tables()["schedule_defaults"][name]
         return {
             key: value for key, value in found.items() if key not in self.values and key not in self.unknown
         }
@@ -172,9 +175,7 @@ def _checked(key: str, value: Any) -> Any:
     if key not in kinds():
         return value
     kind, is_optional = kinds()[key]
-    if value is None and is_optional:
-        return None
-    return _CONVERSIONS[kind](value)
+    return None if value is None and is_optional else _CONVERSIONS[kind](value)
 
 
 def shown(value: Any) -> str:
@@ -222,22 +223,18 @@ def _two_numbers(value: Any) -> list[float]:
     return [_number(item) for item in value]
 
 
-_CONVERSIONS: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _boolean,
-    float: _number,
-    int: _whole_number,
-    str: _text,
-    list: _two_numbers,
+_CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
+    "bool": _boolean,
+    "float": _number,
+    "int": _whole_number,
+    "str": _text,
+    "two_floats": _two_numbers,
 }
 
 
 def _is_off(value: Any) -> bool:
     """Return whether a refused setting turns nothing on; a partition over 1 rank turns nothing on."""
     return value is None or value is False or value == "none" or (value is not True and value in (0, 1))
-
-
-def _precision(name: str) -> Callable[[DeepSpeedSettings, bool], Mapping[str, Any]]:
-    return lambda settings, enabled: {"params_dtype": name} if enabled else {}
 
 
 def _message_type(settings: DeepSpeedSettings, name: str | None) -> Mapping[str, Any]:
@@ -277,7 +274,7 @@ def _betas(settings: DeepSpeedSettings, betas: list[float]) -> Mapping[str, Any]
 
 
 def _is_adam(name: str) -> bool:
-    return name.lower() in OPTIMIZERS
+    return name.lower() in tables()["optimizers"]
 
 
 def _optimizer(settings: DeepSpeedSettings, name: str) -> Mapping[str, Any]:
@@ -312,12 +309,13 @@ def _scheduler_sets_peak(settings: DeepSpeedSettings) -> bool:
 
 
 def _scheduler(settings: DeepSpeedSettings, name: str) -> Mapping[str, Any]:
-    if name not in SCHEDULES:
+    schedules = tables()["schedules"]
+    if name not in schedules:
         raise ValueError(
-            f"is {shown(name)}: choose one of {', '.join(SCHEDULES)}, or remove the scheduler and pass "
+            f"is {shown(name)}: choose one of {', '.join(schedules)}, or remove the scheduler and pass "
             "--lr-decay-style"
         )
-    return {"lr_decay_style": SCHEDULES[name][0], "lr_step_timing": "deepspeed"}
+    return {"lr_decay_style": schedules[name]["decay"], "lr_step_timing": "deepspeed"}
 
 
 def _warmup_steps(settings: DeepSpeedSettings, steps: int) -> Mapping[str, Any]:
@@ -363,10 +361,6 @@ def _offload_ratio(settings: DeepSpeedSettings, ratio: float) -> Mapping[str, An
     return {} if device == "none" else {"optimizer_offload_fraction": ratio}
 
 
-def _cpu_offload(settings: DeepSpeedSettings, is_on: bool) -> Mapping[str, Any]:
-    return {"optimizer_cpu_offload": True} if is_on else {}
-
-
 def _tensorboard(settings: DeepSpeedSettings, path: str) -> Mapping[str, Any]:
     return {"tensorboard_dir": str(Path(path) / settings.values.get("tensorboard.job_name", ""))}
 
@@ -375,10 +369,6 @@ def _profiled_iteration(settings: DeepSpeedSettings, is_on: bool) -> Mapping[str
     if not is_on:
         return {}
     return {} if "flops_profiler.profile_step" in settings.values else {"profile_modules": 1}  # the default
-
-
-def _details(settings: DeepSpeedSettings, is_on: bool) -> Mapping[str, Any]:
-    return {} if is_on else {"profile_modules_depth": 0}
 
 
 def _profiled_depth(settings: DeepSpeedSettings, depth: int) -> Mapping[str, Any]:
@@ -409,80 +399,49 @@ def _save_interval(settings: DeepSpeedSettings, seconds: float) -> Mapping[str, 
     return {"save_interval_minutes": seconds / 60.0}
 
 
-class Handler(NamedTuple):
-    """Holds a setting's type, the names of fields that it may set, and a function that returns the values."""
-
-    kind: Any
-    fields: str
-    of: Callable[[DeepSpeedSettings, Any], Mapping[str, Any]]
-
-
-HANDLERS: Mapping[str, Handler] = {
-    "bf16.enabled": Handler(bool, "params_dtype", _precision("bf16")),
-    "bfloat16.enabled": Handler(bool, "params_dtype", _precision("bf16")),  # its older name
-    "fp16.enabled": Handler(bool, "params_dtype", _precision("fp16")),
-    "fp16.loss_scale": Handler(float, "loss_scale", _loss_scale),
-    "fp16.initial_scale_power": Handler(float, "initial_loss_scale", _initial_loss_scale),
-    "nebula.persistent_time_interval": Handler(float, "save_interval_minutes", _save_interval),
-    "communication_data_type": Handler(str, "grad_communication_dtype", _message_type),
-    "data_types.grad_accum_dtype": Handler(str, "", _sum_type),
-    _LR: Handler(float, "lr", _peak),
-    "optimizer.params.betas": Handler(list, "adam_beta1 adam_beta2", _betas),
-    _OPTIMIZER: Handler(str, "weight_decay", _optimizer),
-    "zero_optimization.mics_shard_size": Handler(int, "data_parallel_shard_degree", _mics_shard_size),
-    SCHEDULER: Handler(str, "lr_decay_style lr_step_timing", _scheduler),
-    WARMUP_STEPS: Handler(int, "lr_warmup_iters", _warmup_steps),
-    "scheduler.params.warmup_min_lr": Handler(float, "lr_warmup_init min_lr", _warmup_min_lr),
-    "scheduler.params.warmup_min_ratio": Handler(float, "lr_warmup_init", _share_of_lr("lr_warmup_init")),
-    "scheduler.params.cos_min_ratio": Handler(float, "min_lr", _share_of_lr("min_lr")),
-    f"{_OFFLOAD}.device": Handler(str, "optimizer_cpu_offload optimizer_nvme_offload", _offload_device),
-    f"{_OFFLOAD}.ratio": Handler(float, "optimizer_offload_fraction", _offload_ratio),
-    "zero_optimization.cpu_offload": Handler(bool, "optimizer_cpu_offload", _cpu_offload),
-    "tensorboard.output_path": Handler(str, "tensorboard_dir", _tensorboard),
-    "flops_profiler.enabled": Handler(bool, "profile_modules", _profiled_iteration),
-    "flops_profiler.detailed": Handler(bool, "profile_modules_depth", _details),
-    "flops_profiler.module_depth": Handler(int, "profile_modules_depth", _profiled_depth),
+_DERIVED: Mapping[str, Callable[[DeepSpeedSettings, Any], Mapping[str, Any]]] = {
+    "fp16.loss_scale": _loss_scale,
+    "fp16.initial_scale_power": _initial_loss_scale,
+    "nebula.persistent_time_interval": _save_interval,
+    "communication_data_type": _message_type,
+    "data_types.grad_accum_dtype": _sum_type,
+    _LR: _peak,
+    "optimizer.params.betas": _betas,
+    _OPTIMIZER: _optimizer,
+    "zero_optimization.mics_shard_size": _mics_shard_size,
+    SCHEDULER: _scheduler,
+    WARMUP_STEPS: _warmup_steps,
+    "scheduler.params.warmup_min_lr": _warmup_min_lr,
+    "scheduler.params.warmup_min_ratio": _share_of_lr("lr_warmup_init"),
+    "scheduler.params.cos_min_ratio": _share_of_lr("min_lr"),
+    f"{_OFFLOAD}.device": _offload_device,
+    f"{_OFFLOAD}.ratio": _offload_ratio,
+    "tensorboard.output_path": _tensorboard,
+    "flops_profiler.enabled": _profiled_iteration,
+    "flops_profiler.module_depth": _profiled_depth,
 }
-"""Settings whose fields depend on their value or on other settings."""
-_OPTIONAL = ("communication_data_type", "data_types.grad_accum_dtype", "zero_optimization.mics_shard_size")
-"""Settings of `HANDLERS` that may be null."""
-SOFT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "steps_per_print": ("log_interval", lambda steps: steps),
-    "wall_clock_breakdown": ("timing_log_level", lambda is_on: 2 if is_on else None),
-}
-"""Settings that any other setting overrides, with their field and its value."""
-LATER: Mapping[str, tuple[Any, str]] = {
-    "gradient_accumulation_steps": (int, "sets `--global-batch-size`, or is compared with it"),
-    CPU_CHECKPOINTING: (bool, "sets `--cpu-offload-activations` to the layers of a stage"),
-    "optimizer.params.torch_adam": (bool, "if true, the default `weight_decay` of an AdamW is 0.01"),
-    "optimizer.params.adam_w_mode": (
-        bool,
-        "if false, an Adam with `weight_decay` is refused: weight decay is decoupled; AdamW ignores it",
-    ),
-    f"{_OFFLOAD}.nvme_path": (str, "the folder of the device `nvme`"),
-    "tensorboard.job_name": (str, "a folder in `tensorboard.output_path`"),
-    **{f"{name}.enabled": (bool, "turns its section on") for name in SWITCHED if name != "flops_profiler"},
-}
-"""Settings that are read together with others, with their type and their effect."""
+"""Functions that return the fields of the settings in the table `derived`."""
 
 
 @functools.cache
-def kinds() -> Mapping[str, tuple[Any, bool]]:
+def kinds() -> Mapping[str, tuple[str, bool]]:
     """Return the type of every setting that is read, and whether it may be null."""
-    soft = {key: name for key, (name, _) in SOFT.items() if key != "wall_clock_breakdown"}
-    fields = {key: fields_by_flag()[flag_of(name)] for key, name in {**FIELDS, **OF_FP16, **soft}.items()}
-    return {
-        "wall_clock_breakdown": (bool, False),
-        **{key: (field.kind.item, field.kind.is_optional) for key, field in fields.items()},
-        **{key: (handler.kind, key in _OPTIONAL) for key, handler in HANDLERS.items()},
-        **{key: (kind, False) for key, (kind, _) in LATER.items()},
-    }
+    found = dict.fromkeys((f"{section}.enabled" for section in tables()["switched"]), ("bool", False))
+    for table in ("fields", "fields_of_fp16", "soft"):
+        for key, name in tables()[table].items():
+            kind = fields_by_flag()[flag_of(name)].kind
+            found[key] = kind.item.__name__, kind.is_optional
+    for key, (kind, *_) in tables()["derived"].items():
+        found[key] = kind.removeprefix("optional_"), kind.startswith("optional_")
+    for key, row in tables()["read_with_others"].items():
+        found[key] = row["type"], False
+    return found | dict.fromkeys((*tables()["by_value"], _BREAKDOWN), ("bool", False))
 
 
 @functools.cache
 def known_settings() -> tuple[str, ...]:
     """Return every setting of the tables."""
-    return (*kinds(), *NOT_NEEDED, *REFUSED)
+    return (*kinds(), *tables()["not_needed"], *tables()["refused"])
 
 
 @functools.cache

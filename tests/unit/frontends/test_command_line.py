@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import Config, ModelConfig, OptimizerConfig, check_config, entry_point
-from megalite.config.command_line import known_flags, parse
-from megalite.config.compatibility.megatron import megatron_rules
 from megalite.config.entry_point import run_main
 from megalite.config.fields import SYNONYMS, WITHOUT_COUNTERPART, config_fields, field_docs, fields_by_flag
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import known_flags, parse
+from megalite.frontends.megatron.rules import megatron_rules
 
 ENOUGH = ["--train-iters", "1", "--data-path", "p", "--tokenizer-type", "byte"]
 ENOUGH_FOR_BERT = [*ENOUGH[:-1], "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]
@@ -375,7 +375,7 @@ def test_other_errors_keep_their_traceback() -> None:
 
 
 def test_reading_a_command_line_imports_neither_torch_nor_yaml() -> None:
-    code = "import sys; from megalite.config.command_line import parse; parse(['--tp', '2'])"
+    code = "import sys; from megalite.frontends.command_line import parse; parse(['--tp', '2'])"
     code += "; print({'torch', 'yaml'} & set(sys.modules))"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)

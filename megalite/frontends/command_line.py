@@ -13,21 +13,9 @@ from typing import NamedTuple
 from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import schedule_steps
-from megalite.config.compatibility.deepspeed import DeepSpeedFile
-from megalite.config.compatibility.latent_rotary import latent_rotary_settings
-from megalite.config.compatibility.megatron import (
-    REMARKS,
-    CommandLine,
-    accepted_flags,
-    megatron_rules,
-    rule_of,
-)
-from megalite.config.compatibility.megatron_fsdp import fsdp_settings
-from megalite.config.compatibility.token_counts import TOKEN_FLAGS, with_token_counts
 from megalite.config.config import Config
 from megalite.config.entry_point import is_first_rank
 from megalite.config.fields import fields_by_flag, nearest, nearest_hint
-from megalite.config.help import full_help, short_help
 from megalite.config.layout_options import unset_options
 from megalite.config.model import Architecture, ModelConfig
 from megalite.config.presets import PRESETS
@@ -35,6 +23,21 @@ from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
 from megalite.errors import ConfigError, one_line
+from megalite.frontends.deepspeed.file import DeepSpeedFile
+from megalite.frontends.help import full_help, short_help
+from megalite.frontends.megatron.conversions import (
+    TOKEN_FLAGS,
+    fsdp_settings,
+    latent_rotary_settings,
+    with_token_counts,
+)
+from megalite.frontends.megatron.rules import (
+    REMARKS,
+    CommandLine,
+    accepted_flags,
+    megatron_rules,
+    rule_of,
+)
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"
@@ -219,7 +222,7 @@ def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator
         ):
             diagnostics.problems[-1] += f": write {before.name}={flag.tokens[0]}"
         elif field is None:
-            if rule_of(flag.flag) is None and flag.flag not in _PROGRAM_FLAGS:
+            if flag.flag not in _PROGRAM_FLAGS and rule_of(flag.flag) is None:
                 supported = [*fields_by_flag(), *accepted_flags(), *_PROGRAM_FLAGS]
                 meant = fields_by_flag().get(nearest(flag.flag, supported) or "")
                 diagnostics.add_problem(
@@ -291,10 +294,10 @@ def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:
 
 
 def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnostics: Diagnostics) -> None:
-    line = CommandLine(config, {flag.flag: flag for flag in flags}, _world_size())
+    line = CommandLine(config, {flag.flag: flag for flag in flags})
     for flag in line.flags.values():
-        of_other = None if flag.flag in fields_by_flag() else rule_of(flag.flag)
-        if rule := of_other or REMARKS.get(flag.flag):
+        is_own = flag.flag in fields_by_flag() or flag.flag in _PROGRAM_FLAGS
+        if rule := REMARKS.get(flag.flag) if is_own else rule_of(flag.flag):
             rule(flag, line, diagnostics)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megalite.config.arguments import Diagnostics, FlagTokens
-from megalite.config.compatibility.latent_rotary import OFF_WITHOUT_LATENTS
-from megalite.config.compatibility.megatron_features import UNSUPPORTED, UnsupportedFeature
-from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, FlagIfOff
-from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
 from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
+from megalite.frontends import read_table
+from megalite.frontends.megatron.conversions import FSDP_FLAGS, OFF_WITHOUT_LATENTS
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,55 @@ class CommandLine:
     Attributes:
         config: the config from flags of fields, YAML file and preset.
         flags: all flags, by their name with dashes.
-        world_size: number of ranks, if the launcher sets it.
     """
 
     config: Config
     flags: Mapping[str, FlagTokens]
-    world_size: int | None
 
 
 FlagRule = Callable[[FlagTokens, CommandLine, Diagnostics], None]
+
+
+class FlagGroup(NamedTuple):
+    """Settings of a row of ``flags.yaml``, which describes its columns.
+
+    Attributes:
+        topic: a group of the config.
+        flags: the flags with dashes, with the number of their values; None for any number.
+    """
+
+    topic: str
+    flags: Mapping[str, int | None]
+    prefixes: tuple[str, ...]
+    why: str
+    feature: str
+    fix: str
+    accepts: tuple[str, ...]
+    of_experts: bool
+
+
+@functools.cache
+def flag_groups(table: str) -> tuple[FlagGroup, ...]:
+    """Return the rows of a table of ``flags.yaml``."""
+    topics = read_table("megatron/flags.yaml")[table]
+    return tuple(_group(topic, row) for topic, rows in topics.items() for row in rows)
+
+
+def _group(topic: str, row: Mapping[str, Any]) -> FlagGroup:
+    num_values = {"": 0, "1": 1, "*": None}
+    flags = (flag.partition("=") for flag in row.get("flags", "").split())
+    return FlagGroup(
+        topic,
+        {f"--{name}": num_values[values] for name, _, values in flags},
+        tuple(f"--{prefix}" for prefix in row.get("prefixes", "").split()),
+        row.get("why", ""),
+        row.get("feature", ""),
+        row.get("fix", ""),
+        tuple(row.get("accepts", "").split()),
+        row.get("of_experts", False),
+    )
+
+
 _ALWAYS_SO = "it is always so"
 _NEGATIONS = ("--no-", "--disable-")
 
@@ -49,28 +89,20 @@ def _not_needed(why: str, num_values: int | None = 0) -> FlagRule:
     return rule
 
 
-def _only_off(entry: FlagIfOff) -> FlagRule:
+def _only_off(accepted: tuple[str, ...], feature: str, fix: str) -> FlagRule:
     """Return the rule of a flag that is accepted with the values that turn its feature off."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
-        if _has_values_of(flag, entry):
+        if flag.values and all(any(_is_same(value, off) for off in accepted) for value in flag.values):
             _not_needed(_ALWAYS_SO, None)(flag, line, diagnostics)
         else:
-            accepted = entry.off.split()
             found = " ".join(flag.values) or "no value"
             diagnostics.add_problem(
                 f"{flag.name} only accepts {' or '.join(accepted)} in this version, not {found} "
-                f"({entry.what}): {entry.fix}"
+                f"({feature}): {fix}"
             )
 
     return rule
-
-
-def _has_values_of(flag: FlagTokens, entry: FlagIfOff) -> bool:
-    """Return whether a flag has values, and each of them turns its feature off."""
-    return bool(flag.values) and all(
-        any(_is_same(value, off) for off in entry.off.split()) for value in flag.values
-    )
 
 
 def _is_same(text: str, value: str) -> bool:
@@ -81,7 +113,7 @@ def _is_same(text: str, value: str) -> bool:
         return text == value
 
 
-def _unsupported(feature: UnsupportedFeature) -> FlagRule:
+def _unsupported(feature: FlagGroup) -> FlagRule:
     """Return the rule of an unsupported feature's flags."""
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
@@ -90,7 +122,7 @@ def _unsupported(feature: UnsupportedFeature) -> FlagRule:
             diagnostics.notices.append(f"{values} has no effect: the model has no experts")
         else:
             diagnostics.add_problem(
-                f"{flag.name} ({feature.what}) is not supported in this version: {feature.fix}"
+                f"{flag.name} ({feature.feature}) is not supported in this version: {feature.fix}"
             )
 
     return rule
@@ -184,8 +216,8 @@ def _use_mup(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> N
 
 def _latent_rotary(off: str) -> FlagRule:
     """Return the rule of a flag that sets fields in multi-latent attention, else accepted while off."""
-    entry = FlagIfOff("model", "", off, "YaRN by this flag", "pass --rope-scaling and --rope-scaling-factor")
-    without_latents = _only_off(entry)
+    fix = "pass --rope-scaling and --rope-scaling-factor"
+    without_latents = _only_off((off,), "YaRN by this flag", fix)
 
     def rule(flag: FlagTokens, line: CommandLine, diagnostics: Diagnostics) -> None:
         if not line.config.model.multi_latent_attention:
@@ -259,15 +291,12 @@ REMARKS: dict[str, FlagRule] = {
 def megatron_rules() -> Mapping[str, FlagRule]:
     """Return the rule of every flag that does not set a field, by its name with dashes."""
     rules: dict[str, FlagRule] = dict(_RULES)
-    for accepted in ACCEPTED:
-        for flag, num_values in accepted.num_values().items():
-            rules[flag] = _not_needed(accepted.why, num_values)
-    for off in ACCEPTED_IF_OFF:
-        for flag in off.flags.split():
-            rules[f"--{flag}"] = _only_off(off)
-    for feature in UNSUPPORTED:
-        for flag in feature.flags.split():
-            rules[f"--{flag}"] = _unsupported(feature)
+    for group in flag_groups("accepted"):
+        rules |= {flag: _not_needed(group.why, num_values) for flag, num_values in group.flags.items()}
+    for group in flag_groups("accepted_if_off"):
+        rules |= dict.fromkeys(group.flags, _only_off(group.accepts, group.feature, group.fix))
+    for group in flag_groups("unsupported"):
+        rules |= dict.fromkeys(group.flags, _unsupported(group))
     return rules
 
 
@@ -275,9 +304,9 @@ def megatron_rules() -> Mapping[str, FlagRule]:
 def _negated_rules() -> Mapping[str, FlagRule]:
     """Return the rules of flags that change nothing, by their name without `--no-` or `--disable-`."""
     return {
-        _stem(flag): _not_needed(accepted.why)
-        for accepted in ACCEPTED
-        for flag, num_values in accepted.num_values().items()
+        _stem(flag): _not_needed(group.why)
+        for group in flag_groups("accepted")
+        for flag, num_values in group.flags.items()
         if num_values == 0
     }
 
@@ -303,13 +332,12 @@ def _stem(flag: str) -> str:
     return next((f"--{flag[len(no) :]}" for no in _NEGATIONS if flag.startswith(no)), flag)
 
 
-def missing_feature(flag: str) -> UnsupportedFeature | None:
+def missing_feature(flag: str) -> FlagGroup | None:
     """Return the unsupported feature that a flag requests."""
-    for feature in UNSUPPORTED:
-        prefixes = tuple(f"--{prefix}" for prefix in feature.prefixes.split())
-        if flag.startswith(prefixes) or flag[2:] in feature.flags.split():
-            return feature
-    return None
+    features = flag_groups("unsupported")
+    by_name = (feature for feature in features if flag in feature.flags)
+    by_prefix = (feature for feature in features if flag.startswith(feature.prefixes))
+    return next(itertools.chain(by_name, by_prefix), None)
 
 
 def accepted_flags() -> list[str]:
@@ -319,4 +347,4 @@ def accepted_flags() -> list[str]:
 
 def refused_flags() -> set[str]:
     """Return the flags of unsupported features."""
-    return {f"--{flag}" for feature in UNSUPPORTED for flag in feature.flags.split()}
+    return {flag for feature in flag_groups("unsupported") for flag in feature.flags}

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.arguments import Diagnostics, UserSetting, parse_value
-from megalite.config.compatibility.deepspeed_settings import (
-    CPU_CHECKPOINTING,
-    SCHEDULER,
-    WARMUP_STEPS,
-    DeepSpeedSettings,
-    shown,
-)
-from megalite.config.compatibility.deepspeed_tables import FIELDS, SCHEDULES
 from megalite.config.config import Config
 from megalite.config.fields import ConfigField, fields_by_flag
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.files import parse_json
+from megalite.frontends.deepspeed.settings import (
+    CPU_CHECKPOINTING,
+    SCHEDULER,
+    WARMUP_STEPS,
+    DeepSpeedSettings,
+    shown,
+    tables,
+)
 
 _SCHEDULE = ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_decay_iters", "lr_step_timing")
 """Fields that depend on both the optimizer and the scheduler."""
@@ -70,7 +70,8 @@ class DeepSpeedFile:
 
     def _report(self, key: str, problem: object, diagnostics: Diagnostics) -> None:
         """Report a mistake in a setting, and the fields that are invalid because of it."""
-        invalid = _SCHEDULE if key.startswith(("optimizer", "scheduler")) else (FIELDS.get(key, ""),)
+        copied = (tables()["fields"].get(key, ""),)
+        invalid = _SCHEDULE if key.startswith(("optimizer", "scheduler")) else copied
         diagnostics.add_problem(f"{self.path}: {key} {problem}", *invalid)
 
     def settings(self, diagnostics: Diagnostics) -> list[UserSetting]:
@@ -128,7 +129,7 @@ class DeepSpeedFile:
 
     def _report_warmup(self, config: Config, diagnostics: Diagnostics) -> None:
         """Log what a user of a scheduler may not expect: a minimal warm-up, and one that is too long."""
-        if self.found.values.get(SCHEDULER) not in SCHEDULES:
+        if self.found.values.get(SCHEDULER) not in tables()["schedules"]:
             return
         steps, passed = config.optimizer.lr_warmup_iters, self.found.values.get(WARMUP_STEPS)
         if passed is not None and passed < steps:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megalite.config import ModelConfig, to_yaml
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from megalite.model.positions import Rotary
 
 BASE = "--mock-data --vocab-size 64 --train-iters 2 --num-layers 2 --disable-bias-linear "
