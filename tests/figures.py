@@ -28,6 +28,7 @@ OPTIONS = {
 }
 """What a file names if it is about an option, as a regular expression, by option."""
 TRACED = """
+import inspect
 import sys
 from megalite.cli.train import main
 from megalite.train.trainer import Trainer
@@ -44,7 +45,8 @@ def note(frame, event, argument):
         elif event == "return" and len(of_steps) == 2:
             print("FILES", len(files), len(of_steps[1]), flush=True)
             sys.setprofile(None)
-    if event == "call" and "/megalite/" in code.co_filename:
+    is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or a class
+    if event == "call" and is_function and "/megalite/" in code.co_filename:
         files.add(code.co_filename)
         if is_in_step:
             of_steps[-1].add(code.co_filename)
