@@ -33,7 +33,7 @@ _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"
 
 
 class Difference(NamedTuple):
-    """Holds a field whose value differs from the checkpoint."""
+    """Field whose value differs from the checkpoint."""
 
     name: str
     saved: Any
@@ -84,7 +84,7 @@ def _from_json(value: Any) -> Any:
 
 
 class _Findings(NamedTuple):
-    """Holds the result of a comparison: errors that prevent loading, and notices for the log."""
+    """Result of a comparison: errors that prevent loading, and notices for the log."""
 
     mistakes: list[str]
     notices: list[str]

@@ -336,7 +336,7 @@ def _describe(progress: PreprocessingProgress) -> str:
 
 
 class _ProgressBar:
-    """Prints progress on stderr: one changing line on a terminal, otherwise a line every few seconds.
+    """Progress on stderr: one changing line on a terminal, otherwise a line every few seconds.
 
     Args:
         log_interval: number of documents between lines, instead of seconds.
