@@ -83,8 +83,8 @@ CLASS_VERBS = {
 }
 """Verbs that do not begin the docstring of a class, a noun phrase such as "Options of BERT samples"."""
 PACKAGES_WITH_NOUN_PHRASES = {
-    *("checkpoint", "cli", "data", "distributed", "hardware", "kernels", "optim", "pipeline"),
-    "tensor_parallel",
+    *("checkpoint", "cli", "config", "data", "distributed", "errors", "experiments", "hardware"),
+    *("kernels", "log", "loss_terms", "microbatch", "optim", "pipeline", "tensor_parallel", "wrapping"),
 }
 """Packages whose classes are described so (checkpoint/convert is not); the others follow"""
 
