@@ -14,13 +14,12 @@ from megalite.data.build_datasets import DatasetSplits
 from megalite.dry_run.repetition import Repetition
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.log import log
+from megalite.observe.collectives import Traffic
+from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
+from megalite.observe.unit_record import CollectiveCall
 from megalite.optim.flat_buffers import Bucket
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action
-from megalite.recording.live_bytes import OTHER, LiveBytes
-from megalite.recording.parts import watch_parts
-from megalite.recording.traffic import Traffic
-from megalite.recording.unit_record import CollectiveCall
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.trainer import Trainer

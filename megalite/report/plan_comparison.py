@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
-from megalite.recording.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
+from megalite.observe.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
 from megalite.report.run_folder import Run
 from megalite.train.telemetry.time_terms import BUBBLE, IMBALANCE, LAUNCHES, TimeComparison, compare
 

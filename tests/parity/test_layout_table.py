@@ -2,7 +2,7 @@
 
 fp64 is the proof: only the order of sums differs, and that stays far below the bounds. fp32 is the everyday
 check.
-The reference of every row is one rank with microbatches of 2 samples.
+The reference of every row is one rank that takes each global batch of 8 samples in one pass.
 
 CORE always runs. Each layout of ``verify_layout --layouts all``, so every technique and every schedule, has
 one of the models there, and each model has tensor, pipeline, data and sequence parallelism. The other rows
@@ -48,6 +48,8 @@ from tests.parity.models import (
     WINDOWED,
     config_of,
     reference,
+    run_alone,
+    run_in,
 )
 
 LAYOUTS = ("tp2", "pp2", "dp2", "tp2pp2", "tp2dp2", "pp2dp2", "tp4", "pp4", "dp4", "tp2pp2dp2")
@@ -254,11 +256,8 @@ def test_the_rows_that_always_run_have_each_layout_and_each_model_with_each_tech
     [*CORE, *(pytest.param(*row, marks=pytest.mark.slow) for row in ROWS if row not in CORE)],
 )
 def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(config_of(model, dtype, corpus), GLOBAL_BATCH_SIZE)
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
-    comparison = compare(run, reference(model, dtype, corpus))
-    assert not comparison.excesses(TOLERANCES[dtype])
+    run = run_in(name, config_of(model, dtype, corpus), NUM_ITERATIONS)
+    assert not compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
     assert run.losses[-1] < run.losses[0]  # it trains: a run that stands still is the same everywhere
 
 
@@ -291,9 +290,9 @@ CORE_OF_COMM_TYPES = [
 
 
 def _run_with(model: str, comm_types: tuple[CpCommType, ...], name: str, corpus: str) -> RunRecord:
-    config, layout = config_of(model, "fp64", corpus), Layout.parse(name)
+    config = config_of(model, "fp64", corpus)
     config = replace(config, parallel=replace(config.parallel, cp_comm_type=comm_types))
-    return record_run(layout.apply(config, GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
+    return run_in(name, config, NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -338,5 +337,5 @@ def test_another_seed_is_another_run(corpus: str) -> None:
     """What the table compares does depend on weights, masks and data: it could tell a difference."""
     config = config_of("gpt-tiny", "fp64", corpus)
     other = replace(config, training=replace(config.training, seed=1235))
-    comparison = compare(record_run(other, 2, 1), record_run(config, 2, 1))
+    comparison = compare(run_alone(other, NUM_ITERATIONS), reference("gpt-tiny", "fp64", corpus))
     assert comparison.excesses(TOLERANCES["fp64"])

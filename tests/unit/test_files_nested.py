@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.convert.hf_folder import HFFolder
-from megalite.config.command_line import parse
 from megalite.data.corpus_sources import _read_per_split
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
 from megalite.data.preprocessing.preprocessing_report import read_report
@@ -17,6 +16,7 @@ from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
 from megalite.errors import UserError
 from megalite.files import parse_json
+from megalite.frontends.command_line import parse
 from megalite.generate.prompts import read_prompts
 from megalite.plan.autotune.trial import Results
 from megalite.report.run_folder import _is_metrics

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megalite.distributed.observer import DEVICE, Observer
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
+from megalite.observe.unit_record import KernelKind
 from megalite.pipeline.simulator import step_makespan
-from megalite.recording.unit_record import KernelKind
 from megalite.train.telemetry.kernel_times import KernelTimer, kernel_timer
 from megalite.train.telemetry.time_terms import (
     BETWEEN,

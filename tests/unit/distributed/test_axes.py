@@ -15,7 +15,7 @@ from megalite.distributed.axes import AXES, MODEL, AxisEntry, Factoring, MeshOpt
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.recording.traffic import CollectiveCall, Traffic
+from megalite.observe.collectives import CollectiveCall, Traffic
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
 PP, DP, CP, TP = MODEL.axes

@@ -87,7 +87,7 @@ def test_measured_layouts_run_the_program(tmp_path: Path, monkeypatch: pytest.Mo
 
 MODEL = """
 import megalite
-from tests.unit.recording import own_models
+from tests.unit.observe import own_models
 class Model(own_models.{base}):
     pass
 if __name__ == "__main__":

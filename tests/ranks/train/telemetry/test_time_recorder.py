@@ -26,7 +26,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.recording.unit_record import KERNEL_KINDS
+from megalite.observe.unit_record import KERNEL_KINDS
 from megalite.report.run_history import read_history
 from megalite.torch_private import EagerMode
 from megalite.train.callbacks import default_callbacks

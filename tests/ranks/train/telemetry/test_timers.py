@@ -48,13 +48,17 @@ def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
     config = replace(CONFIG, logging=logging)
     signals = StopSignals(RequeueNote(None))
     timers = Timers(topology.device, logging.timers_level)
-    trainer = start_trainer(config, topology, timers)
-    trainer.verify_data = lambda: None  # it gathers errors at the end
-    with Writers(config.logging, topology, "") as writers:
-        dist.all_gather_object = counting
-        train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers, config))
-        dist.all_gather_object = gather
-    return lines, num_gathered
+    with start_trainer(config, topology, timers) as trainer:
+        trainer.verify_data = lambda: None  # it gathers errors at the end
+        with Writers(config.logging, topology, "") as writers:
+            dist.all_gather_object = counting
+            train(
+                trainer,
+                StopConditions(config.training, topology, signals),
+                default_callbacks(writers, config),
+            )
+            dist.all_gather_object = gather
+        return lines, num_gathered
 
 
 def _table(lines: list[str]) -> dict[str, str]:
@@ -112,10 +116,10 @@ class _WaitsOfAxes(Observer[object]):
 def _step_in_groups(topology: Topology, config: Config) -> tuple[set[str], set[tuple[str, str]], set[str]]:
     """Return the timers of a step, its waits for other replicas, and their categories in a trace."""
     timers, waits, recorder = Timers(level=1), _WaitsOfAxes(), Recorder(WallClock(), WallClock())
-    trainer = start_trainer(config, topology, timers)
-    topology.dp.observers.extend((waits, recorder))
-    trainer.step()
-    return set(timers.take()), waits.seen, {span.category for span in recorder.spans()}
+    with start_trainer(config, topology, timers) as trainer:
+        topology.dp.observers.extend((waits, recorder))
+        trainer.step()
+        return set(timers.take()), waits.seen, {span.category for span in recorder.spans()}
 
 
 def test_waits_within_and_between_groups_count_as_those_of_all_replicas() -> None:
