@@ -21,7 +21,6 @@ from megalite.generate.prompts import read_prompts
 from megalite.plan.autotune.trial import Results
 from megalite.report.run_folder import _is_metrics
 from megalite.report.run_history import _row
-from megalite.report.trace_picture import read_trace
 
 DEEP = "[" * 50_000 + "]" * 50_000
 REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -29,7 +28,6 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "DeepSpeed's settings": ("ds.json", lambda file: parse(["--deepspeed_config", str(file)])),
     "the data of each split": ("split.json", lambda file: _read_per_split(str(file))),
     "a prompt": ("prompts.jsonl", lambda file: read_prompts(None, str(file))),
-    "a trace": ("trace.json", read_trace),
     "a tuning's results": ("results.json", lambda file: Results(file.parent, {})),
     "transformers' config": ("config.json", lambda file: HFFolder(file.parent)),
     "a tokenizer's settings": (
