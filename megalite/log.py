@@ -44,7 +44,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(_StreamHandler):
-    """Handler that writes messages to a stream. If that fails, it reports once on standard error, and the run continues.
+    """Handler for a stream. If a write fails, it reports once on standard error, and the run continues.
 
     Messages that cannot be written at exit are dropped. Otherwise Python would exit with status 120.
     """
