@@ -29,7 +29,7 @@ def main(pages: Sequence[str]) -> None:
     for name, draw in PICTURES.items():
         if not chosen or f"pictures/{name})" in shown:
             _write(DOCS / "pictures" / name, draw())
-    for page in chosen or sorted(DOCS.glob("*.md")):
+    for page in chosen or sorted(DOCS.rglob("*.md")):
         _write(page, with_figures(with_tables(renewed(page))))
 
 

@@ -26,7 +26,7 @@ from megalite.checkpoint.tensor_files import open_tensors
 
 
 class TensorBox(NamedTuple):
-    """Locates a box of a full tensor whose elements are consecutive in a piece of the tensor.
+    """Box of a full tensor whose elements are consecutive in a piece of the tensor.
 
     Attributes:
         offsets: indices of the first element in the full tensor.
@@ -54,7 +54,7 @@ Stored = tuple[str, TensorBox]
 
 
 class MegaliteReader(StorageReader):
-    """Reads the folder of one checkpoint, ``SAVE/iter_0000010``. A rank opens only the files that it needs.
+    """Reader of one checkpoint, ``SAVE/iter_0000010``. A rank opens only the files that it needs.
 
     Every tensor file is compared with its digest before it is used.
     """

@@ -28,7 +28,7 @@ _UNFINISHED = re.compile(r"\.(iter_[0-9]{7,18}|latest|run_id)(\.[0-9a-f]{16})?\.
 
 
 class Listing(NamedTuple):
-    """Lists the checkpoints of a folder.
+    """Checkpoints of a folder.
 
     Attributes:
         names: names of checkpoint folders in the order in which to try to load them; they can be damaged.

@@ -50,7 +50,7 @@ def check_averages(manifest: Manifest) -> None:
 
 
 class FullReader:
-    """Reads full tensors one at a time, with only one in memory.
+    """Reader of full tensors, one at a time, with only one in memory.
 
     It does not verify the files; use `manifest.damage_of`.
     """

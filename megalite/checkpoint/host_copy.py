@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 class HostCopy:
-    """Copies a rank's pieces to host memory, which is reused for each save.
+    """Copy of a rank's pieces in host memory, which is reused for each save.
 
     The copy runs while training computes the next gradients, which does not change the tensors. Training
     calls `protect` before it writes to them, and waits there for the rest of the copy. The first copy

@@ -64,7 +64,7 @@ class LeaseLost(SaveError):
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """Identifies the process that holds a lease.
+    """Process that holds a lease.
 
     Attributes:
         machine: identifies the booted system and its pid namespace; empty if unknown.
@@ -133,7 +133,7 @@ class LeaseHolder:
 
 
 class FolderLease:
-    """Checks, on any rank, that this run may still write to its folder of checkpoints.
+    """Check, on any rank, that this run may still write to its folder of checkpoints.
 
     Attributes:
         name: name of the lease's file.
@@ -197,7 +197,7 @@ class FolderLease:
 
 
 class HeldLease(FolderLease):
-    """Holds the lease and its heartbeat, on rank 0.
+    """Lease and its heartbeat, on rank 0.
 
     Args:
         descriptor: file descriptor of the lease's file, open for writing.

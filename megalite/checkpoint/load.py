@@ -43,7 +43,7 @@ _OUTPUT, _WORD = "output.weight", "embedding.word.weight"
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Describes what a run loads from a checkpoint.
+    """Tensors and settings that a run loads from a checkpoint.
 
     Attributes:
         folder: folder of the checkpoint.
@@ -118,7 +118,7 @@ def plan_load(
 
 @dataclass(frozen=True)
 class _SourceRules:
-    """Finds the checkpoint's tensor for each tensor of a run.
+    """Rules that find the checkpoint's tensor for each tensor of a run.
 
     Attributes:
         saved: names of the checkpoint's tensors.

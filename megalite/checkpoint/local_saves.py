@@ -50,7 +50,7 @@ _ID = re.compile(r"([0-9a-f]{16}) ([0-9]+)")
 
 @dataclass(frozen=True)
 class LocalSaves:
-    """Manages the local saves of one rank.
+    """Local saves of one rank.
 
     Attributes:
         folder: folder of this rank.
@@ -159,7 +159,7 @@ class LocalSaves:
 
 @dataclass(frozen=True)
 class LocalSave:
-    """Writes one local save of a rank.
+    """Local save of a rank.
 
     Attributes:
         saves: local saves of the rank.

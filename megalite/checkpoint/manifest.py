@@ -69,7 +69,7 @@ class OtherFormat(DamagedCheckpoint):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Describes one piece of a tensor, as in the index.
+    """One piece of a tensor, as in the index.
 
     Attributes:
         file: name of the file that holds it under the name of the tensor.
@@ -100,7 +100,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Describes a file that a rank wrote.
+    """File that a rank wrote.
 
     Attributes:
         sha256: hexadecimal digest of the file.
@@ -114,7 +114,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Holds the text files of a checkpoint, read and verified.
+    """Text files of a checkpoint, read and verified.
 
     Attributes:
         description: content of run.json.
@@ -230,7 +230,7 @@ def sha256_of(file: Path) -> str:
 
 
 class _Reader:
-    """Reads the text files of an untrusted folder."""
+    """Reader of the text files of an untrusted folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

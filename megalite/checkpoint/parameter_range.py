@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor | ParameterShard]
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Locates elements ``[start, end)`` of a flattened box, and the box in the full tensor.
+    """Elements ``[start, end)`` of a flattened box, and the position of the box in the full tensor.
 
     Attributes:
         full_shape: shape of the full tensor without padding. Padding depends on the layout, so a box can

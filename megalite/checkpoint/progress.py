@@ -12,7 +12,7 @@ _MAX_COUNT = 1 << 63
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Holds the state of a run in addition to its tensors; it determines data order and schedules.
+    """State of a run in addition to its tensors; it determines data order and schedules.
 
     Attributes:
         num_skipped: number of iterations in the whole run whose update was skipped.

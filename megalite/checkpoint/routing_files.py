@@ -30,7 +30,7 @@ _FOLDER = re.compile(r"iteration_\d+_samples_(\d+)_to_(\d+)")
 
 @dataclass(frozen=True)
 class IterationFolder:
-    """Names the folder of an iteration.
+    """Folder of an iteration.
 
     Attributes:
         samples: numbers of its samples in the run.
@@ -91,7 +91,7 @@ def tensors_of_file(samples: Tensor, positions: Tensor, experts: Mapping[str, Te
 
 
 class _Piece(NamedTuple):
-    """Locates some tokens of a sample: a row of a file, and their positions."""
+    """Some tokens of a sample: a row of a file, and their positions."""
 
     file: Any
     row: int
@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
 
 
 class RecordedExperts:
-    """Reads the experts of tokens of some iterations; files are mapped into memory and read on access.
+    """Experts of tokens of some iterations; files are mapped into memory and read on access.
 
     Args:
         folders: the iterations.

@@ -122,7 +122,7 @@ _SPLIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Contents:
-    """Holds the contents of a checkpoint other than tensors; they are the same on every rank.
+    """Contents of a checkpoint other than tensors; they are the same on every rank.
 
     Attributes:
         description: content of run.json.
@@ -158,7 +158,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Save:
-    """Writes this rank's pieces of one checkpoint that any layout can load.
+    """This rank's pieces of one checkpoint that any layout can load.
 
     Attributes:
         folder: folder of all checkpoints of the run, which every rank sees.

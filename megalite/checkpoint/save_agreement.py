@@ -29,7 +29,7 @@ class SaveError(UserError):
 
 
 class SaveAnswer(NamedTuple):
-    """Holds the outcome of a step of a save on one rank.
+    """Outcome of a step of a save on one rank.
 
     Attributes:
         text: result of the step, or the error.
@@ -50,7 +50,7 @@ class SaveAnswer(NamedTuple):
 
 
 class SaveAgreement:
-    """Exchanges messages about one save between the ranks.
+    """Messages about one save between the ranks.
 
     Args:
         name: name of the save, unique in the store.

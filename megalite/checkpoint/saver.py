@@ -35,7 +35,7 @@ from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 
 class SaveJob(Protocol):
-    """Writes one kind of checkpoint, together with all ranks."""
+    """Save of one kind of checkpoint, together with all ranks."""
 
     @property
     def final(self) -> Path: ...
@@ -54,7 +54,7 @@ class StoreLost(SaveError):
 
 
 class _RunningSave:
-    """Runs one save, in the calling thread or in a new thread.
+    """Save in progress, in the calling thread or in a new thread.
 
     Attributes:
         error: error on this rank or on rank 0, once `run` has returned.
@@ -96,7 +96,7 @@ class _RunningSave:
 
 
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writer of the checkpoints of a run.
 
     Every rank must call every method at the same iteration, and all ranks decide in the same way. With
     `async_save` a thread copies the tensors while training computes the next gradients, and then writes the

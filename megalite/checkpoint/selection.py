@@ -34,7 +34,7 @@ _FOREIGN = {
 
 
 class _Finding(NamedTuple):
-    """Holds the problems that one rank found in a checkpoint.
+    """Problems that one rank found in a checkpoint.
 
     Attributes:
         text_problems: problems of text files, which every rank should find.

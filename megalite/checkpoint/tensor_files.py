@@ -31,7 +31,7 @@ _LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
 
 
 class DiskFile:
-    """Writes a new file whose bytes are on disk when `finish` returns.
+    """New file whose bytes are on disk when `finish` returns.
 
     On a local disk, bytes are written directly from a buffer of the process (`O_DIRECT`), without the page
     cache. With the page cache, a sync after 1 GB takes two to three times as long. On other file systems
@@ -134,7 +134,7 @@ DTYPE_CODES = {
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Holds the part of a tensor in one file.
+    """Part of a tensor in one file.
 
     Attributes:
         tensor: elements, in the shape that the file records.
@@ -182,7 +182,7 @@ def write_file(file: Path, pieces: Mapping[str, FilePiece]) -> FileRecord:
 
 
 class _Hashing:
-    """Computes the SHA-256 of consecutive chunks in a separate thread."""
+    """SHA-256 of consecutive chunks, computed in a separate thread."""
 
     def __init__(self, chunks: Sequence[memoryview]) -> None:
         self._chunks = chunks
@@ -274,7 +274,7 @@ def read_tensors(
 
 
 class ReadTarget:
-    """Holds elements of a tensor that are read piece by piece.
+    """Elements of a tensor that are read piece by piece.
 
     Args:
         elements: elements of the range, flat.

@@ -51,7 +51,7 @@ def reads_data(topology: Topology, samples: Samples) -> bool:
 
 
 class BatchLoader:
-    """Loads microbatch `index` of the global batch that starts at sample `consumed`.
+    """Loader of microbatch `index` of the global batch that starts at sample `consumed`.
 
     Only the first stage uses tokens and only the last uses labels. A stage between them gets zeros of the
     same shape, and the sample numbers, which key its dropout. It opens no file, unless its layers must know
@@ -170,7 +170,7 @@ class BatchLoader:
 
 
 class Prefetcher:
-    """Reads the microbatches that are likely next in a thread, and any other microbatch on request.
+    """Reader of the microbatches that are likely next, in a thread, and of any other on request.
 
     A rank's next microbatch starts `stride` samples later, even in the next global batch. The result only
     depends on the sample numbers: a wrong guess costs time and changes nothing.

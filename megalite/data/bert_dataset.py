@@ -23,7 +23,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class BertOptions:
-    """Holds the options of BERT samples.
+    """Options of BERT samples.
 
     Attributes:
         seq_length: number of tokens in a sample, padding included.
@@ -87,7 +87,7 @@ def packed_row(sample: BertSample, seq_length: int, pad: int) -> npt.NDArray[np.
 
 
 class BertDataset:
-    """Reads the samples of one split of one dataset of sentences.
+    """Samples of one split of one dataset of sentences.
 
     Attributes:
         indexed: the corpus, with one sequence for each sentence.

@@ -36,7 +36,7 @@ _NGRAM_BOUNDS = _ngram_bounds()
 
 @dataclass(frozen=True)
 class WordPieces:
-    """Describes a WordPiece vocabulary.
+    """WordPiece vocabulary.
 
     Attributes:
         continues: bool ``[vocab_size]``, whether a token continues the word of the previous token.
@@ -62,7 +62,7 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class BertSample:
-    """Holds one sample before padding.
+    """One sample before padding.
 
     Attributes:
         tokens: input tokens, some of them masked.

@@ -48,7 +48,7 @@ def word_pieces(tokenizer: Tokenizer) -> WordPieces:
 
 @dataclass(frozen=True)
 class BertSamples:
-    """Cuts samples with two segments of one document, and masks some of their words."""
+    """Samples with two segments of one document and some words masked."""
 
     options: BertOptions
 
@@ -114,7 +114,7 @@ class BertSamples:
 
 
 class MockSentences:
-    """Generates sentences of random tokens; a sample depends on the seed, the split and its number."""
+    """Sentences of random tokens; a sample depends on the seed, the split and its number."""
 
     def __init__(self, num_samples: int, split: int, options: BertOptions) -> None:
         self._num_samples = num_samples

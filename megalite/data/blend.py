@@ -76,7 +76,7 @@ def num_samples_to_build(num_samples: int, weight: float) -> int:
 
 
 class BlendedDataset:
-    """Draws each sample from the dataset that is furthest behind its share, without randomness.
+    """Blend that draws each sample from the dataset furthest behind its share, without randomness.
 
     Attributes:
         datasets: the datasets to blend.

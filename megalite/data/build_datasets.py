@@ -21,7 +21,7 @@ from megalite.log import log
 
 
 class NamedDataset(NamedTuple):
-    """Describes one of several named datasets that a split is evaluated on.
+    """One of several named datasets that a split is evaluated on.
 
     Attributes:
         split: "valid" or "test".
@@ -35,7 +35,7 @@ class NamedDataset(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetSplits:
-    """Holds the datasets of a run; None if a split needs no samples, or its share of the corpus is empty.
+    """Datasets of a run; None if a split needs no samples, or its share of the corpus is empty.
 
     Attributes:
         named: named datasets to evaluate on, besides `valid` and `test`.
@@ -76,7 +76,7 @@ class DatasetSplits:
 
 
 class BuildOptions(NamedTuple):
-    """Holds the options that all datasets of a run share.
+    """Options that all datasets of a run share.
 
     Attributes:
         samples: how samples are cut from a corpus.
@@ -194,7 +194,7 @@ def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
 
 @dataclass(frozen=True)
 class _BlendBuild:
-    """Builds one dataset of a split."""
+    """Builder of one dataset of a split."""
 
     split: str
     blend: Blend

@@ -12,7 +12,7 @@ from megalite.errors import UserError, kind_of
 
 
 class CheckedDataset:
-    """Returns the samples of a dataset unchanged, and refuses samples that the model cannot read.
+    """Samples of a dataset, unchanged; samples that the model cannot read are refused.
 
     Args:
         name: name of the dataset, for messages.

@@ -28,7 +28,7 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class CorpusIdentity:
-    """Identifies a corpus by its contents: copies are equal, wherever they are.
+    """Identity of a corpus by its contents: copies are equal, wherever they are.
 
     Attributes:
         bin_bytes, sequences, documents: sizes of the corpus.
@@ -104,7 +104,7 @@ def _sampled(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[np.uint8]]:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Records the data that each split reads.
+    """Record of the data that each split reads.
 
     Attributes:
         sources: blends of each split.

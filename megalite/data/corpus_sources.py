@@ -38,7 +38,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Selects the sequences of a corpus from `begin` to `end`, as fractions of all sequences."""
+    """Sequences of a corpus from `begin` to `end`, as fractions of all sequences."""
 
     prefix: str
     begin: float = 0.0
@@ -51,7 +51,7 @@ class CorpusSource:
 
 @dataclass(frozen=True)
 class Blend:
-    """Names the corpora of one dataset and their weights; None to weight them by their size.
+    """Corpora of one dataset and their weights; None to weight them by their size.
 
     Attributes:
         name: the user's name for the dataset; empty for a split's own dataset.

@@ -14,7 +14,7 @@ _MAX_LINES = 24
 
 @dataclass(frozen=True)
 class Coverage:
-    """Describes how much a whole run reads of one corpus.
+    """Share of one corpus that a whole run reads.
 
     Attributes:
         num_tokens: number of tokens in the part that is trained on.

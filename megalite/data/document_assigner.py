@@ -15,7 +15,7 @@ from megalite.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class DocumentAssigner:
-    """Gives a rank its tokens of whole samples on the host, which must know the assignments.
+    """Assignment of a rank's tokens of whole samples, on the host, which must know the assignments.
 
     Attributes:
         samples: mark the documents of a microbatch.

@@ -20,7 +20,7 @@ NUM_CHECKED = 16
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """Finds the documents of packed samples by their end-of-document tokens, as Megatron-LM does.
+    """Finder of the documents of packed samples by their end-of-document tokens, as in Megatron-LM.
 
     Such a token belongs to the document that it ends. A sample's first tokens are a document of their own,
     even if most of that document is in the sample before.

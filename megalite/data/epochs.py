@@ -13,7 +13,7 @@ from megalite.errors import UserError
 
 
 class Epochs:
-    """Repeats a dataset, with another random order in each epoch.
+    """Repeated dataset, in another random order in each epoch.
 
     The order only depends on the seed and the epoch, so a resumed run continues in it.
 
@@ -55,7 +55,7 @@ class Epochs:
 
 
 class OnePass:
-    """Reads each sample of a dataset of arrays once; samples after the last one are zeros.
+    """Samples of a dataset of arrays, each once; samples after the last one are zeros.
 
     Args:
         num_samples: number of samples, with those of zeros.

@@ -15,7 +15,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class FillInMiddle(NamedTuple):
-    """Holds the settings of fill-in-the-middle.
+    """Settings of fill-in-the-middle.
 
     Attributes:
         rate: share of the documents to permute.
@@ -33,7 +33,7 @@ class FillInMiddle(NamedTuple):
 
 
 class FillInMiddleDataset:
-    """Cuts some documents of another dataset's samples into three parts, and reorders the parts.
+    """Samples of another dataset with some documents cut into three parts and reordered.
 
     Each document of a sample, or part of one, is chosen with a probability of `rate`, and cut between two
     characters (not tokens) drawn evenly; the orders are PSM and variant 2 of SPM in Bavarian et al. 2022,

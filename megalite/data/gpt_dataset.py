@@ -29,7 +29,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Holds the numbers of epochs and samples of a split.
+    """Numbers of epochs and samples of a split.
 
     Attributes:
         num_epochs: number of times that the documents are read; the last epoch may be partial.
@@ -44,7 +44,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class GPTIndex:
-    """Locates each sample's tokens.
+    """Positions of each sample's tokens.
 
     Attributes:
         document_index: int32 or int64 [num_epochs * num_sequences], sequence numbers in the order of the
@@ -235,7 +235,7 @@ def _empty(size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 class Dataset(Protocol):
-    """Returns samples by number, int64 [S + 1]: inputs are all tokens but the last, labels all but the first.
+    """Samples by number, int64 [S + 1]: inputs are all tokens but the last, labels all but the first.
 
     Datasets of other models return the format that their `Samples` read.
     """
@@ -247,7 +247,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class GatherDataset(Protocol):
-    """Reads many samples at a time, faster than one by one."""
+    """Dataset that reads many samples at a time, faster than one by one."""
 
     def gather(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples with these numbers, int64 [b, S + 1]."""
@@ -256,7 +256,7 @@ class GatherDataset(Protocol):
 
 @runtime_checkable
 class FileDataset(Protocol):
-    """Reads samples from files that must not change meanwhile."""
+    """Dataset of samples from files that must not change meanwhile."""
 
     def verify_files(self) -> None:
         """Check now that the files have not changed since they were read, before training results are saved.
@@ -280,7 +280,7 @@ def gather(dataset: Dataset, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.i
 
 
 class GPTDataset:
-    """Reads the samples of one split of one dataset.
+    """Samples of one split of one dataset.
 
     Attributes:
         indexed: the corpus.

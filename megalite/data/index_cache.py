@@ -41,7 +41,7 @@ _LOG_SECONDS = 30.0
 
 
 class CacheKey(NamedTuple):
-    """Names a cache entry.
+    """Key of a cache entry.
 
     Attributes:
         kind: kind of dataset, such as "GPTDataset"; part of the file names, as in Megatron-LM.
@@ -83,7 +83,7 @@ def checksum(values: npt.NDArray[Any]) -> str:
 
 
 class CachedArrays(NamedTuple):
-    """Holds arrays and the files that they are mapped from; no files if they were built in memory.
+    """Arrays and the files that they are mapped from; no files if they were built in memory.
 
     After reading from the arrays, call `check` of each file.
     """
@@ -93,7 +93,7 @@ class CachedArrays(NamedTuple):
 
 
 class IndexCache:
-    """Stores arrays in a folder, so that each is built once.
+    """Folder of arrays, each of which is built once.
 
     Args:
         folder: folder of the cache; by default PREFIX/cache/GPTDataset_indices of each corpus, as in
@@ -119,7 +119,7 @@ class IndexCache:
 
 
 class _Entry:
-    """Locates, reads and writes the files of one key."""
+    """Files of one key."""
 
     def __init__(self, folder: Path, key: CacheKey, names: Sequence[str]) -> None:
         self.folder = folder

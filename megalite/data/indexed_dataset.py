@@ -40,7 +40,7 @@ class _Index(NamedTuple):
 
 
 class IndexedDataset:
-    """Maps the sequences of one corpus.
+    """Memory-mapped sequences of one corpus.
 
     Opening checks the whole index: the sequences must be back to back and fill the .bin, so no later access
     can leave the file or read tokens from a wrong position.
@@ -273,7 +273,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
+    """Writer of PREFIX.bin and PREFIX.idx; the names appear when both files are complete.
 
     Use it as a context manager: leaving it commits the files, an exception discards them. The .idx is renamed
     last, so a dataset with an .idx is complete.

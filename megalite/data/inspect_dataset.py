@@ -19,7 +19,7 @@ _BAR_WIDTH = 40
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Holds statistics of a dataset.
+    """Statistics of a dataset.
 
     Attributes:
         num_empty: number of sequences without tokens.

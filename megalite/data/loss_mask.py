@@ -28,7 +28,7 @@ def loss_mask_path(prefix: str) -> str:
 
 
 class LossMask:
-    """Maps the loss mask of a corpus.
+    """Memory-mapped loss mask of a corpus.
 
     Attributes:
         file: the mapped file.

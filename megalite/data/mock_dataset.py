@@ -10,7 +10,7 @@ NUM_ENDS = 4
 
 
 class MockDataset:
-    """Generates samples of uniformly random tokens; a sample depends on the seed, the split and its number.
+    """Samples of uniformly random tokens; a sample depends on the seed, the split and its number.
 
     Args:
         split: number of the split, so that splits differ.

@@ -25,7 +25,7 @@ NUM_FIELDS = 4
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Holds the options of packed samples.
+    """Options of packed samples.
 
     Attributes:
         seq_length: S, number of positions of a sample. A sequence of n tokens takes n - 1 of them: its last
@@ -63,7 +63,7 @@ class PackingOptions:
 
 
 class SequencePiece(NamedTuple):
-    """Names consecutive tokens of a sequence of the corpus: those from `start` on that fit a sample."""
+    """Consecutive tokens of a sequence of the corpus: those from `start` on that fit a sample."""
 
     sequence: int
     start: int
@@ -92,7 +92,7 @@ def sequences_row(
 
 
 class PackedDataset:
-    """Reads the samples of one epoch of a corpus's sequences, in a fixed order.
+    """Samples of one epoch of a corpus's sequences, in a fixed order.
 
     Attributes:
         indexed: the corpus; each of its sequences is a conversation or a document.

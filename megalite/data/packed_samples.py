@@ -30,7 +30,7 @@ from megalite.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Packs conversations or documents into samples, or gives each a sample of its own.
+    """Samples of packed conversations or documents, or of one each.
 
     Attributes:
         marks_padding: every stage must know the padding, because its layers have experts.
@@ -101,7 +101,7 @@ class PackedSamples:
 
 
 class MockSequences:
-    """Generates sequences of random tokens; a sample depends on the seed, the split and its number."""
+    """Sequences of random tokens; a sample depends on the seed, the split and its number."""
 
     def __init__(self, num_samples: int, split: int, options: PackingOptions) -> None:
         self._num_samples = num_samples

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Packing(NamedTuple):
-    """Lists the items of each sample.
+    """Items of each sample.
 
     Attributes:
         items: int64 ``[n]``, numbers of the items, sample after sample.

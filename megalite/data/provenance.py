@@ -18,7 +18,7 @@ from megalite.errors import UserError
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """Locates consecutive tokens of a sample in one sequence of a corpus.
+    """Consecutive tokens of a sample in one sequence of a corpus.
 
     Attributes:
         prefix: prefix of the corpus.

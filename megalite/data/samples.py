@@ -22,7 +22,7 @@ from megalite.microbatch import Microbatch
 
 
 class Samples(Protocol):
-    """Describes the samples of a kind of model.
+    """Samples of a kind of model.
 
     Attributes:
         seq_length: number of tokens in a sample.
@@ -88,7 +88,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class GPTSamples:
-    """Cuts samples of s + 1 consecutive tokens, across documents.
+    """Samples of s + 1 consecutive tokens, across documents.
 
     Attributes:
         seed: seed of the order, the same for all datasets and splits.
@@ -141,7 +141,7 @@ class GPTSamples:
 
 @dataclass(frozen=True)
 class FieldSamples:
-    """Reads samples of your own dataset, which returns a `Microbatch`'s fields by name.
+    """Samples of your own dataset, which returns a `Microbatch`'s fields by name.
 
     A sample is a mapping of each field to an array ``[s]``: bool for `loss_mask` and `is_real`, int64 for the
     others. With a loss mask the loss is the mean over the tokens of the whole global batch that have a loss.

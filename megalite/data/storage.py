@@ -64,7 +64,7 @@ def read_small(path: str) -> bytes:
 
 
 class MappedBytes:
-    """Maps a file of this machine.
+    """Memory-mapped file of this machine.
 
     Attributes:
         array: the file's bytes, uint8.
@@ -121,7 +121,7 @@ def _described(change: FileChange) -> str:
 
 
 class FilesInUse:
-    """Checks the files that a loader reads after each batch, all in one call.
+    """Check of the files that a loader reads, after each batch, all in one call.
 
     A system call for each file and batch would take longer than reading the batch, so a file's status is only
     read again after `STATUS_AGE_MS`. A later batch, or `verify` before a checkpoint is saved, finds a change
@@ -152,7 +152,7 @@ class FilesInUse:
 
 
 class CachedBytes(MappedBytes):
-    """Reads a file of an object store, and caches the blocks that were read in a local file.
+    """File of an object store, whose blocks are cached in a local file when they are read.
 
     The cache file is sparse and has the full size, so it can be mapped; all processes of a machine share it.
     A second file has one byte for each block that marks whether the block is present. A block is marked after

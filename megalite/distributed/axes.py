@@ -34,7 +34,7 @@ def coordinates_text(coordinates: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """Selects one of `count` slices of equal length."""
+    """One of `count` slices of equal length."""
 
     index: int
     count: int
@@ -42,7 +42,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class AxisEntry:
-    """Describes one axis of the ranks.
+    """One axis of the ranks.
 
     Attributes:
         name: short name; `flag` is made of it.
@@ -83,7 +83,7 @@ class AxisEntry:
 
 @dataclass(frozen=True)
 class Factoring:
-    """Divides the number of a rank into coordinates along its axes.
+    """Division of the number of a rank into coordinates along its axes.
 
     The rank is ``(first * size of second + second) * size of third + third`` and so on.
 
@@ -251,7 +251,7 @@ in another way. An axis that has the same name in two of them must have the same
 
 @dataclass(frozen=True)
 class MeshOptions:
-    """Holds the sizes of the axes, and how the ranks communicate.
+    """Sizes of the axes, and how the ranks communicate.
 
     `ParallelConfig.mesh` makes it from a config.
 

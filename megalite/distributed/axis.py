@@ -17,7 +17,7 @@ WORLD = "world"
 
 @dataclass(frozen=True)
 class Axis:
-    """Describes one mesh axis, or several together, seen from one rank.
+    """One mesh axis, or several together, seen from one rank.
 
     Attributes:
         size: number of ranks along the axis.
@@ -80,7 +80,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxisSet:
-    """Holds the axes of one factoring of the ranks, seen from one rank.
+    """Axes of one factoring of the ranks, seen from one rank.
 
     Attributes:
         factoring: its entry in the table.

@@ -158,7 +158,7 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, tp: Axis) -> Tensor:
 
 
 class Messages(NamedTuple):
-    """Holds messages in flight, which end together."""
+    """Messages in flight, which end together."""
 
     works: Sequence[dist.Work]
 
@@ -169,7 +169,7 @@ class Messages(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Holds a collective in flight.
+    """Collective in flight.
 
     Attributes:
         tensor: the result; do not read it before `wait`.

@@ -16,7 +16,7 @@ from megalite.distributed.axes import Slice
 
 @dataclass(frozen=True)
 class HeldPositions:
-    """Describes which positions of each sample one of `count` ranks holds, in the order of its tokens.
+    """Positions of each sample that one of `count` ranks holds, in the order of its tokens.
 
     They are consecutive. In zigzag order, they are two of 2 `count` slices, number `index` and the same
     number from the end. In causal attention, all ranks then compute as many scores. Megatron-LM has this

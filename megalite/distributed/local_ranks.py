@@ -59,14 +59,14 @@ def forked_with_torch(*modules: str) -> ForkServerContext:
 
 @dataclasses.dataclass(frozen=True)
 class _LocalRank:
-    """Holds a rank's process, which calls what arrives over the connection and answers over it."""
+    """Process of a rank, which calls what arrives over the connection and answers over it."""
 
     process: BaseProcess
     connection: Connection
 
 
 class LocalRanks:
-    """Runs functions on ranks of this machine in processes that stay alive until its ``with`` block ends.
+    """Ranks of this machine, in processes that stay alive until its ``with`` block ends.
 
     Without a ``with`` block, they end with this object, or when Python exits. A later run needs no new
     processes, and its first iteration is as fast as others. A process keeps what an earlier function changed

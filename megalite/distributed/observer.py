@@ -19,7 +19,7 @@ STORE_BARRIER = "store barrier"
 
 
 class Observer(Protocol):
-    """Object that is notified of the beginning and end of each event of this rank, in nesting order.
+    """Observer of the beginning and end of each event of this rank, in nesting order.
 
     Events are actions of a pipeline, waits for other ranks, and parts of the program by their timers' names.
     """
@@ -32,7 +32,7 @@ class Observer(Protocol):
 
 
 class Wait(NamedTuple):
-    """Describes a wait for other ranks.
+    """Wait for other ranks.
 
     Attributes:
         axis: name of the mesh axis that connects them.
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 
 
 class EventStack:
-    """Holds the events of this process that have begun and not ended; it can observe any event.
+    """Events of this process that have begun and not ended; it can observe any event.
 
     Only one thread posts at a time: the main thread, or one that it waits for (autograd's, or that of
     `Turns`). Other threads can read.

@@ -28,7 +28,7 @@ _SECONDS_TO_REFUSE = 10.0
 
 @dataclass(frozen=True)
 class Launch:
-    """Identifies this process among the launched processes: by torchrun, or with the same variables set.
+    """Position of this process among the launched processes: from torchrun, or the same variables.
 
     Attributes:
         restarts: number of torchrun's restarts of the ranks, plus Slurm's restarts of the job.

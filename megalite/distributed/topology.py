@@ -46,7 +46,7 @@ from megalite.torch_private import fake_backend_devices, fake_group
 
 @dataclass(frozen=True)
 class Topology:
-    """Holds this rank's coordinate on every axis, its device and the mesh.
+    """Coordinate of this rank on every axis, its device and the mesh.
 
     Attributes:
         mesh: the mesh of the model's axes.
@@ -320,7 +320,7 @@ class Topology:
 
 
 class FakeTopology(Topology):
-    """Describes a rank in a world whose other ranks do not exist."""
+    """Rank in a world whose other ranks do not exist."""
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

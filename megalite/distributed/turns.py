@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Runs two computations in turns; each calls `yield_turn` before it waits for messages in flight.
+    """Two computations in turns; each calls `yield_turn` before it waits for messages in flight.
 
     Only one of them runs at a time, and they change places only in `yield_turn` and when one ends. So every
     rank launches its collectives in the same order, and a GPU runs the kernels of both on one stream.

@@ -21,7 +21,7 @@ from megalite.errors import UserError
 
 @dataclass(frozen=True)
 class DepthScaling:
-    """Holds the settings of the experiment."""
+    """Settings of the experiment."""
 
     power: float = 0.5
     """Power of the layer's number that its norms are divided by. 0 trains the usual GPT."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncValues:
-    """Copies a few values, ``[n]``, to the host, after the work that the device has queued so far.
+    """Copy of a few values, ``[n]``, to the host, after the work that the device has queued so far.
 
     Work that is queued later runs while the host waits in `read` and decides what to do next, so the
     device's queue does not run empty. On a CPU there is no copy and no wait.

@@ -15,7 +15,7 @@ _OLD_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # for torch, it takes precedence ove
 
 
 class EnvironmentVariable(NamedTuple):
-    """Describes an environment variable to set.
+    """Environment variable to set.
 
     Attributes:
         reason: why it is set, for the log.

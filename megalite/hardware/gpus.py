@@ -20,7 +20,7 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Gpu:
-    """Holds the rates per second of a type of GPU and of the links of its usual server.
+    """Rates per second of a type of GPU and of the links of its usual server.
 
     The first eight figures are from the vendor. The others are the shares that a good program reaches.
 

@@ -18,7 +18,7 @@ class HostMemoryError(Exception):
 
 @dataclass(eq=False)
 class HostBuffer:
-    """Holds a copy of device memory.
+    """Copy of device memory.
 
     Attributes:
         memory: uint8 ``[num_bytes]``; empty for copies from the meta device.
@@ -31,7 +31,7 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Copies memory between a device and the host, and keeps the host buffers for later copies.
+    """Host buffers for copies of device memory, which are kept for later copies.
 
     On a GPU the host memory is pinned, and each direction has its own stream, so copies overlap with
     computation and with each other. On a CPU the calls copy immediately; on the meta device they only count

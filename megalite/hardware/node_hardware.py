@@ -27,7 +27,7 @@ _ADAPTERS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class NodeHardware:
-    """Describes what a rank has on its node. All values are the same at each start on the same machine.
+    """Hardware of a rank on its node. All values are the same at each start on the same machine.
 
     Attributes:
         device: name of the GPU, or `CPU`.

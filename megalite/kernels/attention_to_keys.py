@@ -16,7 +16,7 @@ from megalite.kernels.softmax import CausalSoftmax
 
 
 class AttentionToKeys(NamedTuple):
-    """Computes attention of consecutive queries with a slice of the keys; no autograd.
+    """Attention of consecutive queries to a slice of the keys; no autograd.
 
     Attributes:
         q: ``[b, n, m, d]``, the queries from position `first` on.

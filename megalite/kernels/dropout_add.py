@@ -23,7 +23,7 @@ torch.library.define(
 
 
 class ResidualSum(NamedTuple):
-    """Holds the operands of `bias_dropout_add`, for a norm whose kernel also computes the sum."""
+    """Operands of `bias_dropout_add`, for a norm whose kernel also computes the sum."""
 
     x: Tensor
     bias: Tensor | None

@@ -156,7 +156,7 @@ def _scores(
 
 
 class BlockSizes(NamedTuple):
-    """Holds the block sizes of one program of a kernel.
+    """Block sizes of one program of a kernel.
 
     Attributes:
         queries: queries in a block, M.
@@ -172,7 +172,7 @@ class BlockSizes(NamedTuple):
 
 
 class KernelSizes(NamedTuple):
-    """Holds the block sizes of the kernels.
+    """Block sizes of the kernels.
 
     Attributes:
         forward: for the output.

@@ -77,7 +77,7 @@ def layer_norm_with_residual(
 
 
 class NormFunctions(NamedTuple):
-    """Holds the functions of one norm for one type of device.
+    """Functions of one norm for one type of device.
 
     Attributes:
         alone: maps x and the norm's parameters to norm(x).
@@ -233,7 +233,7 @@ torch.library.register_autograd(_LAYER, _layer_backward, setup_context=_setup_co
 
 
 class _WithResidual(torch.autograd.Function):
-    """Returns a norm and its input from one autograd node, so that its backward receives both gradients.
+    """Norm and its input as outputs of one autograd node, so that its backward gets both gradients.
 
     This is not an operator, because an operator must not return its input.
     """

@@ -85,7 +85,7 @@ def gradients_of(allocated: Sequence[Tensor]) -> Heads:
 
 
 class SplitHeads(torch.autograd.Function):
-    """Computes `split_heads`; its backward is `join_heads`."""
+    """Autograd of `split_heads`; its backward is `join_heads`."""
 
     @staticmethod
     def forward(ctx: object, packed: Tensor) -> Heads:

@@ -172,7 +172,7 @@ def _token(t: int, q: Tensor, k: Tensor, v: Tensor, rate: Tensor) -> tuple[Tenso
 
 
 class RecurrenceSizes(NamedTuple):
-    """Holds the block sizes of the kernels.
+    """Block sizes of the kernels.
 
     Attributes:
         tokens: tokens of a chunk, C.

@@ -33,7 +33,7 @@ torch.library.define(_BACKWARD, f"(Tensor(a!) scores, Tensor(b!) grad, Tensor lo
 
 
 class Drop(NamedTuple):
-    """Describes dropout of attention weights by counter.
+    """Dropout of attention weights by counter.
 
     Weight (query i, key j) of head h has the index ``base + (h * s + i) * s + j`` within its sample, as in
     `megalite.kernels.dropout`.
@@ -54,7 +54,7 @@ class Drop(NamedTuple):
 
 
 class CausalSoftmax(NamedTuple):
-    """Computes softmax(scale * scores + slope * (key - query)) over a query's visible keys, then dropout.
+    """Softmax of scale * scores + slope * (key - query) over a query's visible keys, then dropout.
 
     With a cap c, c tanh(scale * scores / c) replaces the scaled scores (Gemma Team 2024, section 2).
 

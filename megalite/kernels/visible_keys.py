@@ -22,7 +22,7 @@ block of random numbers."""
 
 
 class VisibleKeys(NamedTuple):
-    """Describes which keys each query sees: consecutive positions that include its own.
+    """Keys that each query sees: consecutive positions that include its own.
 
     Positions count from the start of the whole sample, even if a rank or a step of generation holds only some
     of the queries or keys. An attention core may replace `starts` and `ends` by `bias` or `blocks`.

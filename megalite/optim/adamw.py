@@ -30,7 +30,7 @@ def kinds_of(*, has_own_main: bool, has_ema: bool) -> tuple[str, ...]:
 
 
 class BucketState:
-    """Holds main weights, moments and averages of the elements of a bucket's section that this rank owns.
+    """Main weights, moments and averages of the elements of a bucket's section that this rank owns.
 
     Attributes:
         kind: kind of the section's parameters.
@@ -133,7 +133,7 @@ def owned_part(section: Section, owned: slice) -> slice:
 
 
 class _Update(NamedTuple):
-    """Holds a state, its gradient and the settings of its update."""
+    """State, its gradient and the settings of its update."""
 
     state: BucketState
     gradient: Tensor
@@ -152,7 +152,7 @@ class _Update(NamedTuple):
 
 
 class AdamW:
-    """Updates weights with AdamW (Loshchilov and Hutter 2019); gradients are unscaled and clipped first.
+    """AdamW (Loshchilov and Hutter 2019); gradients are unscaled and clipped first.
 
     Everything that an update depends on stays on the device, and the device decides whether to update: the
     host reads nothing and never waits. With offloaded states, the host reads the decision, and one of its

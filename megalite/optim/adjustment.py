@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Adjustment(Protocol):
-    """Observes an iteration's forward, and changes the model after its update."""
+    """Change of the model after its update, from what an iteration's forward shows."""
 
     def begin(self) -> None:
         """Forget the last iteration, before the first forward of the next one."""

@@ -14,7 +14,7 @@ from megalite.tensor_parallel.parameter_spec import ParameterShard
 
 
 class AveragedWeights:
-    """Updates the averages of this rank's states, and puts them into the model for an evaluation.
+    """Averages of this rank's states, which can replace the weights for an evaluation.
 
     The host updates the averages of offloaded states together with their weights.
 

@@ -17,7 +17,7 @@ from megalite.tensor_parallel.parameter_spec import spec_of
 
 
 class CountingRouter(Protocol):
-    """Declares the interface of a router that counts the tokens of its experts.
+    """Interface of a router that counts the tokens of its experts.
 
     Attributes:
         weight: the router's parameter; its gradient is summed over the ranks whose tokens are counted.
@@ -33,7 +33,7 @@ class CountingRouter(Protocol):
 
 
 class ExpertBalance:
-    """Changes the biases and loads of experts after an update.
+    """Update of the biases and loads of experts, after the optimizer's.
 
     The bias of an expert with fewer tokens of the global batch than the mean rises, and the bias of one with
     more falls (Wang et al. 2024, arXiv 2408.15664). The loads are what the next iteration's balance loss

@@ -24,7 +24,7 @@ the same instructions update an element, to the same bits, wherever the shards a
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """Describes a parameter and its elements [start, end) in the flat tensors of its bucket."""
+    """Parameter and its elements [start, end) in the flat tensors of its bucket."""
 
     name: str
     parameter: nn.Parameter
@@ -37,7 +37,7 @@ class BucketEntry:
 
 
 class ParameterKind(NamedTuple):
-    """Holds the properties that all elements of one optimizer state share.
+    """Properties that all elements of one optimizer state share.
 
     Attributes:
         decay: whether weight decay applies.
@@ -68,7 +68,7 @@ def kind_for(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> 
 
 
 class Section(NamedTuple):
-    """Describes elements [start, end) of a bucket, padding included, whose parameters have one kind."""
+    """Elements [start, end) of a bucket, padding included, whose parameters have one kind."""
 
     kind: ParameterKind
     start: int
@@ -76,7 +76,7 @@ class Section(NamedTuple):
 
 
 class Bucket:
-    """Holds parameters whose weights are views of one flat tensor.
+    """Parameters whose weights are views of one flat tensor.
 
     The bucket is padded with zeros so that each data-parallel rank has a part of equal size. The padding does
     not depend on the ZeRO stage or on how many ranks it shards over, so neither changes a sum.

@@ -21,7 +21,7 @@ error depends on the layout. Blocks of this size are exact to 2e-7."""
 
 
 class CountedShard(NamedTuple):
-    """Describes elements of a parameter that this rank counts in norms, and no other rank of the world.
+    """Elements of a parameter that this rank counts in norms, and no other rank of the world.
 
     Attributes:
         main: main weights, ``[n]``.

@@ -25,7 +25,7 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class GradientBuffer:
-    """Holds the gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
+    """Gradients of one bucket at ZeRO stage 0: all-reduced, so that every rank has the full sum.
 
     The buffer is not zeroed between iterations: a parameter's first gradient overwrites the previous
     iteration's gradient, and later ones are added.
@@ -184,7 +184,7 @@ class GradientBuffer:
 
 
 class ReduceScatterBuffer(GradientBuffer):
-    """Holds the gradients at ZeRO stage 1: reduce-scattered in place, so each rank has the sum of its shard.
+    """Gradients at ZeRO stage 1: reduce-scattered in place, so each rank has the sum of its shard.
 
     If groups of ranks replicate the shards, the sum is also all-reduced between the groups.
     """
@@ -204,7 +204,7 @@ class ReduceScatterBuffer(GradientBuffer):
 
 
 class ShardedGradientBuffer(GradientBuffer):
-    """Holds the gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
+    """Gradients at ZeRO stages 2 and 3: each rank only accumulates its shard over the microbatches.
 
     The full buffer exists from the first gradient of a microbatch until it is reduce-scattered. Each buffer
     has new memory, so each microbatch overwrites it. Groups of ranks that replicate the shards all-reduce the
@@ -291,7 +291,7 @@ With more, steps that follow a bucket's last reduction could precede the sum of 
 
 
 class GradReducer:
-    """Starts the reduction of a bucket as soon as backward has filled it.
+    """Reduction of gradients, which starts as soon as backward has filled a bucket.
 
     A hook on each parameter counts the gradients of its bucket. All ranks start the buckets of a group in the
     same order, whatever the order in which backward fills them: otherwise ranks would sum different buckets.

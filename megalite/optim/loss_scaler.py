@@ -13,7 +13,7 @@ BACKOFF = 0.5
 
 
 class LossScaler:
-    """Holds a constant factor on the loss; 1 changes nothing.
+    """Constant factor on the loss; 1 changes nothing.
 
     It is on the host, so reading it does not wait for kernels.
     """
@@ -41,7 +41,7 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Holds a scale that is halved on overflows and doubled after a window without overflow; Megatron's rule.
+    """Scale that is halved on overflows and doubled after a window without overflow; Megatron's rule.
 
     After `hysteresis` overflows, every overflow halves the scale until the scale grows; only growth resets
     the count. Unlike in Megatron, the scale is at most `MAX_LOSS_SCALE`; torch's `GradScaler` limits it to

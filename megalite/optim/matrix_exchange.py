@@ -23,7 +23,7 @@ from megalite.tensor_parallel.placement import ParameterAxes
 
 
 class Holder(NamedTuple):
-    """Describes a rank that holds parts of the matrices.
+    """Rank that holds parts of the matrices.
 
     Attributes:
         coordinates: its coordinates along the axes that cut the parameters.
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Describes the elements of a matrix that this rank updates.
+    """Elements of a matrix that this rank updates.
 
     Attributes:
         state: number of the state that has them.
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """Describes the elements of a matrix that one rank updates: a range of the flattened block of its box."""
+    """Elements of a matrix that one rank updates: a range of the flattened block of its box."""
 
     part: MatrixPart
     start: int
@@ -66,7 +66,7 @@ class _Segment(NamedTuple):
 
 
 class MatrixExchange:
-    """Exchanges the matrices of some states, whose parameters the same ranks hold.
+    """Exchange of the matrices of some states, whose parameters the same ranks hold.
 
     Attributes:
         states: the states by number.

@@ -97,7 +97,7 @@ def orthogonalization_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Muon:
-    """Updates the matrices of the states from unscaled and clipped gradients.
+    """Muon, for the matrices of the states; gradients are unscaled and clipped.
 
     As in AdamW, the host never waits, and the device decides whether to update. All ranks that hold parts of
     the same matrices must call `step`.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class OffloadedUpdate(NamedTuple):
-    """Holds the tensors and settings of one state's update, on the device.
+    """Tensors and settings of one state's update, on the device.
 
     Attributes:
         gradient: unscaled and clipped gradient, ``[n]``; unused if it has been copied to the host.
@@ -48,7 +48,7 @@ class OffloadedUpdate(NamedTuple):
 
 
 class OffloadBytes(NamedTuple):
-    """Holds the sizes in bytes of a rank's offloaded states.
+    """Sizes in bytes of a rank's offloaded states.
 
     Attributes:
         host: host memory, buffers included.
@@ -66,7 +66,7 @@ class OffloadBytes(NamedTuple):
 
 
 class OptimizerOffload:
-    """Holds AdamW states outside of the device, and updates them there while the next forward begins.
+    """AdamW states outside of the device, updated there while the next forward begins.
 
     It holds the first states, up to the config's share of all elements. A thread updates them in ranges with
     torch's CPU kernel, in the order in which forward uses their weights; forward waits for one state after
@@ -249,7 +249,7 @@ class OptimizerOffload:
 
 
 class _HostUpdate(NamedTuple):
-    """Updates all offloaded states, one state at a time."""
+    """Update of all offloaded states, one state at a time."""
 
     storage: StateStorage
     staging: Staging

@@ -38,7 +38,7 @@ from megalite.torch_private import foreach_copy_, foreach_mul_
 
 
 class Optimizer:
-    """Owns a rank's gradients from backward to the update; computes norms, clips, and runs AdamW and Muon.
+    """Gradients of a rank from backward to the update: norms, clipping, AdamW and Muon.
 
     Attributes:
         buffers: gradients of each bucket, in the order in which backward fills them.

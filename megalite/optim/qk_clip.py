@@ -20,7 +20,7 @@ from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 
 
 class MeasuredHeads(NamedTuple):
-    """Holds the weights of a layer's queries and keys, and how large their scores were.
+    """Weights of a layer's queries and keys, and the largest scores that they gave.
 
     Attributes:
         weight, bias: of the linear layer of queries, keys and values, ``[g (r + 2) d / tp, h]`` and
@@ -34,7 +34,7 @@ class MeasuredHeads(NamedTuple):
 
 
 class QKClip:
-    """Scales the weights of queries and keys after an update, if scores in its forward were too large.
+    """QK-clip: scales weights of queries and keys after an update if scores in its forward were too large.
 
     Query heads that share a key/value head are one group, as in Megatron-LM. If the largest score S of a
     group is above the threshold t, its queries are scaled by (t / S)^alpha and its keys by (t / S)^(1 -

@@ -10,7 +10,7 @@ from megalite.distributed.collectives import Pending
 
 
 class ReduceHandle:
-    """Holds an in-flight reduction of a bucket; `wait` also stores its result.
+    """In-flight reduction of a bucket; `wait` also stores its result.
 
     Args:
         store_result: called once the collective is complete.

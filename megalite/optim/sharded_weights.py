@@ -24,7 +24,7 @@ from megalite.optim.weight_gatherer import ForwardUnit
 
 
 class WeightGathering(NamedTuple):
-    """Holds the choice of how long ZeRO stage 3 keeps gathered weights.
+    """Choice of how long ZeRO stage 3 keeps gathered weights.
 
     Attributes:
         keeps_weights: gather each weight once per iteration and keep it until the last backward. Otherwise
@@ -43,7 +43,7 @@ class WeightGathering(NamedTuple):
 
 
 class ChunkModules(NamedTuple):
-    """Names the modules of a model chunk.
+    """Modules of a model chunk.
 
     Attributes:
         module: the chunk.
@@ -58,7 +58,7 @@ class ChunkModules(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
-    """Holds a module and the buckets of the weights that are gathered for it.
+    """Module and the buckets of the weights that are gathered for it.
 
     Attributes:
         is_layer: the weights are freed after forward, and gathered again for backward. Otherwise, as for the
@@ -72,7 +72,7 @@ class ShardedUnit:
 
 @dataclass(frozen=True, eq=False)
 class ShardedChunk:
-    """Holds a model chunk and its units, in the order in which forward calls them."""
+    """Model chunk and its units, in the order in which forward calls them."""
 
     module: nn.Module
     units: Sequence[ShardedUnit]
@@ -135,7 +135,7 @@ def _groups(chunks: Sequence[ShardedChunk]) -> list[list[Bucket]]:
 
 
 class ShardedWeights:
-    """Gathers and frees the weights of this rank's units.
+    """Weights of this rank's units, gathered when they are needed and freed afterwards.
 
     While a unit computes, the weights of the unit that follows in forward, or in backward, are gathered. At
     most two layers of a chunk are full at a time, unless they are kept.

@@ -19,7 +19,7 @@ def staging_bytes(size: int, dtypes: Sequence[torch.dtype]) -> int:
 
 
 class Staging:
-    """Copies ranges to the host before their update and back after it, each way on its own CUDA stream.
+    """Copies of ranges to the host before their update and back after it, each way on its own CUDA stream.
 
     On other devices copies are made at once. Ranges are numbered from 0 in each update. Call `down`,
     `arrived` and `up` for each range in this order, and `down` at most `NUM_STAGED` ranges ahead of `up`.
@@ -81,7 +81,7 @@ class Staging:
 
 
 class HostGradient(NamedTuple):
-    """Holds a gradient in pinned host memory, ``[n]``, and the event of its copy, which may still run."""
+    """Gradient in pinned host memory, ``[n]``, and the event of its copy, which may still run."""
 
     memory: Tensor
     copied: torch.cuda.Event | None
@@ -94,7 +94,7 @@ class HostGradient(NamedTuple):
 
 
 class HostGradients:
-    """Holds the gradients of offloaded states in pinned host memory; they are copied while backward runs.
+    """Gradients of offloaded states in pinned host memory; they are copied while backward runs.
 
     Args:
         device: device of the gradients.

@@ -46,7 +46,7 @@ class StateFileError(UserError):
 
 
 class _Part(NamedTuple):
-    """Describes one kind's tensor of a range: its bytes in the file and in its slot's memory."""
+    """One kind's tensor of a range: its bytes in the file and in its slot's memory."""
 
     kind: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class _Part(NamedTuple):
 
 
 class FileStorage(StateStorage):
-    """Holds the tensors in an unnamed file, which the system deletes when this process ends.
+    """Tensors in an unnamed file, which the system deletes when this process ends.
 
     Reads and writes bypass the page cache (`O_DIRECT`) if the file system supports it. Threads read ranges
     before the update and write them after it, through `NUM_SLOTS` buffers. A checksum of each range is kept

@@ -14,7 +14,7 @@ from megalite.optim.offload_sizes import RANGE_SIZE
 
 
 class StateSize(NamedTuple):
-    """Describes the tensors of one of AdamW's states.
+    """Tensors of one of AdamW's states.
 
     Attributes:
         numel: number of elements of each tensor.
@@ -32,7 +32,7 @@ class StateSize(NamedTuple):
 
 
 class StateRange(NamedTuple):
-    """Describes elements ``[start, stop)`` of the state at this position."""
+    """Elements ``[start, stop)`` of the state at this position."""
 
     state: int
     start: int
@@ -64,7 +64,7 @@ def ranges_of(
 
 
 class StateStorage(ABC):
-    """Holds the tensors of states, initially zero, and passes their ranges to an update one by one.
+    """Tensors of states, initially zero, whose ranges pass to an update one by one.
 
     An update calls `start`, possibly long before it begins, then `take` and `put` for each range in order,
     then `finish`. Between updates `tensors` may be read and written; call `seal` after writing.
@@ -116,7 +116,7 @@ class StateStorage(ABC):
 
 
 class HostStorage(StateStorage):
-    """Holds the tensors in host memory.
+    """Tensors in host memory.
 
     The memory is not pinned: only the host reads and writes it.
 

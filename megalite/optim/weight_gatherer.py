@@ -16,7 +16,7 @@ ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
 
 
 class WeightGatherer:
-    """All-gathers each bucket's weights from the ranks that own its shards (ZeRO stages 0 to 2).
+    """All-gather of each bucket's weights from the ranks that own its shards (ZeRO stages 0 to 2).
 
     With units, the all-gather overlaps the next forward: buckets are started in the order in which forward
     first uses them, and each unit's call waits for its own buckets. Without units, `start` waits for all.

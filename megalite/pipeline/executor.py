@@ -55,7 +55,7 @@ def divisor_of(name: str, per: str, divisors: Mapping[str, float | Tensor]) -> f
 
 
 class StageFunction(Protocol[M_contra]):
-    """Declares the forward of one pipeline stage on one microbatch."""
+    """Forward of one pipeline stage on one microbatch."""
 
     def __call__(self, microbatch: M_contra, hidden: Tensor | None) -> Tensor | WithTerms:
         """Return hidden states for the next stage; the last stage returns the loss. Each may add terms.
@@ -66,7 +66,7 @@ class StageFunction(Protocol[M_contra]):
 
 
 class InFlight(NamedTuple):
-    """Holds what a backward needs from its forward, in addition to the autograd graph.
+    """Values that a backward needs from its forward, in addition to the autograd graph.
 
     Input and output are not kept: once the output has been sent, their memory is free unless the graph itself
     saved it.
@@ -83,7 +83,7 @@ class InFlight(NamedTuple):
 
 
 class _StageInput(torch.autograd.Function):
-    """Makes a stage's input a part of the graph without keeping it in memory, and captures its gradient.
+    """Input of a stage in the graph, not kept in memory; backward captures its gradient.
 
     A leaf tensor with a ``.grad`` would stay in memory until backward.
     """
@@ -100,7 +100,7 @@ class _StageInput(torch.autograd.Function):
 
 
 class ScheduleRun(Generic[M]):
-    """Runs the actions of one training step or evaluation on this rank, and holds the microbatches in flight.
+    """One training step or evaluation on this rank: its actions and the microbatches in flight.
 
     If this rank also holds the next stage (at the tip of a V), an output becomes its input without a message
     or a copy.
@@ -226,7 +226,7 @@ the next garbage collection."""
 
 
 class Pipeline(Generic[M]):
-    """Runs a schedule on this rank's chunks and exchanges messages with the other ranks.
+    """This rank's chunks and schedule, and its messages to and from other ranks.
 
     Every rank of the axis must call the same method with the same number of microbatches. A pipeline of one
     rank runs the same code without messages.

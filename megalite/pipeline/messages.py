@@ -25,7 +25,7 @@ class ScheduleError(RuntimeError):
 
 
 class ActionSpan(NamedTuple):
-    """Describes the start and end of an action."""
+    """Start and end of an action."""
 
     start: float
     end: float
@@ -113,7 +113,7 @@ def direction_of(action: Action) -> Direction:
 
 @dataclass(frozen=True)
 class StageMessage:
-    """Describes a tensor that one rank's action produces and another's reads; equal on both ranks.
+    """Tensor that one rank's action produces and another's reads; equal on both ranks.
 
     Attributes:
         sender, receiver: coordinates along the pipeline axis.
@@ -135,7 +135,7 @@ class StageMessage:
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds one or more messages of one direction that a rank starts together.
+    """One or more messages of one direction that a rank starts together.
 
     Hidden states and their gradients use separate process groups, so they do not wait for each other.
 

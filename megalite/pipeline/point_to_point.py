@@ -21,7 +21,7 @@ Launched = tuple[list[dist.Work], "dist.Work | None"]
 
 
 class PointToPoint:
-    """Sends and receives messages for one rank of a pipeline. All tensors of a step have the same shape.
+    """Messages of one rank of a pipeline. All tensors of a step have the same shape.
 
     Args:
         pp: the pipeline axis.

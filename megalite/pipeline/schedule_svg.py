@@ -18,7 +18,7 @@ _LEAST_WIDTH = 640
 
 
 class Drawing:
-    """Draws boxes, text, lines and arrows on a white background, in pixels from the upper left corner."""
+    """Boxes, text, lines and arrows on a white background, in pixels from the upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self._parts = [

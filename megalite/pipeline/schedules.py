@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 
 class ActionKind(Enum):
-    """Names the kind of work that a rank does for one microbatch.
+    """Kind of work that a rank does for one microbatch.
 
     A schedule uses whole backward passes, or splits each of them in two (Qi et al. 2023): the gradient of the
     input, for which the previous stage waits, and the gradients of the weights, which can wait until the
@@ -52,7 +52,7 @@ F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEI
 
 
 class Action(NamedTuple):
-    """Describes one step of a rank's work.
+    """One step of a rank's work.
 
     Attributes:
         microbatch: number of the microbatch within the step, in [0, m).
@@ -101,7 +101,7 @@ Step = TypeVar("Step")
 
 @dataclass(frozen=True)
 class StageMap:
-    """Maps between global stages and the chunks of ranks. A microbatch passes each rank once per chunk.
+    """Map between global stages and the chunks of ranks. A microbatch passes each rank once per chunk.
 
     Attributes:
         v_shaped: odd chunks run over the ranks in reverse order (ZB-V, Qi et al. 2024), so the last
@@ -397,7 +397,7 @@ DEFAULT_NUM_CHUNKS = 2
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Holds all facts about one schedule.
+    """All facts about one schedule.
 
     Attributes:
         train: returns the actions of a training step. Every schedule sums the gradients of a stage in the

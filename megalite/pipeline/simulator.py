@@ -41,7 +41,7 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class TimelineSlot:
-    """Describes an action with its start and end; those of actions that run together are equal."""
+    """Action with its start and end; those of actions that run together are equal."""
 
     action: Action
     start: float
@@ -55,7 +55,7 @@ class TimelineSlot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds the times of all ranks' actions.
+    """Times of all ranks' actions.
 
     Attributes:
         slots: actions by rank, in order of time.
@@ -210,7 +210,7 @@ def run_steps(
 
 
 class _OpenBatch:
-    """Describes a batch in flight.
+    """Batch in flight.
 
     Attributes:
         send: the send, or None once it has been delivered.
@@ -231,7 +231,7 @@ class _OpenBatch:
 
 
 class _Queue:
-    """Holds one rank's batches of one direction in flight.
+    """One rank's batches of one direction in flight.
 
     Attributes:
         open: batches in flight; the first is the current one.
@@ -244,7 +244,7 @@ class _Queue:
 
 
 class _SimulatedRank:
-    """Holds the next step of a rank, its batches in flight and its clock.
+    """Next step of a rank, its batches in flight and its clock.
 
     Args:
         steps: batches, and actions with those that run together in one tuple.

@@ -65,7 +65,7 @@ def fill_initial(out: Tensor, name: str, spec: ParameterSpec, seed: int, topolog
 
 
 class Dropout(nn.Module):
-    """Applies dropout whose mask depends on seed, site, sample and element, but not on the layout.
+    """Dropout whose mask depends on seed, site, sample and element, but not on the layout.
 
     Args:
         p: probability that an element becomes 0.

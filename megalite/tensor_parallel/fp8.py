@@ -38,7 +38,7 @@ _SMALLEST = 2.0**-100  # so that the scale of a tensor of zeros is not 0
 
 
 class Fp8(NamedTuple):
-    """Holds a matrix in 8 bits: its values are ``numbers * scale``."""
+    """Matrix in 8 bits: its values are ``numbers * scale``."""
 
     numbers: Tensor
     scale: Tensor
@@ -87,7 +87,7 @@ def scaled_gemm(a: Fp8, b: Fp8, bias: Tensor | None, dtype: torch.dtype, *, is_f
 
 @dataclass
 class Fp8Weight:
-    """Holds what is known of a weight ``[out, in]``.
+    """Properties of a weight ``[out, in]``.
 
     Attributes:
         weight: the weight. While this object holds it, no other weight is at its place in memory.
@@ -101,7 +101,7 @@ class Fp8Weight:
 
 
 class Fp8Weights:
-    """Holds the magnitudes and the 8-bit copies of a rank's weights during an iteration.
+    """Magnitudes and 8-bit copies of a rank's weights during an iteration.
 
     Outside of `iteration`, where weights may change at any time, nothing is kept. A graph of torch.compile
     does not keep anything either.
@@ -143,7 +143,7 @@ class Fp8Weights:
 
 
 class Fp8Gemm:
-    """Runs the GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
+    """GEMMs of a linear layer in 8 bits; see `linear.Gemm`.
 
     Args:
         fp8_format: a key of `GRADIENT_DTYPES`.
@@ -202,7 +202,7 @@ def _with_rows_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Traced(torch.autograd.Function):
-    """Computes a linear layer without communication, main_grad or weight-gradient store."""
+    """Linear layer without communication, main_grad or weight-gradient store."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Fp8Gemm) -> Tensor:

@@ -46,7 +46,7 @@ from megalite.distributed.collectives import (
 
 
 class Gemm(Protocol):
-    """Declares the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
+    """Interface of the GEMMs of a rank's slice, in 16 or more bits (`WideGemm`) or in 8 (`Fp8Gemm`)."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``: ``[s, b, in]`` and ``[out, in]`` -> ``[s, b, out]``."""
@@ -62,14 +62,14 @@ class Gemm(Protocol):
 
 
 class PendingSum(Protocol):
-    """Holds a sum over the ranks in flight."""
+    """Sum over the ranks in flight."""
 
     def wait(self) -> Tensor:
         """Wait for the collectives and return the result."""
 
 
 class PendingParts(NamedTuple):
-    """Holds a sum in flight whose parts are collectives of their own."""
+    """Sum in flight whose parts are collectives of their own."""
 
     tensor: Tensor
     parts: Sequence[Pending]
@@ -82,7 +82,7 @@ class PendingParts(NamedTuple):
 
 
 class SeparateCollectives:
-    """Runs each collective before or after its GEMM.
+    """Collectives before or after their GEMMs.
 
     Args:
         sequence_parallel: inputs are gathered along the sequence and outputs reduce-scattered; otherwise
@@ -133,7 +133,7 @@ class SeparateCollectives:
 
 
 class ChunkedCollectives(SeparateCollectives):
-    """Splits the positions into parts, so that the collective of a part overlaps the GEMM of another part.
+    """Collectives in parts of the positions: that of a part overlaps the GEMM of another part.
 
     Each row of a result is the product of the same row as without parts. Weight gradients are not split.
     Neither is the gather in the row layer's backward: its weight gradient needs the gathered gradient in
@@ -225,7 +225,7 @@ def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> No
 
 
 class SymmetricMemoryCollectives(SeparateCollectives):
-    """Runs each pair as one of torch's operators on symmetric memory, in which a GPU reads another's.
+    """Collectives fused with GEMMs: torch's operators on symmetric memory of other GPUs.
 
     An operator splits the tokens by rank. It copies a slice while it multiplies another, on two streams, so
     it needs more than one connection (`cuda_environment.settings_for`). Only with sequence parallelism.

@@ -18,7 +18,7 @@ _PIECE = 1 << 20
 
 
 class Jitter(nn.Module):
-    """Multiplies each element by a uniform number from 1 - eps to 1 + eps in training (Fedus et al. 2022).
+    """Factors from 1 - eps to 1 + eps, uniform, on each element in training (Fedus et al. 2022).
 
     The number is a function of seed, site, sample and element, as the mask of a `Dropout`.
 

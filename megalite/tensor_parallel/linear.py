@@ -46,7 +46,7 @@ from megalite.wrapping import communication_point
 
 
 class WideGemm:
-    """Runs the GEMMs in the tensors' own dtype."""
+    """GEMMs in the tensors' own dtype."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute ``x weight^T + bias``."""
@@ -70,7 +70,7 @@ class WideGemm:
 
 @dataclass(frozen=True)
 class LinearContext:
-    """Holds the settings of a linear layer's forward and backward.
+    """Settings of a linear layer's forward and backward.
 
     Attributes:
         collectives: runs the GEMMs whose collectives only they can hide.
@@ -163,7 +163,7 @@ def row_linear(
 
 
 class Activated(NamedTuple):
-    """Holds the result of GELU from a column layer's GEMM, for the row layer after it.
+    """Result of GELU from a column layer's GEMM, for the row layer after it.
 
     The row layer's backward computes the gradients of `before` and the bias in one GEMM. Autograd therefore
     treats `value` as a constant.
@@ -195,13 +195,13 @@ def column_linear_gelu(
 
 
 class _GeluEpilogue(NamedTuple):
-    """Adds a bias and applies GELU in a GEMM. The bias' gradient is computed elsewhere."""
+    """GEMM with a bias and GELU. The bias' gradient is computed elsewhere."""
 
     bias: Tensor | None
 
 
 class _HiddenFromAutograd(NamedTuple):
-    """Hides parameters from autograd, which adds an edge to every bare tensor argument."""
+    """Parameters hidden from autograd, which adds an edge to every bare tensor argument."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -225,7 +225,7 @@ def _apply(
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Multiplies the gathered input by the rank's slice of the weight; backward sums the input's gradient."""
+    """Gathered input times the rank's slice of the weight; backward sums the input's gradient."""
 
     @staticmethod
     def forward(
@@ -277,7 +277,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """Saves what backward needs, and returns a tensor that stands in for the result, without memory.
+    """Tensor without memory that stands in for the result; it saves what backward needs.
 
     `_Computed` replaces it by the result.
     """
@@ -322,7 +322,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 class _Computed(torch.autograd.Function):
-    """Returns the result of `compute`, whose gradient is the gradient of the tensor that stands in for it."""
+    """Result of `compute`, whose gradient is the gradient of the tensor that stands in for it."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -348,7 +348,7 @@ def _traced(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, context:
 
 
 class _AddWeightGradient(torch.autograd.Function):
-    """Returns a linear layer's output `y`; backward adds the weight's gradient to `total`, in its shape."""
+    """Output `y` of a linear layer; backward adds the weight's gradient to `total`, in its shape."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
@@ -412,7 +412,7 @@ def _store_gradients(
 
 
 class ColumnParallelLinear(nn.Module):
-    """Computes y = x A^T + b with A cut along its output features: each rank computes its slice of y.
+    """Linear layer y = x A^T + b with A cut along its output features: a rank computes a slice of y.
 
     Args:
         out_features: number of output features, or a shape whose last dim is cut: ``(2, ffn)`` gives every
@@ -461,7 +461,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Computes y = x A^T + b with A cut along its input features: the ranks' partial results are summed.
+    """Linear layer y = x A^T + b with A cut along its input features: partial results are summed.
 
     Args:
         bias: add a bias, which is replicated on every rank and starts at zero.

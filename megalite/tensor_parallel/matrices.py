@@ -15,7 +15,7 @@ from megalite.tensor_parallel.placement import Box
 
 @dataclass(frozen=True)
 class Matrix:
-    """Selects one matrix of a full parameter ``[..., rows, columns]``.
+    """One matrix of a full parameter ``[..., rows, columns]``.
 
     Attributes:
         index: its index along the leading dims.
@@ -65,7 +65,7 @@ def matrices_of(spec: ParameterSpec, *, splits_fused: bool = True) -> list[Matri
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Describes the part of a matrix in a box of its parameter: a block of the matrix, or nothing.
+    """Part of a matrix in a box of its parameter: a block of the matrix, or nothing.
 
     The elements of the part are in the order of the flattened box, which is the order of the flattened block.
     """

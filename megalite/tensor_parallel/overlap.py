@@ -23,7 +23,7 @@ _TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True)
 class Overlap:
-    """Describes how a tensor-parallel group overlaps its collectives with GEMMs.
+    """Overlap of a tensor-parallel group's collectives with GEMMs.
 
     Attributes:
         method: None to run each collective alone, before or after its GEMM.

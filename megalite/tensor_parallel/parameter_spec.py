@@ -32,7 +32,7 @@ from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Describes a parameter independently of the layout.
+    """Properties of a parameter that do not depend on the layout.
 
     Attributes:
         full_shape: shape of the full parameter over all ranks.
@@ -129,7 +129,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """Holds elements ``[start, start + n)`` of this rank's flattened slice of a parameter, state or buffer.
+    """Elements ``[start, start + n)`` of this rank's flattened slice of a parameter, state or buffer.
 
     Attributes:
         tensor: these elements, ``[n]``; n may be 0.
@@ -158,7 +158,7 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Holds the settings that the modules of a model share on a rank, besides the model's config.
+    """Settings that the modules of a model share on a rank, besides the model's config.
 
     Attributes:
         dtype: dtype of parameters and hidden states.

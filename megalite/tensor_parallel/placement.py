@@ -19,14 +19,14 @@ from megalite.errors import UserError
 
 @dataclass(frozen=True)
 class Cut:
-    """Cuts a parameter along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
+    """Division of a parameter along `dim` into equal slices, one for each rank of the mesh axis `axis`."""
 
     axis: str
     dim: int
 
 
 class Box(NamedTuple):
-    """Locates a box in a full tensor.
+    """Box of a full tensor: an index range along each dim.
 
     Attributes:
         starts: index of its first element along each dim.
@@ -64,7 +64,7 @@ class Box(NamedTuple):
 
 
 class ParameterAxes(NamedTuple):
-    """Describes which ranks hold a parameter, apart from the dims of its cuts.
+    """Axes whose ranks hold a parameter, apart from the dims of its cuts.
 
     Attributes:
         cut_over: names of the axes that cut it, sorted.

@@ -18,7 +18,7 @@ EMBEDDING_GRADS = "embedding-grads-all-reduce"
 
 
 class TiedWeight(NamedTuple):
-    """Holds a word embedding that two stages use.
+    """Word embedding that two stages use.
 
     Attributes:
         weight: this rank's slice.

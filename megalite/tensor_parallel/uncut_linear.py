@@ -15,7 +15,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec,
 
 
 class UncutLinear(nn.Module):
-    """Computes y = x A^T + b for the tokens that a rank has, with its gradients stored and added as others'.
+    """Linear layer y = x A^T + b for the tokens of a rank; its gradients are stored and added as others'.
 
     Args:
         bias: add a bias, which starts at zero.

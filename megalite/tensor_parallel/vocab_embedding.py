@@ -14,7 +14,7 @@ from megalite.tensor_parallel.placement import Cut
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up words in a table that is cut along its rows, each rank its own tokens, and sums the results.
+    """Embedding table that is cut along its rows; the ranks' results are summed.
 
     Args:
         num_padding: number of unused rows at the end.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class MainGrad(NamedTuple):
-    """Gives access to the buffer that accumulates a weight's gradient. The optimizer sets `weight.main_grad`.
+    """Access to the buffer that accumulates a weight's gradient. The optimizer sets `weight.main_grad`.
 
     Attributes:
         claim: returns the buffer, in the weight's shape and in its dtype or a wider one, and whether to
@@ -32,7 +32,7 @@ def main_grad_of(weight: nn.Parameter) -> MainGrad | None:
 
 
 class WeightGradient(NamedTuple):
-    """Holds a weight gradient that is computed later.
+    """Weight gradient that is computed later.
 
     Attributes:
         compute: returns the gradient, or None if it was added to the weight's `main_grad`.
@@ -43,7 +43,7 @@ class WeightGradient(NamedTuple):
 
 
 class WeightGradientStore:
-    """Stores weight gradients of a backward pass for later: W of zero bubble (Qi et al. 2023, section 2).
+    """Weight gradients to compute later in backward: W of zero bubble (Qi et al. 2023, section 2).
 
     The previous stage only waits for the input's gradient, so a rank computes the weights' gradients while it
     would otherwise be idle.

@@ -1,6 +1,6 @@
 """Bisect each error of the catalogue, and rate whether the report names the place of the error.
 
-The table of docs/verification.md has the results. `python -m tests.power.measure` writes it with the other
+docs/reference/located_errors.md has the results. `python -m tests.power.measure` writes it with the other
 tables, `python -m tests.power.locate` alone.
 """
 
@@ -23,7 +23,15 @@ from megalite.verify.trace_run import RankTrace, trace_rank
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE
 from tests.power.injected_error import InjectedError
-from tests.power.measure import BY_NAME, GLOBAL_BATCH_SIZE, NUM_ITERATIONS, PROVIDERS, config_of, write_page
+from tests.power.measure import (
+    BY_NAME,
+    GLOBAL_BATCH_SIZE,
+    NUM_ITERATIONS,
+    PROVIDERS,
+    config_of,
+    write_page,
+)
+from tests.power.measure import PAGE as INJECTED_ERRORS
 
 SUMMED = r"after its sum over dp \("
 MISSING_DP, MISSING_TP = (f"a sum over {axis} is missing" for axis in ("dp", "tp"))
@@ -447,13 +455,14 @@ def table_of_places(found: Sequence[Located]) -> str:
     return "\n".join(lines)
 
 
+PAGE = INJECTED_ERRORS.with_name("located_errors.md")
 BEGIN, END = "<!-- begin: located errors -->", "<!-- end: located errors -->"
 
 
 def write_places() -> None:
     """Bisect all errors that a verification finds, and replace the table of the page."""
     errors = [error for error in CATALOGUE if not error.unseen and not error.is_of_saves]
-    write_page(table_of_places([*locate(errors)]), BEGIN, END)
+    write_page(table_of_places([*locate(errors)]), PAGE, BEGIN, END)
 
 
 if __name__ == "__main__":

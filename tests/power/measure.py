@@ -1,4 +1,4 @@
-"""Inject the errors of the catalogue, verify layouts with each, and write the table of docs/verification.md.
+"""Inject the errors of the catalogue, verify layouts with each, and write docs/reference/injected_errors.md.
 
 python -m tests.power.measure     run from the repository root; takes some minutes
 """
@@ -265,7 +265,7 @@ def _differences(model: str, run: RunRecord | str, reference: RunRecord | str) -
     return compare(run, reference).excesses(TOLERANCES[config_of(model).model.params_dtype])
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "verification.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "injected_errors.md"
 BEGIN, END = "<!-- begin: injected errors -->", "<!-- end: injected errors -->"
 
 
@@ -283,7 +283,7 @@ def table(findings: Sequence[Finding]) -> str:
         f"{len(total)} of {len(errors)} errors are found, {len(by_default)} of them in the default layouts.",
     ]
     for kind in dict.fromkeys(error.kind for error in errors):
-        lines += ["", f"### {kind[0].upper()}{kind[1:]}", ""]
+        lines += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
         lines += ["| error | model | found in | first and largest differences |", "|---|---|---|---|"]
         for error in (each for each in errors if each.kind == kind):
             found = caught[error.name]
@@ -303,11 +303,11 @@ def _shown(differences: Sequence[str]) -> str:
     return "; ".join(each.partition(", over")[0] for each in [differences[0], *gradient])
 
 
-def write_page(text: str, begin: str = BEGIN, end: str = END) -> None:
+def write_page(text: str, page: Path = PAGE, begin: str = BEGIN, end: str = END) -> None:
     """Replace the part of the page between two comments."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     after = rest.partition(end)[2]
-    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

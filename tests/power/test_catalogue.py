@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,11 @@ from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError
 from tests.power.measure import MODELS, PAGE, default_names, full_differences, measure
 
-SAMPLE = 20
+SAMPLE = 14
 """Number of errors of gpt to inject by default, each in the layout in which it acts."""
 
 
-SAMPLE_OF_SAVES = 2
+SAMPLE_OF_SAVES = 1
 """Number of such errors in evaluations, saves and resumes."""
 
 
@@ -73,3 +74,7 @@ def test_names_are_unique_and_the_page_has_all() -> None:
     assert len(set(names)) == len(names)
     page = PAGE.read_text(encoding="utf-8")
     assert [name for name in names if f"| {name} |" not in page] == []
+    (counts,) = re.findall(r"^\d+ of \d+ errors are found, .*$", page, re.MULTILINE)
+    assert counts.startswith(f"{sum(not error.unseen for error in CATALOGUE)} of {len(names)} ")
+    summary = PAGE.parents[1].joinpath("verification.md").read_text(encoding="utf-8")
+    assert counts in " ".join(summary.split())

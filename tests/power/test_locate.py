@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.power.catalogue import CATALOGUE
-from tests.power.locate import PLACES, locate
-from tests.power.measure import BY_NAME, MODELS, PAGE
+from tests.power.locate import PAGE, PLACES, locate
+from tests.power.measure import BY_NAME, MODELS
 
 SAMPLE = (
     "row layers are not summed",
@@ -48,5 +50,10 @@ def test_the_place_of_every_rated_error_is_named(model: str) -> None:
 
 def test_rated_errors_exist_and_the_page_has_them() -> None:
     assert PLACES.keys() | WRONG_OPERATION <= BY_NAME.keys()
-    text = PAGE.read_text(encoding="utf-8").partition("<!-- begin: located errors -->")[2]
+    text = PAGE.read_text(encoding="utf-8")
     assert [name for name in PLACES if f"| {name} |" not in text] == []
+    ((rated, tensors, operations),) = re.findall(
+        r"(\d+) errors are rated.*? for (\d+) of.*? for (\d+)\.", text
+    )
+    summary = " ".join(PAGE.parents[1].joinpath("verification.md").read_text(encoding="utf-8").split())
+    assert f"for {tensors} of {rated} rated errors, and also the right operation for {operations}" in summary

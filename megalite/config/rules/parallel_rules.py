@@ -29,37 +29,6 @@ _DP = "data_parallel_size"
 _CP = "context_parallel_size"
 
 
-def layout(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a layout that the program chooses cannot change the run, and that it can be planned."""
-    if config.parallel.layout != "auto":
-        return
-    training, dry_run = config.training, config.dry_run
-    if training.global_batch_size is None:
-        yield Problem(
-            ("layout", "global_batch_size"),
-            "--layout auto needs --global-batch-size, whose default depends on the layout: pass the samples "
-            "of an optimizer step",
-        )
-    if training.fp8_format is not None:
-        yield Problem(
-            ("layout", "fp8_format"),
-            f"--layout auto with --fp8-format {training.fp8_format}, whose speed cannot be planned: pass the "
-            "layout, or remove --fp8-format",
-        )
-    if dry_run.dry_run:
-        yield Problem(
-            ("layout", "dry_run"),
-            "--layout auto with --dry-run, which has no hardware to choose for: pass the layout that "
-            "`megalite plan --layout auto` prints",
-        )
-    if dry_run.verify_layouts is not None:
-        yield Problem(
-            ("layout", "verify_layouts"),
-            f"--layout auto with --verify-layouts {dry_run.verify_layouts}, which names its layouts: remove "
-            "--layout auto",
-        )
-
-
 def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that tp divides the query heads, the MLP columns and the vocabulary rows."""
     model, tp = config.model, config.parallel.tp

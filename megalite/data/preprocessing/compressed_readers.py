@@ -102,7 +102,7 @@ def _decompress(compressed: BinaryIO, zstandard: Any) -> Iterator[bytes]:
 
 
 class _ChunkStream(io.RawIOBase):
-    """Reads chunks of any size as a raw stream."""
+    """Raw stream over chunks of any size."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

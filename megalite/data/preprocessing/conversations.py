@@ -25,7 +25,7 @@ ASSISTANT = "assistant"
 
 
 class Conversation(NamedTuple):
-    """Holds messages to learn from.
+    """Messages to learn from.
 
     Attributes:
         tools: descriptions of tools, as the template takes them; None without tools.
@@ -38,7 +38,7 @@ class Conversation(NamedTuple):
 
 
 class EncodedConversation(NamedTuple):
-    """Holds an encoded conversation.
+    """Encoded conversation.
 
     Attributes:
         ids: its tokens.
@@ -52,7 +52,7 @@ class EncodedConversation(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Locates the part of a rendered text that an answer takes, in characters."""
+    """Part of a rendered text that an answer takes, in characters."""
 
     message: str
     begin: int
@@ -112,7 +112,7 @@ def _is_empty(content: object) -> bool:
 
 
 class ConversationEncoder:
-    """Renders and tokenizes conversations.
+    """Renderer and tokenizer of conversations.
 
     Args:
         key: key of the list of messages in a JSON object.

@@ -31,7 +31,7 @@ class RecordError(ValueError):
 
 
 class DocumentRecord(NamedTuple):
-    """Holds one document as it is in its file; workers parse it.
+    """One document as it is in its file; workers parse it.
 
     Attributes:
         source: the file.

@@ -44,7 +44,7 @@ class CannotWrite(UserError):
 
 @dataclass
 class ColumnResult:
-    """Holds the result of one piece for one column."""
+    """Result of one piece for one column."""
 
     extent: Extent
     num_text_bytes: int = 0
@@ -59,7 +59,7 @@ class ColumnResult:
 
 @dataclass
 class PieceResult:
-    """Holds the result of one piece; its size does not depend on the piece's."""
+    """Result of one piece; its size does not depend on the piece's."""
 
     columns: list[ColumnResult]
     num_bytes: int
@@ -71,7 +71,7 @@ class PieceResult:
 
 
 class Encoder:
-    """Parses and tokenizes pieces, and appends them to its own shards; a context manager."""
+    """Encoder of pieces, which it appends to its own shards; a context manager."""
 
     def __init__(self, job: PreprocessJob, folder: str) -> None:
         self._job = job

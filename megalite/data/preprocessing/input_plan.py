@@ -30,7 +30,7 @@ _MAX_PIECES = 1 << 14
 
 
 class InputPlan:
-    """Plans the pieces of a job's input.
+    """Plan of the pieces of a job's input.
 
     It holds neither the files' bytes nor the pieces: memory does not grow with the input.
 

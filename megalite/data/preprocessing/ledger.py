@@ -20,7 +20,7 @@ from megalite.files import no_follow, open_new, parse_json, replace_file
 
 
 class Ledger:
-    """Manages the folder STEM.unfinished: a header, a line for each finished piece, and workers' shards.
+    """Folder STEM.unfinished: a header, a line for each finished piece, and workers' shards.
 
     Lines are in the pieces' order, so the finished pieces are always the start of the input. A line is
     written after its shards are on disk; a line that a kill has cut off does not count. As a context manager,

@@ -23,7 +23,7 @@ _SCAN_BYTES = 1 << 20
 
 
 class InputPiece(Protocol):
-    """Describes a part of the input that holds complete records.
+    """Part of the input that holds complete records.
 
     Attributes:
         num_input_bytes: size of this part of the files, before decompression.
@@ -44,7 +44,7 @@ class InputPiece(Protocol):
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """Reads one file, or several small files."""
+    """One file, or several small files."""
 
     files: tuple[str, ...]
     num_input_bytes: int
@@ -57,7 +57,7 @@ class WholeFiles:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Reads row groups of a Parquet file."""
+    """Row groups of a Parquet file."""
 
     path: str
     groups: tuple[int, ...]
@@ -72,7 +72,7 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """Holds complete lines or paragraphs from the middle of a stream, as the reading process sends them."""
+    """Complete lines or paragraphs from the middle of a stream, as the reading process sends them."""
 
     source: str
     kind: str
@@ -91,7 +91,7 @@ class InputChunk:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Reads the lines of an uncompressed file that start in a range of its bytes."""
+    """Lines of an uncompressed file that start in a range of its bytes."""
 
     path: str
     begin: int
@@ -142,7 +142,7 @@ def _line_start(stream: BinaryIO, position: int, end: int) -> int | None:
 
 
 class _FileRange(io.RawIOBase):
-    """Reads a range of a file's bytes as a stream."""
+    """Stream over a range of a file's bytes."""
 
     def __init__(self, path: str, begin: int, end: int | None) -> None:
         self._file = open(path, "rb", buffering=0)

@@ -36,7 +36,7 @@ class _Worker(NamedTuple):
 
 
 class EncoderPool:
-    """Encodes in the calling process for one worker, else in worker processes; a context manager.
+    """Encoder in the calling process for one worker, else in worker processes; a context manager.
 
     A worker's only connection to this process is its pipe, so it ends when this process ends.
     """

@@ -51,7 +51,7 @@ OnProgress = Callable[[PreprocessingProgress], None]
 
 @dataclass(frozen=True)
 class PreprocessingSummary:
-    """Sums up a finished run.
+    """Summary of a finished run.
 
     Attributes:
         progress: progress at its end.
@@ -184,7 +184,7 @@ def _finished_before(job: PreprocessJob, made_with: dict[str, Any]) -> Preproces
 
 
 class _Run:
-    """Collects the results of one run, from its first piece to its datasets."""
+    """Results of one run, from its first piece to its datasets."""
 
     def __init__(self, job: PreprocessJob, on_progress: OnProgress) -> None:
         self._job = job

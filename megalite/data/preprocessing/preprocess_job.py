@@ -20,7 +20,7 @@ from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Describes a job's inputs and outputs; the result does not depend on the number of workers."""
+    """Inputs and outputs of a job; the result does not depend on the number of workers."""
 
     inputs: tuple[str, ...]
     """Files, globs and folders, or "-" for standard input."""

@@ -96,7 +96,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """Reports on one dataset: the same for any number of workers, with or without an interruption."""
+    """Report on one dataset: the same for any number of workers, with or without an interruption."""
 
     prefix: str
     """Size of the .bin and .idx in bytes."""

@@ -23,7 +23,7 @@ _MAX_LENGTH = 2**31 - 1
 
 
 class EncodedDocuments(NamedTuple):
-    """Holds encoded documents of one key.
+    """Encoded documents of one key.
 
     Attributes:
         sequences: token ids of all documents' sequences, in order.
@@ -96,7 +96,7 @@ COUNTS = np.dtype("<i4")
 
 
 class Extent(NamedTuple):
-    """Locates one piece's part of one dataset in a shard; positions and counts are in items, not in bytes."""
+    """One piece's part of one dataset in a shard; positions and counts are in items, not in bytes."""
 
     shard: str
     tokens: tuple[int, int]  # position, count
@@ -105,7 +105,7 @@ class Extent(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Holds the tokens of one key back to back, the sequences' lengths, and sequences per document."""
+    """Tokens of one key back to back, the sequences' lengths, and sequences per document."""
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
@@ -117,7 +117,7 @@ FILES = Column._fields
 
 
 class ShardWriter:
-    """Appends columns to PATH.tokens, .lengths and .sequences; a context manager.
+    """Writer of columns to PATH.tokens, .lengths and .sequences; a context manager.
 
     The files are only appended to, so the contents of an extent never change.
 

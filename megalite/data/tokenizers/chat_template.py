@@ -35,7 +35,7 @@ _MARKS = tuple(f"\x02{secrets.token_hex(8)}{end}\x03" for end in "<>")
 
 
 class Rendered(NamedTuple):
-    """Holds a rendered conversation.
+    """Rendered conversation.
 
     Attributes:
         text: the text to tokenize.
@@ -47,7 +47,7 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """Renders the messages of a conversation to text.
+    """Template that renders the messages of a conversation to text.
 
     Attributes:
         source: file of the template, for messages.
@@ -183,7 +183,7 @@ class _Refused(Exception):
 
 
 class _Generation(jinja2.ext.Extension):
-    """Adds the tag ``{% generation %}``, which marks the text that the assistant writes."""
+    """Tag ``{% generation %}``, which marks the text that the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja reads it so
 

@@ -23,7 +23,7 @@ _UNKNOWN = "[UNK]"
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library, without special tokens, truncation or padding.
+    """Tokenizer of the `tokenizers` library, without special tokens, truncation or padding.
 
     Attributes:
         vocab_size: one more than the largest id.

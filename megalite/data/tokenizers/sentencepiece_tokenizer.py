@@ -14,7 +14,7 @@ _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
 
 
 class SentencePieceTokenizer:
-    """Wraps a SentencePiece model; a document ends with its end-of-sentence token.
+    """SentencePiece model; a document ends with its end-of-sentence token.
 
     Args:
         model_file: file of the model.

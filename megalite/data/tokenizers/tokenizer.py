@@ -23,7 +23,7 @@ from megalite.errors import UserError
 
 
 class Tokenizer(Protocol):
-    """Encodes plain text: special tokens are neither added nor skipped.
+    """Encoder of plain text: special tokens are neither added nor skipped.
 
     Attributes:
         vocab_size: one more than the largest id.
@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Holds the user's settings of a tokenizer besides its kind, named like the flags."""
+    """Settings of a tokenizer besides its kind, named like the flags."""
 
     tokenizer_model: str | None = None
     vocab_file: str | None = None
@@ -70,7 +70,7 @@ class TokenizerFiles:
 
 
 class ByteTokenizer:
-    """Encodes text to its UTF-8 bytes: 256 tokens, followed by an end-of-document token."""
+    """Tokenizer of UTF-8 bytes: 256 tokens, followed by an end-of-document token."""
 
     vocab_size = 257
     eod = 256
@@ -94,7 +94,7 @@ class ByteTokenizer:
 
 
 class NullTokenizer:
-    """Encodes text that already consists of token ids: decimal numbers separated by spaces.
+    """Tokenizer of text that already consists of token ids: decimal numbers separated by spaces.
 
     The vocabulary of `vocab_size` ids is followed by an end-of-document token.
     """

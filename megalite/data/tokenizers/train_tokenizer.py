@@ -23,7 +23,7 @@ DEFAULT_VOCAB_SIZE = 2048
 
 
 class TrainedTokenizer(NamedTuple):
-    """Holds a tokenizer's file and its number of tokens."""
+    """File of a tokenizer and its number of tokens."""
 
     content: bytes
     num_tokens: int

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from megalite.commands import command_name
 from megalite.config.arguments import split_tokens
-from megalite.config.yaml_writer import yaml_value
+from megalite.config.yaml_file import yaml_value
 from megalite.errors import UserError
 from megalite.plan.slurm.sbatch_script import flag_comment
 

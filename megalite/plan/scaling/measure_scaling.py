@@ -13,10 +13,10 @@ import torch
 
 from megalite.commands import command_name
 from megalite.config import Config
-from megalite.config.command_line import parse
-from megalite.config.tool_parser import ToolParser, local_path
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import to_yaml
 from megalite.errors import UserError, counted
+from megalite.frontends.command_line import parse
+from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
 from megalite.plan.autotune.trial import Length, Trial, read_measured, run_trial, trial_config
 from megalite.plan.estimate import RunPlan

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from megalite.commands import command_name
 from megalite.config import Config
-from megalite.config.command_line import TRAINED_BY, parse
 from megalite.config.rules import data_rules
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
 from megalite.files import write_output
+from megalite.frontends.command_line import TRAINED_BY, parse
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan
 from megalite.plan.kubernetes.pytorch_job import Kubernetes, pytorch_job

@@ -1,4 +1,4 @@
-"""The runs of docs/gpus.md are planned: they fit, in the hours of its table, and the law gives their loss."""
+"""The runs of docs/gpus.md are planned: layout, time and memory of its table; the law gives their loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from megalite.plan.plan_report import answer
 from tests.unit.docs.parsing import ROOT
 
 TEXT = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
-ROWS = re.findall(r"^\| (\d+) \| `(.+)` \| ([\d.,]+) billion \| ([\d,]+) \| ([\d.]+) \|$", TEXT, re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (\d+) \| `(.+)` \| ([\d.,]+) billion \| `(.+)` \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \| ([\d.]+) \|$",
+    TEXT,
+    re.MULTILINE,
+)
 RUNS = re.findall(
     r"^    \$ (?:torchrun .*?|python )(?:pretrain_gpt|tools/make_sbatch)\.py (.*?[^\\])$",
     TEXT,
@@ -51,13 +55,19 @@ def test_there_is_a_run_for_each_row() -> None:
 
 @pytest.mark.parametrize("number", range(4))
 def test_the_run_of_a_row_fits_and_takes_its_hours(number: int) -> None:
-    (gpus, model, tokens, hours, loss), command = ROWS[number], RUNS[number]
+    (gpus, model, tokens, layout, seconds, gigabytes, hours, loss), command = ROWS[number], RUNS[number]
     plan, named_gpus = planned(command, int(gpus))
     assert f"--preset {model} " in command
     assert named_gpus in (0, int(gpus))
     assert plan["fits"] and not plan["tight"] and plan["notices"] == []
     parameters, trained = plan["parameters"], plan["train_tokens"]
     assert tokens == f"{trained / 1e9:,.0f}"
+    assert plan["command"].endswith(layout)
+    assert float(seconds) == pytest.approx(plan["iteration_time_s"], rel=0.01)
+    assert float(gigabytes) == pytest.approx(plan["memory_gb"], rel=0.01)
+    assert re.findall(r"GB of (\d+) ", TEXT) == [f"{plan['memory_gb_available']:.0f}"]
+    if plan["bubble_fraction"]:
+        assert re.findall(r"a bubble of ([\d.]+)%", TEXT) == [f"{100 * plan['bubble_fraction']:.1f}"]
     assert hours == f"{24 * plan['days']:,.0f}"
     assert loss == f"{law(parameters, trained):.2f}"
 
@@ -65,4 +75,4 @@ def test_the_run_of_a_row_fits_and_takes_its_hours(number: int) -> None:
 def test_the_published_loss_is_as_far_from_the_law_as_the_page_says() -> None:
     pattern = r"reached ([\d.]+) on FineWeb.*?, ([\d.]+) above the law"
     ((published, above),) = re.findall(pattern, TEXT, re.DOTALL)
-    assert float(published) - float(ROWS[0][4]) == pytest.approx(float(above), abs=0.006)
+    assert float(published) - float(ROWS[0][-1]) == pytest.approx(float(above), abs=0.006)

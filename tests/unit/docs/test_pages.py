@@ -45,9 +45,16 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in anchors(linked), target
 
 
+def test_a_cell_of_the_readmes_table_has_few_links() -> None:
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 10
+    assert [row for row in rows if max(len(LINK.findall(cell)) for cell in row.split("|")) > 5] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     listed = set(LINK.findall((DOCS / "README.md").read_text(encoding="utf-8")))
-    assert {page.name for page in DOCS.glob("*.md")} - {"README.md"} <= listed
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {page for page in pages if not page.startswith("decisions/")} - {"README.md"} <= listed
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=name_of)
@@ -67,7 +74,7 @@ def test_functions_named_in_contributing_exist() -> None:
     )
     spans = re.findall(r"`([^`\n]+)`", guide)
     named = {name for span in spans for name in re.findall(r"\b([A-Za-z_]+)\(", span)} - {"launch", "p"}
-    assert {"flags", "new_parameter"} <= named
+    assert {"option", "new_parameter"} <= named
     assert [name for name in sorted(named) if not re.search(rf"(def |class |import .*){name}\b", code)] == []
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for module in re.findall(r"\"(megalite\.[a-z_.]+)\.[a-z_]+\"", settings):
@@ -97,6 +104,31 @@ def test_names_in_contributing_are_defined_in_the_named_files() -> None:
 def test_the_tour_has_a_name_at_each_stop() -> None:
     stops = CODE_REFERENCE.findall((DOCS / "tour.md").read_text(encoding="utf-8"))
     assert len(stops) >= 30
+
+
+def glossary() -> dict[str, str]:
+    """Return the meaning of each term of the glossary."""
+    text = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    return {term: meaning for terms, meaning in rows if terms != "term" for term in terms.split(", ")}
+
+
+def test_the_glossary_names_what_the_code_has() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "megalite").rglob("*.py"))
+    for name in re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", " ".join(glossary().values())):
+        owner, _, member = name.partition(".")
+        assert re.search(rf"^(?:class|def) {owner}\b", code, re.MULTILINE), name
+        assert not member or f"    def {member}(self" in code, name
+
+
+def test_the_tour_counts_the_concepts_of_the_training_step() -> None:
+    section = (DOCS / "tour.md").read_text(encoding="utf-8").partition("## Concepts to know before")[2]
+    items = " ".join(section.split("\n## ")[0].split()).partition(" 1. ")[2].partition(" These are ")
+    concepts = re.sub(r"\.(?: \d\. |$)", ",", items[0])
+    names = [each.split(":")[-1].strip() for each in concepts.split(",") if each.strip()]
+    assert items[2].startswith(f"{len(names)} concepts")
+    qualified = {"factoring of the experts": "factoring", "parameter spec with its cuts": "parameter spec"}
+    assert [name for name in names if qualified.get(name, name) not in glossary()] == []
 
 
 def test_the_tour_lists_the_levels_that_imports_follow() -> None:
@@ -140,8 +172,10 @@ def test_every_picture_is_shown() -> None:
     assert [name for name in PICTURES if f"pictures/{name})" not in shown] == []
 
 
-def test_the_flag_table_is_up_to_date() -> None:
-    text = (DOCS / "moving.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["flags.md", "deepspeed_settings.md"])
+def test_a_generated_table_is_up_to_date(name: str) -> None:
+    text = (DOCS / "reference" / name).read_text(encoding="utf-8")
+    assert text.count("made by python -m docs.make -->") == 1
     assert with_tables(text) == text, RENEW
 
 

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import FAILED, Length, Trial
 from megalite.plan.plan_report import answer

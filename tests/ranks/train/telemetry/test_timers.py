@@ -48,13 +48,17 @@ def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
     config = replace(CONFIG, logging=logging)
     signals = StopSignals(RequeueNote(None))
     timers = Timers(topology.device, logging.timers_level, topology.observers)
-    trainer = start_trainer(config, topology, timers)
-    trainer.verify_data = lambda: None  # it gathers errors at the end
-    with Writers(config.logging, topology, "") as writers:
-        dist.all_gather_object = counting
-        train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers, config))
-        dist.all_gather_object = gather
-    return lines, num_gathered
+    with start_trainer(config, topology, timers) as trainer:
+        trainer.verify_data = lambda: None  # it gathers errors at the end
+        with Writers(config.logging, topology, "") as writers:
+            dist.all_gather_object = counting
+            train(
+                trainer,
+                StopConditions(config.training, topology, signals),
+                default_callbacks(writers, config),
+            )
+            dist.all_gather_object = gather
+        return lines, num_gathered
 
 
 def _table(lines: list[str]) -> dict[str, str]:
@@ -113,11 +117,11 @@ def _step_in_groups(topology: Topology, config: Config) -> tuple[set[str], set[t
     """Return the timers of a step, its waits for other replicas, and their categories in a trace."""
     timers = Timers(level=1, observers=topology.observers)
     waits, recorder = _WaitsForReplicas(), Recorder(WallClock(), WallClock())
-    trainer = start_trainer(config, topology, timers)
-    with observing(topology.observers, waits, recorder):
-        trainer.step()
-    categories = {span.category for span in recorder.spans()}
-    return set(timers.take()), waits.seen, {each for each in categories if each.startswith("dp")}
+    with start_trainer(config, topology, timers) as trainer:
+        with observing(topology.observers, waits, recorder):
+            trainer.step()
+        categories = {span.category for span in recorder.spans()}
+        return set(timers.take()), waits.seen, {each for each in categories if each.startswith("dp")}
 
 
 def test_waits_within_and_between_groups_count_as_those_of_all_replicas() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.config.command_line import parse
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.slurm.sbatch_request import write_job
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--kubernetes", "registry/megalite:1")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.slurm.sbatch_request import write_job, write_script
 from megalite.plan.slurm.sbatch_script import duration_text, seconds_of, slurm_limit
 
