@@ -12,8 +12,8 @@ import pytest
 
 from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
-from megalite.plan.slurm.sbatch_request import write_job, write_script
-from megalite.plan.slurm.sbatch_script import duration_text, seconds_of, slurm_limit
+from megalite.plan.launch.job_files import seconds_of, slurm_limit
+from megalite.plan.launch.write_job import duration_text, write_job, write_script
 
 ROOT = Path(__file__).parents[4]
 

@@ -10,7 +10,7 @@ import yaml
 
 from megalite.errors import UserError
 from megalite.frontends.command_line import parse
-from megalite.plan.slurm.sbatch_request import write_job
+from megalite.plan.launch.write_job import write_job
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--kubernetes", "registry/megalite:1")
 VOLUMES = ("--volume", "corpora:/data", "runs:/runs", "--save", "/runs/a")

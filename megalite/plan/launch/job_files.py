@@ -1,29 +1,23 @@
-"""Write a Slurm batch script, and warn about the job."""
+"""Files that start a job: a batch script for Slurm, and a PyTorchJob of Kubeflow's operator for Kubernetes.
+
+Each is a template beside this file, job.sbatch or job.yaml, with placeholders in double braces.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megalite.commands import command_name
-from megalite.config import Config
 from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import field_docs, fields_by_flag
-from megalite.config.layout_options import LAYOUT_FIELDS
-from megalite.config.rules import data_rules
-from megalite.errors import ConfigError, UserError
-from megalite.plan.estimate import RunPlan, run_costs
-from megalite.plan.layout_fields import layout_flags
-from megalite.plan.layout_search import search, simplest
-from megalite.plan.plan_report import goodput_of, nothing_fits
-from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import run_problems
+from megalite.config.yaml_file import yaml_value
+from megalite.errors import UserError
 
 _FORMS = tuple(
     re.compile(form, re.ASCII)
@@ -65,21 +59,6 @@ def slurm_limit(seconds: float) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-def duration_text(seconds: float) -> str:
-    """Return a length of time as text."""
-    for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.0f} seconds"
-
-
-_GB = 1e9
-MIN_WARNING = 300
-"""Minimum seconds before the time limit at which Slurm warns the job, to finish an iteration and save."""
-SAVE_SECONDS = 180
-"""Seconds to allow for a save, since the file system is unknown."""
-_MIN_ITERATIONS = 10
-"""Minimum number of iterations that each start of the job should train."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SBATCH_VALUE = re.compile(r"[^\s\"'`$\\#]+")
 _OWN_FLAGS = (
@@ -151,126 +130,6 @@ class Slurm:
                 raise UserError(f"--sbatch {option}: the script depends on it; pass --{name} instead")
 
 
-def chosen_plan(request: Request) -> RunPlan:
-    """Return the plan of the requested layout, or with --search or --layout auto of the best.
-
-    Raises:
-        UserError: training would reject the layout, or it does not fit; the message names one that fits.
-    """
-    if request.top is not None:
-        found = search(request)
-        if not found.fitting:
-            raise UserError(nothing_fits(request, found))
-        return simplest(found.fitting)
-    if problems := run_problems(request.config, request.cluster):
-        raise ConfigError(problems)
-    plan = RunPlan(request.planned_run())
-    if not plan.fits:
-        raise UserError(_too_large(request, plan))
-    return plan
-
-
-def _too_large(request: Request, plan: RunPlan) -> str:
-    """Say by how much the layout is too large, what takes most memory, and which layout fits."""
-    available = plan.run.cluster.gpu.memory_bytes
-    memory = plan.largest_memory
-    kind, size = max(memory._asdict().items(), key=lambda item: item[1])
-    text = (
-        f"the job does not fit: it needs {memory.total / _GB:.1f} GB per GPU of {available / _GB:.1f} GB, "
-        f"{(memory.total - available) / _GB:.1f} GB too much; {size / _GB:.1f} GB are {kind}; "
-    )
-    if request.config.training.global_batch_size is None:
-        return text + "pass --global-batch-size to see a layout that fits"
-    free = replace(request, fixed_fields=request.fixed_fields - set(LAYOUT_FIELDS))
-    found = search(free)
-    if not found.fitting:
-        return text + nothing_fits(free, found)
-    flags = " ".join(layout_flags(simplest(found.fitting).run.config))
-    return f"{text}pass --search without a layout, or the layout {flags}"
-
-
-def warning_seconds(plan: RunPlan) -> int:
-    """Return how many seconds before the limit Slurm should warn the job, in whole minutes."""
-    needed = max(MIN_WARNING, 2 * plan.time.seconds + SAVE_SECONDS)
-    return 60 * -int(-needed // 60)
-
-
-def shortest_limit(plan: RunPlan) -> str:
-    """Return the shortest useful --time: a few iterations before Slurm's warning."""
-    return slurm_limit(warning_seconds(plan) + _MIN_ITERATIONS * plan.time.seconds)
-
-
-def warnings(request: Request, plan: RunPlan, slurm: Slurm, config: Config) -> Iterator[str]:
-    """Yield warnings about the job and its time limit.
-
-    Args:
-        config: the run's own config, which has options that a plan ignores.
-    """
-    seconds, limit = plan.time.seconds, slurm.seconds
-    usable = limit - warning_seconds(plan)
-    if usable < _MIN_ITERATIONS * seconds:
-        yield (
-            f"--time {slurm.limit} leaves {duration_text(max(usable, 0))} to train before the job is warned, "
-            f"and an iteration takes {duration_text(seconds)}: pass --time {shortest_limit(plan)} or longer"
-        )
-    checkpoint = config.checkpoint
-    for flag, interval, unit in (
-        ("--save-interval", checkpoint.save_interval, seconds),
-        ("--save-interval-minutes", checkpoint.save_interval_minutes, 60.0),
-    ):
-        if interval is not None and interval * unit > usable:
-            yield (
-                f"--time {slurm.limit} is shorter than {flag} {interval:.10g}, which takes "
-                f"{duration_text(interval * unit)}: a job saves only at its end, and loses it all with a node"
-            )
-    minutes = config.training.exit_duration_in_mins
-    if minutes is not None and minutes * 60 > usable:
-        yield (
-            f"--exit-duration-in-mins {minutes:g} is later than the warning, {usable / 60:.0f} minutes after "
-            "the start: it has no effect"
-        )
-    yield from run_warnings(request, plan, config)
-    if not config.data.mock_data and not config.data.corpus_options():
-        yield "--data-path is not set: pass it after the script's name when you submit the script"
-    for problem in data_rules.tokenizer(config, None):
-        yield f"{problem.text}, here or after the script's name when you submit the script"
-    days = run_costs(plan, request.costs).get("days")
-    if days is not None and usable > 0 and days * 86400 > usable:
-        yield (
-            f"the run takes {days:.1f} days, so about {-int(-days * 86400 // usable)} starts of "
-            f"{slurm.limit}: the job is requeued until it is done"
-        )
-
-
-def run_warnings(request: Request, plan: RunPlan, config: Config) -> Iterator[str]:
-    """Yield warnings about the run that do not depend on the launcher; `config` is as in `warnings`."""
-    if not config.checkpoint.saves_at_intervals:
-        text = "--save-interval is not set: a rank or a node that fails loses all work since the job started"
-        goodput = goodput_of(request, plan)
-        yield text if goodput is None else f"{text}; pass --save-interval {goodput.intervals.best}"
-    load, gpus = config.checkpoint.load, request.cluster.gpus_per_node
-    if load is not None and not config.checkpoint.loads_own:
-        yield f"--load {load} is not --save: every restart would start from {load} again; remove it"
-    if plan.run.tp > gpus:
-        yield f"--tp {plan.run.tp} is larger than the {gpus} GPUs of a node, which is slow"
-    if run_costs(plan, request.costs).get("days") is None:
-        yield "the run has no length: pass --train-iters or --train-samples"
-
-
-def plan_notes(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a plan, without the command, which the script replaces."""
-    kept = list(takewhile(lambda line: not line.startswith("torchrun "), lines))
-    while kept and not kept[-1]:
-        kept.pop()
-    return kept
-
-
-_COMMENT_COLUMN = 48
-_LINE = 130
-_PROGRAM_FLAGS = {"--preset": "The model", "--config": "Settings, which the flags here override"}
-"""Comments on flags that do not set a field."""
-
-
 def batch_script(
     slurm: Slurm,
     tokens: Sequence[str],
@@ -312,8 +171,7 @@ def batch_script(
         "shutdown_seconds": str(warn_seconds - 60),
         "flags": "\n".join(_sbatch_flags(tokens, saves, has_load)),
     }
-    template = resources.files(__package__).joinpath("job.sbatch").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+    return _fill("job.sbatch", values)
 
 
 def _python() -> str:
@@ -347,19 +205,154 @@ def _sbatch_flags(tokens: Sequence[str], saves: bool, has_load: bool) -> Iterato
     """Yield one line per flag, with the first sentence of its help."""
     for flag in split_tokens(tokens)[0]:
         if flag.flag != "--save":
-            yield _commented(f"  {shlex.join(flag.tokens)}", flag_comment(flag))
+            yield _commented(f"  {shlex.join(flag.tokens)}", _flag_comment(flag), 48)
     if saves:
         yield '  --save="$save"'
     if saves and not has_load:
-        yield _commented('  --load="$save"', "a restart resumes from its own last checkpoint")
+        yield _commented('  --load="$save"', "a restart resumes from its own last checkpoint", 48)
 
 
-def _commented(text: str, comment: str) -> str:
-    line = f"{text:<{_COMMENT_COLUMN}}  # {comment}"
+_SECURITY = """
+              securityContext:
+                capabilities: {add: [IPC_LOCK]}  # RDMA pins memory"""
+
+
+@dataclass(frozen=True)
+class Kubernetes:
+    """Describes what a job requests from Kubernetes.
+
+    Attributes:
+        image: image built from docker/Dockerfile, or another image with megalite.
+        cpus: CPU cores per pod; there is one pod per node.
+        volumes: CLAIM:FOLDER each: a persistent volume claim, and the folder where pods mount it.
+        network: extended resource for InfiniBand, such as rdma/hca_shared_devices_a.
+    """
+
+    image: str
+    nodes: int
+    gpus_per_node: int
+    cpus: int
+    name: str
+    volumes: tuple[str, ...] = ()
+    network: str | None = None
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Return the claims, by the folder where each is mounted."""
+        return {folder: claim for claim, _, folder in (volume.partition(":") for volume in self.volumes)}
+
+    def check(self, save: str | None) -> None:
+        """Check names, and that checkpoints outlive the pods.
+
+        Args:
+            save: folder of checkpoints.
+
+        Raises:
+            UserError: Kubernetes would reject a name, or checkpoints would be lost with their pod.
+        """
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
+            raise UserError(
+                f"--job-name {self.name!r} is not a valid name in Kubernetes: pass up to 42 lower-case "
+                "letters, digits and dashes, such as llama-8b"
+            )
+        for volume in self.volumes:
+            if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:/\S+", volume):
+                raise UserError(f"--volume {volume!r} is not CLAIM:FOLDER: pass it as in --volume runs:/runs")
+        if self.network is not None and not re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?", self.network):
+            raise UserError(
+                f"--network {self.network!r} is not a Kubernetes resource: pass it as in "
+                "--network rdma/hca_shared_devices_a"
+            )
+        folders = [volume.partition(":")[2] for volume in self.volumes]
+        if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
+            raise UserError(f"--volume mounts two claims at {twice}: pass another folder for one of them")
+        if save is None or not any(PurePosixPath(save).is_relative_to(folder) for folder in self.folders):
+            found = "is missing" if save is None else f"{save} is not in a --volume"
+            raise UserError(
+                f"--save {found}: pods lose their files when they end; pass for example "
+                f"--volume runs:/runs --save /runs/{self.name}"
+            )
+
+
+def pytorch_job(
+    job: Kubernetes,
+    tokens: Sequence[str],
+    *,
+    title: str,
+    file: str,
+    command: str,
+    save: str,
+    has_load: bool,
+    grace_seconds: int,
+) -> str:
+    """Return the text of a job file.
+
+    Args:
+        tokens: flags of training.
+        title: the first comment.
+        file: name of the job file.
+        command: torchrun's arguments that start the program.
+        save: folder of checkpoints.
+        has_load: the flags, or a file that they name, set --load; otherwise the job loads what it saved.
+        grace_seconds: seconds between SIGTERM and the end of a pod.
+    """
+    limits = {"nvidia.com/gpu": job.gpus_per_node, **({yaml_value(job.network): 1} if job.network else {})}
+    claims = sorted(set(job.folders.values()))
+    values = {
+        "title": title,
+        "launch": command_name("launch"),
+        "file": file,
+        "name": job.name,
+        "quoted_name": yaml_value(job.name),  # unquoted, a name such as "on" is not text
+        "gpus_per_node": str(job.gpus_per_node),
+        "nodes": str(job.nodes),
+        "grace_seconds": str(grace_seconds),
+        "shutdown_seconds": str(grace_seconds - 30),
+        "image": yaml_value(job.image),
+        "command": ", ".join(map(yaml_value, shlex.split(command))),
+        "flags": "\n".join(_args([*tokens, *([] if has_load else ["--load", save])])),
+        "limits": "\n".join(f"                  {name}: {count}" for name, count in limits.items()),
+        "cpus": str(job.cpus),
+        "security": _SECURITY if job.network else "",
+        "mounts": "\n".join(
+            f"                - {{name: volume-{claims.index(claim)}, mountPath: {yaml_value(folder)}}}"
+            for folder, claim in job.folders.items()
+        ),
+        "volumes": "\n".join(
+            f"            - {{name: volume-{i}, persistentVolumeClaim: {{claimName: {yaml_value(claim)}}}}}"
+            for i, claim in enumerate(claims)
+        ),
+    }
+    return _fill("job.yaml", values)
+
+
+def _args(tokens: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a YAML list: each flag and its value, with the first sentence of its help."""
+    for flag in split_tokens(tokens)[0]:
+        words = (f"{flag.name}={flag.values[0]}",) if len(flag.values) == 1 else flag.tokens
+        # Kubernetes replaces $(NAME) with a variable, and $$ with $.
+        first, *others = (f"                - {yaml_value(word.replace('$', '$$'))}" for word in words)
+        yield _commented(first, _flag_comment(flag), 58)
+        yield from others
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    """Return the text of a template with a value for each {{name}} in it."""
+    text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], text)
+
+
+_LINE = 130
+_PROGRAM_FLAGS = {"--preset": "The model", "--config": "Settings, which the flags here override"}
+"""Comments on flags that do not set a field."""
+
+
+def _commented(text: str, comment: str, column: int) -> str:
+    line = f"{text:<{column}}  # {comment}"
     return line if comment and len(line) <= _LINE else text
 
 
-def flag_comment(flag: FlagTokens) -> str:
+def _flag_comment(flag: FlagTokens) -> str:
     """Return the first sentence of a flag's help; an empty string for a flag without one."""
     field = fields_by_flag().get(flag.flag)
     if field is None:
