@@ -76,7 +76,7 @@ def operators(context: CheckContext) -> Iterator[Result]:
             [x, weight, bias],
         ),
         "bias_dropout_add_norm": (
-            lambda x, bias, r, w, shift: kernels.layer_norm_on(x.device.type).of_sum(
+            lambda x, bias, r, w, shift: kernels.layer_norm_on(x.device.type).norm_of_sum(
                 kernels.ResidualSum(x, bias, r, 0.1, KEY, numbers.to(x.device)), w, shift, 1e-5
             ),
             [x, bias, residual, weight, random(h)],

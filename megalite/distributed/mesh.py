@@ -146,6 +146,5 @@ def _divided(
 def _axis_of(
     lines: Sequence[Sequence[int]], rank: int, name: str, spans: tuple[str, ...], group: dist.ProcessGroup
 ) -> Axis:
-    """Return this rank's line as an axis."""
     line = next(line for line in lines if rank in line)
     return Axis(name, len(line), line.index(rank), tuple(line), group, spans=spans)

@@ -46,7 +46,7 @@ from megalite.torch_private import fake_backend_devices, fake_group
 
 @dataclass(frozen=True)
 class Topology:
-    """Coordinate of this rank on every axis, its device and the mesh.
+    """Mesh of a run as one rank sees it: the rank's coordinate on every axis, and its device.
 
     Attributes:
         mesh: the mesh of the model's axes.
@@ -161,7 +161,7 @@ class Topology:
     def on_paper(sizes: Mapping[str, int], table: tuple[Factoring, ...] = (MODEL,)) -> Topology:
         """Return the first rank of a world with axes of these sizes, on meta tensors.
 
-        Its groups exist in this process only, beside those of a running process group. Their collectives do
+        Its groups exist in this process only, beside a running process group's. Their collectives do
         nothing.
 
         Args:
@@ -233,7 +233,7 @@ class Topology:
 
     @property
     def loss_ranks(self) -> Axis:
-        """Return the ranks over which losses and token counts are summed to those of the global batch."""
+        """Return the ranks over which losses and token counts are summed for the global batch."""
         return self.model.with_role("losses")
 
     @property

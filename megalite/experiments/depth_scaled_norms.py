@@ -28,7 +28,7 @@ class DepthScaling:
 
 
 class DepthScaledGPT(megalite.GPT):
-    """Predicts each token with a pre-norm transformer whose norms shrink with depth.
+    """GPT with pre-norm layers whose norms shrink with depth.
 
     Subclass it to train with other settings.
     """

@@ -14,7 +14,6 @@ from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.observer import observed
 from megalite.distributed.topology import Topology
 from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
-from megalite.optim.adjustment import Adjustment
 from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, kind_for, make_buckets
 from megalite.optim.global_norm import CountedShard, global_norm
@@ -28,6 +27,7 @@ from megalite.optim.gradient_buckets import (
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload, open_offload
+from megalite.optim.post_step_hook import PostStepHook
 from megalite.optim.sharded_weights import ChunkModules, ShardedChunk, ShardedWeights, shard_chunks
 from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.pipeline.schedules import SCHEDULES
@@ -49,12 +49,12 @@ class Optimizer:
         gatherer: completes the weights that other ranks update.
         scaler: its scale multiplies the loss of each backward pass.
         offload: holds the states that are not on the device; None if all states are on the device.
-        adjustments: change the model after an update. `build_optimizer` sets them.
+        post_step_hooks: change the model after an update. `build_optimizer` sets them.
         averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
 
-    adjustments: Sequence[Adjustment] = ()
+    post_step_hooks: Sequence[PostStepHook] = ()
 
     def __init__(
         self,
@@ -260,8 +260,8 @@ class Optimizer:
             if not self.offload.keeps_gradients and self.reducer.graphs_add:
                 self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
-        for adjustment in self.adjustments:
-            adjustment.begin()
+        for hook in self.post_step_hooks:
+            hook.begin()
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
@@ -345,8 +345,8 @@ class Optimizer:
             decoupled_learning_rate,
             update_matrices,
         )
-        for adjustment in self.adjustments:
-            adjustment.step(is_good)
+        for hook in self.post_step_hooks:
+            hook.step(is_good)
         if self.averages is not None:
             self.averages.update(self.adamw.num_steps, is_good)
         self.gatherer.start()

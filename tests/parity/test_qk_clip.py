@@ -81,7 +81,7 @@ def compare_with_formula(topology: Topology, config: Config) -> None:
         scores = largest_scores(trainer)
         of_groups = scores.unflatten(1, (model.num_kv_heads, -1)).amax(2)
         threshold = 0.6 * of_groups[0].max().item() + 0.3 * of_groups[0].min().item()
-        trainer.optimizer.adjustments[0].config = replace(model, qk_clip_threshold=threshold)
+        trainer.optimizer.post_step_hooks[0].config = replace(model, qk_clip_threshold=threshold)
         before = {name: weight.detach().clone() for name, weight in named_parameters(trainer.chunks)}
         trainer.step()
         for name, weight in named_parameters(trainer.chunks):

@@ -1,4 +1,4 @@
-"""Interface of changes to a model that follow an update."""
+"""Interface of changes of a model after an update."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Adjustment(Protocol):
-    """Change of the model after its update, from what an iteration's forward shows."""
+class PostStepHook(Protocol):
+    """Change of the model after an update, from what the iteration's forward shows."""
 
     def begin(self) -> None:
         """Forget the last iteration, before the first forward of the next one."""
