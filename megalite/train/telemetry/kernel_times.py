@@ -12,10 +12,10 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 
+from megalite.attention.blockwise import attend, attend_backward
 from megalite.config import Config
 from megalite.distributed.observer import PROFILER, EventStack
 from megalite.distributed.topology import Topology
-from megalite.model.blockwise_attention import attend, attend_backward
 from megalite.recording.operator_log import kernel_kind, kind_by_name
 from megalite.recording.unit_record import ATTENTION, KERNEL_KINDS, KernelKind
 from megalite.torch_private import EagerMode
