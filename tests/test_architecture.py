@@ -17,6 +17,7 @@ LEVELS = (
     ("config", "hardware", "kernels", "wrapping"),
     ("distributed", "frontends"),
     ("tensor_parallel",),
+    ("attention",),
     ("model", "pipeline", "data"),
     ("optim", "checkpoint"),
     ("observe",),

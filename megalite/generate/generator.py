@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.attention.cache import CachedCore
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.generate.sampling import Sampler
 from megalite.generate.stage_chain import broadcast_from_last, run_in_order
 from megalite.microbatch import Microbatch
-from megalite.model.kv_cache import CachedCore
 from megalite.model.transformer_stage import TransformerStage
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"

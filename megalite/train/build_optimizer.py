@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megalite.config import Config, ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.model.attention import Attention
-from megalite.model.attention_core import MeasuredCore
 from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage
 from megalite.optim.expert_balance import ExpertBalance
@@ -76,7 +75,7 @@ def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:
         MeasuredHeads(module.qkv.weight, module.qkv.bias, module.core.largest)
         for chunk in chunks
         for module in chunk.modules()
-        if isinstance(module, Attention) and isinstance(module.core, MeasuredCore)
+        if isinstance(module, Attention) and module.core.largest is not None
     ]
 
 

@@ -54,7 +54,7 @@ def largest_scores(trainer: Trainer) -> Tensor:
 
     def measure(self: Any, q: Tensor, k: Tensor, *others: Any) -> Tensor:
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = q @ keys.transpose(2, 3) * self.core.scales[q.shape[-1]]
+        scores = q @ keys.transpose(2, 3) * self.scales[q.shape[-1]]
         size = scores.shape[-1]
         hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
         if (window := trainer.config.model.window_size) is not None:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megalite.attention.cache import CachedCore, build_cache
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
@@ -14,8 +15,6 @@ from megalite.generate.completions import CompletionWriter
 from megalite.generate.generator import Generator, Prompt
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.microbatch import Microbatch
-from megalite.model.divided_cache import build_cache
-from megalite.model.kv_cache import CachedCore
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.attention.ring import ring_steps, slices_of_ranks
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
-from megalite.model.ring_attention import ring_steps, slices_of_ranks
 from megalite.observe.unit_record import AttentionCall
 from megalite.plan.programs import own_program
 from megalite.plan.ring_time import ring_slices

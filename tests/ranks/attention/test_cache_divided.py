@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.attention.cache import build_cache
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import all_gather_from, start_all_gather
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
-from megalite.model.divided_cache import build_cache
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

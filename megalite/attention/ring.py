@@ -1,5 +1,7 @@
 """Ring attention: keys and values of the context-parallel ranks pass each rank, and results are merged.
 
+`GatheredKeys` merges blocks with keys that are all on the rank already.
+
 In step t, a rank receives keys and values of the rank t places before it, while it computes with those of the
 step before (Liu et al. 2023, arXiv 2310.01889). They come directly from the rank that holds them, so slices
 that no query of the receiver sees are not sent: those after its queries, with a window those out of reach,
@@ -22,22 +24,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
+from megalite.attention.algebra import Block, MergedAttention, merge_
+from megalite.attention.kernels import BlockKernel
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import Pending, start_shift
-from megalite.distributed.held_positions import HeldPositions, positions_in
+from megalite.distributed.held_positions import HeldPositions
 from megalite.document_assignment import Assignment, DocumentRun
-from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
-from megalite.kernels.visible_keys import document_starts
-from megalite.microbatch import Microbatch
-from megalite.model.attention_block import Block, Blocks, MergedAttention, attend_in_blocks, merge_
-from megalite.model.attention_core import SoftmaxCore
-from megalite.model.positions import PositionInfo
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.kernels import CausalSoftmax
 
 
 class RingStep(NamedTuple):
-    """Describes one step: what a rank does with the keys of the rank `distance` places before it in the ring.
+    """Slices of one step: what a rank does with the keys of the rank `distance` places before it in the ring.
 
     Slices are those that a rank holds, by their place among them.
 
@@ -65,7 +62,7 @@ class RingStep(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """Describes one computation of a step.
+    """Places of one computation of a step.
 
     Attributes:
         slices: slices of queries.
@@ -143,41 +140,29 @@ def _sees(queries: range, keys: range, window: int | None, is_causal: bool) -> b
     return window is None or keys[-1] >= queries.start - window
 
 
-class Ring(NamedTuple):
-    """Computes the blocks of ring attention.
+class Ring:
+    """Blocks of a rank's queries with the keys of each rank of a ring, and their merge; a `Computation`.
 
-    Attributes:
+    Args:
         axis: the ranks that form the ring.
         held: positions of each of them.
     """
 
-    axis: Axis
-    held: Assignment
-    softmax: CausalSoftmax
-    blocks: Blocks
+    keeps_output = True
 
-    @property
-    def steps(self) -> tuple[RingStep, ...]:
-        """Return the steps of this rank."""
-        visible = self.softmax.visible
-        return ring_steps(self.held, self.axis.rank, visible.window, visible.ends is None)
-
-    @property
-    def runs(self) -> list[range]:
-        """Return the positions of this rank's slices."""
-        return [run.positions for run in self.held.ranks[self.axis.rank]]
-
-    @property
-    def rows(self) -> list[slice]:
-        """Return the tokens of each of this rank's slices, among those of this rank."""
-        return _slices_of_runs(self.runs)
+    def __init__(self, axis: Axis, held: Assignment, softmax: CausalSoftmax, kernel: BlockKernel) -> None:
+        visible = softmax.visible
+        self.axis, self.softmax, self.kernel = axis, softmax, kernel
+        self.steps = ring_steps(held, axis.rank, visible.window, visible.ends is None)
+        self.runs = [run.positions for run in held.ranks[axis.rank]]  # of this rank's slices
+        self.rows = _slices_of_runs(self.runs)  # tokens of each slice, among those of this rank
 
     def calls(self, step: RingStep) -> Iterator[BlockCall]:
         """Yield the computations of a step."""
         runs, rows = self.runs, self.rows
         received = [step.positions[number] for number in step.received]
         columns = dict(zip(step.received, _slices_of_runs(received), strict=True))
-        joins_slices = self.blocks.joins_slices and self.softmax.visible.assignments is None
+        joins_slices = self.kernel.joins_slices and self.softmax.visible.assignments is None
         for queries, keys in step.groups(joins_slices):
             block = Block.around([runs[i] for i in queries], [step.positions[j] for j in keys])
             of_queries, of_keys = [rows[i] for i in queries], [columns[j] for j in keys]
@@ -204,11 +189,11 @@ class Ring(NamedTuple):
             yield step, arrived
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the blocks of all steps; see `BlockPlan`."""
+        """Compute the blocks of all steps; see `Computation`."""
         results: dict[int, tuple[Tensor, Tensor]] = {}  # of each slice of queries
         for step, (keys, values) in self.arriving(k, v):
             for slices, rows, columns, block in self.calls(step):
-                found = self.blocks.forward(
+                found = self.kernel.forward(
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], block, self.softmax
                 )
                 lengths = [len(self.runs[i]) for i in slices]
@@ -222,16 +207,18 @@ class Ring(NamedTuple):
         return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, whole: MergedAttention
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, log_sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of this rank's queries, keys and values; see `BlockPlan`."""
-        wide = whole.log_sums.dtype
+        """Compute the gradients of this rank's queries, keys and values; see `Computation`."""
+        assert out is not None
+        wide = log_sums.dtype
+        whole = MergedAttention(grad, out, log_sums, (grad.to(wide) * out).sum(-1))
         grad_q, *own = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         returning: tuple[list[slice], Pending] | None = None
         for step, (keys, values) in self.arriving(k, v):
             of_step = [torch.zeros_like(x, dtype=wide) for x in (keys, values)] if step.distance else own
             for _, rows, columns, block in self.calls(step):
-                found = self.blocks.backward(
+                found = self.kernel.backward(
                     q[:, :, rows],
                     keys[:, :, columns],
                     values[:, :, columns],
@@ -246,6 +233,32 @@ class Ring(NamedTuple):
             returning = _start_return(of_step, step, k, self) if step.distance else None
         _add_returned(returning, own)
         return grad_q.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+
+class GatheredKeys(Ring):
+    """Blocks of a rank's slices of queries with the gathered keys of the whole sample, in one step.
+
+    In causal attention, a slice has two blocks: with the keys before the slice, all of which it sees, and
+    with its own. PyTorch's FlashAttention computes both without a mask in memory.
+
+    Args:
+        runs: positions of each slice of queries.
+    """
+
+    def __init__(self, runs: Sequence[range], softmax: CausalSoftmax, kernel: BlockKernel) -> None:
+        self.runs, self.softmax, self.kernel = list(runs), softmax, kernel
+        self.rows = _slices_of_runs(runs)
+
+    def calls(self, step: RingStep) -> Iterator[BlockCall]:
+        """Yield the computations of the step: those of each slice of queries."""
+        for i, (run, rows) in enumerate(zip(self.runs, self.rows, strict=True)):
+            for keys in (run, range(run.start)):
+                if keys:
+                    yield BlockCall((i,), rows, slice(keys.start, keys.stop), Block(run, keys))
+
+    def arriving(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep, tuple[Tensor, Tensor]]]:
+        """Yield one step, with all keys and values."""
+        yield RingStep(0, (), (), (), ()), (k, v)
 
 
 def _slices_of_runs(runs: Sequence[range]) -> list[slice]:
@@ -312,71 +325,3 @@ def _add_returned(returning: tuple[list[slice], Pending] | None, own: Sequence[T
     for total, returned in zip(own, _unpacked(pending.wait(), own[0], sizes), strict=True):
         for rows, more in zip(sent, returned.split(lengths, dim=2), strict=True):
             total[:, :, rows] += more
-
-
-class RingCore(SoftmaxCore):
-    """Computes attention in blocks of a rank's queries with the keys of each rank.
-
-    Args:
-        blocks: computes a block.
-    """
-
-    def __init__(self, config: ModelConfig, context: LayerContext, blocks: Blocks) -> None:
-        super().__init__(config, context)
-        assert context.ring is not None, "the ranks form no ring"
-        self.ring, self.blocks = context.ring, blocks
-        self.ring_positions = self.own_positions.of_group(context.cp.size // self.ring.size)
-
-    def position_info(self, microbatch: Microbatch) -> PositionInfo:
-        """Return the positions of a microbatch's tokens, with the assignments of its samples."""
-        assignments = microbatch.assignments
-        if assignments is None:
-            return super().position_info(microbatch)
-        info = super().position_info(replace(microbatch, document_ids=None))  # they are in the assignments
-        visible = {window: keys._replace(assignments=assignments) for window, keys in info.visible.items()}
-        info = info._replace(visible=visible)
-        if not self.config.has_recurrent_layers:
-            return info
-        ids, device = microbatch.document_ids, self.context.device
-        of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
-        return info._replace(
-            document_starts=None if ids is None else document_starts(ids),
-            rank_order=torch.stack([positions_in(runs, device) for runs in of_ranks], dim=1),
-        )
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: VisibleKeys,
-        drop: Drop,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention of a rank's queries with all keys; see `LayerCore`.
-
-        Args:
-            k, v: the rank's own, ``[b, g, s/cp, d]`` and ``[b, g, s/cp, d']``.
-        """
-        s = k.shape[2] * self.ring.size
-        softmax = self.softmax(k, visible, drop)._replace(seq_length=s)
-        if visible.assignments is None:
-            return self._attend(q, k, v, softmax, slices_of_ranks(self.ring_positions, s), sinks)
-        of_samples = [
-            self._attend(q[i : i + 1], k[i : i + 1], v[i : i + 1], _of_sample(softmax, i), assignment, sinks)
-            for i, assignment in enumerate(visible.assignments)
-        ]
-        return torch.cat(of_samples)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, held: Assignment, sinks: Tensor | None
-    ) -> Tensor:
-        return attend_in_blocks(q, k, v, Ring(self.ring, held, softmax, self.blocks), sinks)
-
-
-def _of_sample(softmax: CausalSoftmax, index: int) -> CausalSoftmax:
-    """Return the softmax of one of the samples."""
-    own, drop = slice(index, index + 1), softmax.drop
-    if drop is not None:
-        drop = drop._replace(sample_numbers=drop.sample_numbers[own])
-    return softmax._replace(visible=softmax.visible.part(own), drop=drop)

@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megalite.attention.core import LayerCore, StageCore
+from megalite.attention.kernels import BlockKernel, FlexKernel, Kernel, SdpaKernel, TritonKernel
+from megalite.attention.plain import PlainKernel
 from megalite.config import ModelConfig
 from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
-from megalite.model.attention_block import Blocks, FlashBlocks, PlainBlocks, TritonBlocks
-from megalite.model.attention_core import AttentionCore, SdpaCore, StageCore, TritonCore, UnfusedCore
-from megalite.model.blockwise_attention import Blocking
-from megalite.model.core_by_comm_type import CoreByCommType
-from megalite.model.flex_attention import FlexCore
-from megalite.model.gathered_attention import GatheredCore
-from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.torch_private import selected_attention
 
@@ -42,7 +38,7 @@ _MIN_CAPABILITY = (8, 0)  # of attention kernels in Triton, FlexAttention's and 
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a run's requirements on attention.
+    """Requirements of a run on attention.
 
     Attributes:
         context: context of the layers that compute it.
@@ -79,37 +75,26 @@ class Case:
 
 
 class Backend(NamedTuple):
-    """Describes one way to compute attention.
+    """Functions of one way to compute attention.
 
     Attributes:
-        build_whole: builds the attention core of layers without a ring: one call has all keys.
+        build: builds the kernel.
         refusal: returns the reason why it does not support a run, as text; empty if it does.
-        blocks: returns the kernels of a ring, which compute attention in blocks; None if there are none.
         kernels: kernels of scaled_dot_product_attention that it may use; empty if it does not call it.
     """
 
-    build_whole: Callable[[ModelConfig, LayerContext], AttentionCore]
+    build: Callable[[ModelConfig, LayerContext], Kernel]
     refusal: Callable[[Case], str]
-    blocks: Callable[[LayerContext], Blocks] | None = None
     kernels: tuple[SDPBackend, ...] = ()
-
-    def build(self, config: ModelConfig, context: LayerContext) -> AttentionCore:
-        """Build the attention core of layers with one communication type of context parallelism."""
-        if not context.has_ring:
-            return self.build_whole(config, context)
-        assert self.blocks is not None
-        return RingCore(config, context, self.blocks(context))
 
 
 def _sdpa(*kernels: SDPBackend) -> Backend:
     """Return the backend that calls scaled_dot_product_attention with one of these kernels."""
 
-    def build(config: ModelConfig, context: LayerContext) -> AttentionCore:
-        if context.gathers_keys:
-            return GatheredCore(config, context, FlashBlocks())
-        return SdpaCore(config, context, *by_speed(kernels, context.device))
+    def build(config: ModelConfig, context: LayerContext) -> Kernel:
+        return SdpaKernel(config, context, *by_speed(kernels, context.device))
 
-    return Backend(build, partial(_sdpa_refusal, kernels), lambda context: FlashBlocks(), kernels)
+    return Backend(build, partial(_sdpa_refusal, kernels), kernels)
 
 
 def by_speed(kernels: tuple[SDPBackend, ...], device: torch.device) -> list[SDPBackend]:
@@ -265,19 +250,14 @@ def _machine_refusal(case: Case) -> str:
     return ""
 
 
-def plain_blocks(context: LayerContext) -> Blocks:
-    """Return the computation of blocks in plain PyTorch."""
-    return PlainBlocks(Blocking.for_device(context.device, context.dtype))
-
-
 BACKENDS: Mapping[str, Backend] = {
     "flash": _sdpa(_FLASH),
     "cudnn": _sdpa(_CUDNN),
     "efficient": _sdpa(_EFFICIENT),
     "fused": _sdpa(_FLASH, _CUDNN, _EFFICIENT),
-    "flex": Backend(FlexCore, _flex_refusal),
-    "triton": Backend(TritonCore, _triton_refusal, lambda context: TritonBlocks()),
-    "unfused": Backend(UnfusedCore, lambda case: "", plain_blocks),
+    "flex": Backend(FlexKernel, _flex_refusal),
+    "triton": Backend(TritonKernel, _triton_refusal),
+    "unfused": Backend(PlainKernel, lambda case: ""),
 }
 """All backends by name."""
 _ALIASES = {"local": "unfused"}
@@ -327,16 +307,19 @@ def choose(case: Case) -> tuple[str, str]:
     )
 
 
-def fastest_blocks(config: ModelConfig, context: LayerContext) -> Blocks:
-    """Return the kernels of a ring that auto chooses."""
+def fastest_kernel(config: ModelConfig, context: LayerContext) -> BlockKernel:
+    """Return the kernel of a ring that auto chooses."""
     name, _ = choose(Case(replace(config, attention_backend="auto"), context))
-    blocks = BACKENDS[name].blocks
-    assert blocks is not None
-    return blocks(context)
+    kernel = BACKENDS[name].build(config, context)
+    assert isinstance(kernel, BlockKernel)
+    return kernel
 
 
-def build_stage_core(config: ModelConfig, context: LayerContext) -> StageCore:
-    """Build the attention core of a stage: one for all layers, or one for each --cp-comm-type.
+def build_core(config: ModelConfig, context: LayerContext, backend: str | None = None) -> StageCore:
+    """Build the attention core of a stage, whose layers may each have their own --cp-comm-type.
+
+    Args:
+        backend: name of the backend, which is not checked; None for that of the config.
 
     Raises:
         UserError: the backend of --attention-backend does not support the run.
@@ -346,34 +329,34 @@ def build_stage_core(config: ModelConfig, context: LayerContext) -> StageCore:
     for number in with_attention if context.cp.size > 1 else ():
         layers.setdefault(comm_type_of_layer(context.cp_comm_type, number), []).append(number)
     if len(layers) < 2:
-        return build_core(config, context.of_layer(next(chain(*layers.values()), 0)))
+        of_all = context.of_layer(next(chain(*layers.values()), 0))
+        return StageCore(
+            config, context, {of_all.layer_cp_comm_type: _layer_core(config, of_all, None, backend)}
+        )
     cores = {
-        comm_type: build_core(config, context.of_layer(numbers[0]), tuple(numbers))
+        comm_type: _layer_core(config, context.of_layer(numbers[0]), tuple(numbers), backend)
         for comm_type, numbers in layers.items()
     }
-    return CoreByCommType(config, context, cores)
+    return StageCore(config, context, cores)
 
 
-def build_core(
-    config: ModelConfig, context: LayerContext, layers: tuple[int, ...] | None = None
-) -> AttentionCore:
-    """Build the attention core of layers with one communication type of context parallelism.
+def _layer_core(
+    config: ModelConfig, context: LayerContext, layers: tuple[int, ...] | None, backend: str | None
+) -> LayerCore:
+    """Build attention of layers with one communication type of context parallelism.
 
     Args:
         context: their context.
         layers: their numbers; None for all.
-
-    Raises:
-        UserError: the backend of --attention-backend does not support the run.
     """
     assert context.topology.positions.is_zigzag or not context.gathers_keys, (
         "gathered keys need zigzag slices"
     )
+    if backend is not None:
+        return LayerCore(config, context, BACKENDS[backend].build(config, context))
     case = Case(config, context, layers)
     name, line = choose(case)
-    core = BACKENDS[name].build(config, context)
     kernels = BACKENDS[name].kernels
     if kernels and context.device.type == "cuda" and torch.cuda.is_available():
         line += f"; its kernel is {kernel_of(kernels, case)}"
-    core.choice = line
-    return core
+    return LayerCore(config, context, BACKENDS[name].build(config, context), line)

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from megalite.attention.cache import CachedCore
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.microbatch import Microbatch
-from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
 
 LENGTH, CAPACITY = 18, 24

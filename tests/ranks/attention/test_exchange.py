@@ -10,13 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.attention.choice import build_core
+from megalite.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LayerKind,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
-from megalite.model.attention_backends import build_core
-from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
 from tests.live_ranks import run_ranks
@@ -41,13 +48,14 @@ def _attend(topology: Topology, kind: str, num_groups: int, dtype: torch.dtype) 
         seq_length=S,
     )
     context = LayerContext(topology, dtype, cp_comm_type=kind)
-    ranks, access, core = KeyRanks.of(context), KEY_ACCESS[kind], build_core(config, context)
+    core = build_core(config, context)
+    layer = core.for_layer(0, LayerKind())
     q, k, v, grad = (topology.positions.take(x, dim=0) for x in _inputs(num_groups, dtype))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*leaves, ranks))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in layer.enter(*leaves))
     visible = core.visible_keys((B, S), None, [None])[None]
-    y = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B))).permute(2, 0, 1, 3)
-    out = access.leave(y, ranks)
+    y = layer(q, k, v, visible, Drop(0.0, 0, torch.arange(B))).permute(2, 0, 1, 3)
+    out = layer.leave(y)
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 

@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.attention.choice import build_core
+from megalite.config import LayerKind, ModelConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
-from megalite.model.attention_backends import BACKENDS, build_core
-from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.observe.collectives import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_ranks import run_ranks
@@ -115,19 +114,18 @@ def _attend(
     """
     case = CASES[name]
     context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=comm_type)
-    core, own, heads = build_core(case.config, context), topology.positions, context.attention_heads
-    if of_triton:
-        core = BACKENDS["triton"].build(case.config, context)
+    core = build_core(case.config, context, "triton" if of_triton else None)
+    layer = core.for_layer(0, LayerKind(window=case.window))
+    own, heads = topology.positions, context.attention_heads
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
     of_sinks = [sinks.requires_grad_()] if case.has_sinks else []
     visible = core.visible_keys((B, S), _documents(case), [case.window])[case.window]
     drop = Drop(case.p, 5, torch.arange(B) + 3, heads.index * HEADS // heads.count * S**2)
-    access, ranks = KEY_ACCESS[comm_type], KeyRanks.of(context)
-    entered = access.enter(*(x.permute(2, 0, 1, 3) for x in (q, k, v)), ranks)
+    entered = layer.enter(*(x.permute(2, 0, 1, 3) for x in (q, k, v)))
     own_sinks = [x.chunk(heads.count)[heads.index] for x in of_sinks]
-    out = core(*(x.permute(1, 2, 0, 3) for x in entered), visible, drop, *own_sinks)
-    out = access.leave(out.permute(2, 0, 1, 3), ranks).permute(1, 2, 0, 3)
+    out = layer(*(x.permute(1, 2, 0, 3) for x in entered), visible, drop, *own_sinks)
+    out = layer.leave(out.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
     grads = torch.autograd.grad(out, [q, k, v, *of_sinks], own.take(grad, dim=2))
     return [out.detach(), *grads]
 
@@ -225,7 +223,8 @@ def _attend_assigned(topology: Topology, names: list[str]) -> list[list[Tensor]]
         visible = core.visible_keys((B, S), None, [case.window])[case.window]._replace(
             assignments=assignments
         )
-        out = core(q, k, v, visible, Drop(case.p, 5, torch.arange(B) + 3, 0), *of_sinks)
+        layer = core.for_layer(0, LayerKind(window=case.window))
+        out = layer(q, k, v, visible, Drop(case.p, 5, torch.arange(B) + 3, 0), *of_sinks)
         grads = torch.autograd.grad(out, [q, k, v, *of_sinks], take(grad))
         found.append([*map(placed, (out.detach(), *grads[:3])), *grads[3:]])
     return found
@@ -270,7 +269,8 @@ def _bytes_sent(topology: Topology, window: int | None) -> dict[str, float]:
     visible = core.visible_keys((B, S), None, [window])[window]
     found = {}
     with Traffic(topology) as traffic:
-        out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
+        layer = core.for_layer(0, LayerKind(window=window))
+        out = layer(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
         found["forward"] = ring_bytes(traffic.calls, "cp", size)
         out.sum().backward()
         found["both"] = ring_bytes(traffic.calls, "cp", size)
@@ -310,8 +310,8 @@ def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
         num_attention_heads=HEADS, hidden_size=HEADS * SIZE, num_query_groups=num_groups, seq_length=S
     )
     context = LayerContext(topology, torch.float32, cp_comm_type="a2a+p2p")
-    core, device, access = build_core(config, context), topology.device, KEY_ACCESS["a2a+p2p"]
-    ranks = KeyRanks.of(context)
+    core, device = build_core(config, context), topology.device
+    layer = core.for_layer(0, LayerKind())
     assert context.head_ranks is not None and context.ring is not None
     own = [
         torch.randn(S // context.cp.size, B, n, SIZE, device=device, requires_grad=True)
@@ -319,9 +319,9 @@ def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
     ]
     visible = core.visible_keys((B, S), None, [None])[None]
     with Traffic(topology) as traffic:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in access.enter(*own, ranks))
-        out = core(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
-        access.leave(out.permute(2, 0, 1, 3), ranks).sum().backward()
+        q, k, v = (x.permute(1, 2, 0, 3) for x in layer.enter(*own))
+        out = layer(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
+        layer.leave(out.permute(2, 0, 1, 3)).sum().backward()
     axes = context.head_ranks, context.ring
     return {axis.name: ring_bytes(traffic.calls, axis.name, axis.size) for axis in axes}
 

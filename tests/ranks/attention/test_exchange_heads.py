@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.attention.positions import PositionInfo
 from megalite.config.presets import PRESETS
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.model.positions import PositionInfo
 from megalite.observe.collectives import Traffic, ring_bytes
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage

@@ -1,11 +1,14 @@
-"""Let the queries of a slice of the sequence see the keys of the whole sequence.
+"""Let the queries of a slice of the sequence see the keys of the whole sequence, and recurrences its tokens.
 
 A context-parallel rank computes queries, keys and values of its own tokens. Before the attention core, the
 ranks all-gather keys and values (Llama Team 2024, section 3.3.2), or each rank exchanges heads for tokens
-(DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, the core itself communicates (`RingCore`). With
+(DeepSpeed-Ulysses, Jacobs et al. 2023). With ring attention, attention itself communicates (`ring`). With
 both, neighbouring ranks exchange heads for tokens, and each of them is in a ring with one rank of every other
 group of neighbours (Fang and Zhao 2024, arXiv 2405.07719). Each layer may have its own --cp-comm-type. A rank
 holds the same tokens in all layers: two slices in zigzag order, unless all of them have a2a.
+
+A recurrence needs the tokens of a sample one after another: ranks exchange tokens for heads before it, and
+back after it, however attention reaches keys (`HeadExchange`).
 
 Shapes: s sequence, b microbatch, n query heads, g key/value heads, d head size, cp = cp.size. All heads are
 those of one tensor-parallel rank. Values may have heads of another size. If neighbours exchange heads, s is
@@ -21,15 +24,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.attention.positions import PositionInfo
 from megalite.distributed.axis import Axis
-from megalite.distributed.collectives import all_to_all, gather_from_sequence_parallel
+from megalite.distributed.collectives import all_gather_from, all_to_all, gather_from_sequence_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels.packed_heads import Heads
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class KeyRanks(NamedTuple):
-    """Describes the ranks that queries, keys and values are exchanged with before attention.
+    """Ranks that queries, keys and values are exchanged with before attention.
 
     Attributes:
         order: positions of the rank's tokens among those that these ranks hold together.
@@ -55,7 +59,7 @@ def _order_of_ranks(cp: Axis, is_zigzag: bool) -> HeldPositions:
 
 
 class KeyAccess(NamedTuple):
-    """Describes one way in which queries reach the keys of other ranks; both functions undo each other.
+    """Ways of queries to the keys of other ranks; both functions undo each other.
 
     Attributes:
         enter: maps queries ``[s/cp, b, n, d]``, and keys and values ``[s/cp, b, g, d]``, to the arguments of
@@ -162,3 +166,52 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _to_heads(grads[0], ctx.cp), None
+
+
+class HeadExchange:
+    """Exchanges of tokens for heads between context-parallel ranks, for a recurrent layer.
+
+    If the ranks hold zigzag slices or assigned documents, tokens are put into the order of positions. In
+    generation, each rank has the tokens after the prompt, and keeps the states of its heads. c is the number
+    of features of one tensor-parallel rank, grouped by head.
+
+    Every rank has the parameters of all heads, and uses those of its part. The gradients of the other heads
+    are zeros, and the sum over the replicas of a parameter, to which these ranks belong, is complete.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        self.cp, self.positions = context.cp, context.topology.positions
+
+    def to_heads(self, x: Tensor, positions: PositionInfo) -> Tensor:
+        """Return all tokens of the rank's heads: ``[s/cp, b, c]`` to ``[s, b, c/cp]``.
+
+        If every rank has all tokens, ``[s, b, c]``, it selects its heads.
+        """
+        if self.cp.size == 1:
+            return x
+        if positions.is_replicated:
+            return x.chunk(self.cp.size, dim=-1)[self.cp.rank]
+        heads = x.unflatten(-1, (self.cp.size, -1))  # [s/cp, b, cp, c/cp]
+        tokens = all_tokens_of_heads(heads, self.cp).flatten(2)
+        if positions.rank_order is None:
+            return self.positions.in_position_order(tokens)
+        return _rows(tokens, positions.rank_order.argsort(dim=0))
+
+    def to_tokens(self, y: Tensor, positions: PositionInfo) -> Tensor:
+        """Return all heads of the rank's tokens: ``[s, b, c/cp]`` to ``[s/cp, b, c]``, or all tokens."""
+        if self.cp.size == 1:
+            return y
+        if positions.is_replicated:
+            return all_gather_from(y, self.cp)
+        order = positions.rank_order
+        tokens = self.positions.in_rank_order(y) if order is None else _rows(y, order)
+        return exchange_heads_for_tokens(tokens.unsqueeze(2), self.cp).flatten(2)
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that belongs to the rank's heads, which dim 0 lists in order."""
+        return parameter if self.cp.size == 1 else parameter.chunk(self.cp.size)[self.cp.rank]
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    """Return the rows of ``[s, b, c]`` in an order of each sample's own, ``[s, b]``."""
+    return x.gather(0, order.unsqueeze(-1).expand_as(x))

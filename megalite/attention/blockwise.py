@@ -1,8 +1,11 @@
-"""Attention computed block by block of queries: a GEMM, our softmax, a GEMM.
+"""Attention block by block of queries: a GEMM, our softmax, a GEMM.
 
 Backward keeps queries, keys, values and one number per query. It recomputes scores and weights block by
 block (Dao et al. 2022, section 3.1), and the dropout mask from its counter. Memory is linear in the sequence
 length. Causal attention skips the keys after a block's queries, and with a window the keys before.
+
+Graphs of torch.compile call it as one operator, without tracing into it: its blocks would be hundreds of
+nodes, and none of them would be fused.
 
 Shapes: s sequence, b microbatch, n query heads of this rank, g its key/value heads, r = n/g, d head size. A
 tile has c pairs of a sample and a key/value head. A block has m queries and e consecutive keys, which contain
@@ -13,20 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite.kernels import CausalSoftmax
+from megalite.attention.algebra import Block
+from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
 from megalite.kernels.flash_attention import empty_results
 from megalite.kernels.packed_heads import empty_gradients, gradients_of
+from megalite.kernels.traced import key_of
 
 _MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
 
 
 class Blocking(NamedTuple):
-    """Holds the sizes of the blocks and tiles of attention.
+    """Limits of the sizes of blocks and tiles of attention.
 
     Attributes:
         num_queries: largest number of queries in a block; short sequences have two blocks to skip keys too.
@@ -66,6 +71,13 @@ class Blocking(NamedTuple):
         for sample in range(num_samples):
             for group in range(0, num_groups, step):
                 yield Tile(slice(sample, sample + 1), slice(group, min(group + step, num_groups)), shared)
+
+    def parts(self, block: Block, num_samples_and_heads: int, itemsize: int) -> Iterator[Block]:
+        """Yield parts of the queries whose scores stay within `num_bytes`, with all keys."""
+        most = self.num_bytes // max(1, num_samples_and_heads * len(block.keys) * itemsize)
+        step = max(32, min(most, -(-len(block.queries) // 2)))
+        for first in range(block.queries.start, block.queries.stop, step):
+            yield Block(range(first, min(first + step, block.queries.stop)), block.keys)
 
 
 class Tile(NamedTuple):
@@ -210,3 +222,95 @@ def attend_backward(
         tile.put_keys(grad_k, sum_k)
         tile.put_keys(grad_v, sum_v)
     return results
+
+
+_OP = "megalite::attention"
+_BACKWARD = "megalite::attention_backward"
+_REST = (
+    "Tensor? slopes, Tensor? starts, Tensor? ends, Tensor samples, Tensor key, int? window, int first, "
+    "float scale, float p, int base, float? cap, int num_queries, int num_bytes"
+)
+
+torch.library.define(_OP, f"(Tensor q, Tensor k, Tensor v, {_REST}, Tensor? sinks) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD,
+    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor sums, {_REST}) -> Tensor[]",
+)
+
+
+def traced_attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, blocking: Blocking, sinks: Tensor | None
+) -> Tensor:
+    """Compute `attend` with sinks ``[n]`` differentiably, with the dropout key in a tensor."""
+    _, scale, slopes, visible, drop, cap = softmax
+    starts, ends, window = visible[:3]
+    assert drop is not None and drop.key_tensor is not None
+    p, _, samples, base, key = drop
+    numbers = window, visible.first, scale, p, base, cap
+    out: Tensor = torch.ops.megalite.attention(
+        q, k, v, slopes, starts, ends, samples, key, *numbers, *blocking, sinks
+    )[0]
+    return out
+
+
+def _arguments(
+    k: Tensor,
+    slopes: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    samples: Tensor,
+    key: Tensor,
+    window: int | None,
+    first: int,
+    scale: float,
+    p: float,
+    base: int,
+    cap: float | None,
+    *blocking: int,
+) -> tuple[CausalSoftmax, Blocking]:
+    drop = Drop(p, key_of(key), samples, base)
+    visible = VisibleKeys(starts, ends, window, first=first)
+    return CausalSoftmax(k.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *arguments, sinks = rest
+    out, sums = attend(q, k, v, *_arguments(k, *arguments))
+    if sinks is not None:
+        add_sinks_(out, sums, sinks)
+    return out, sums
+
+
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, *rest: Any) -> list[Tensor]:
+    return attend_backward(grad, q, k, v, sums, *_arguments(k, *rest))
+
+
+torch.library.register_kernel(_OP, None, _forward)
+torch.library.register_kernel(_BACKWARD, None, _gradients)
+
+
+@torch.library.register_fake(_OP)
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q, v)
+
+
+@torch.library.register_fake(_BACKWARD)
+def _fake_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    return empty_gradients(q, k, v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, slopes, starts, ends, samples, key, *ctx.numbers, sinks = inputs
+    ctx.set_materialize_grads(False)  # otherwise the second output's gradient would be a tensor of zeros
+    of_sinks = (None, None) if sinks is None else (output[0], sinks)
+    ctx.save_for_backward(*of_sinks, q, k, v, output[1], slopes, starts, ends, samples, key)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    out, sinks, *saved = ctx.saved_tensors
+    grads = torch.ops.megalite.attention_backward(grad, *saved, *ctx.numbers)
+    of_sinks = sinks_gradient(grad, out, saved[3], sinks) if ctx.needs_input_grad[-1] else None
+    return *gradients_of(grads), *(None,) * 13, of_sinks
+
+
+torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
