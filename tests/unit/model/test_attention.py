@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -209,9 +210,14 @@ def test_flash_needs_values_of_the_size_of_keys(one_rank: Topology) -> None:
     assert choose(Case(dataclasses.replace(config, v_head_dim=24), context))[0] == "flash"
 
 
-@pytest.mark.parametrize("window", [0, 1, 20, 129])
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("case", ["causal", "alibi", "gqa"])
+@pytest.mark.parametrize(
+    ("case", "window", "packed"),
+    [
+        (case, window, (i + j) % 2 == 1)
+        for i, case in enumerate(("causal", "alibi", "gqa"))
+        for j, window in enumerate((0, 1, 20, 129))
+    ],
+)
 @pytest.mark.parametrize("backend", ["fused", "unfused", "triton"])
 def test_a_window_is_the_formula(
     backend: str, case: str, packed: bool, window: int, one_rank: Topology
@@ -225,15 +231,18 @@ def test_a_window_is_the_formula(
 
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+SMALL_DTYPES = [dtype for dtype in ROUNDING if dtype.itemsize < 8]
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, torch.float64) for case in CASES] + [("gqa", dtype) for dtype in ROUNDING if dtype.itemsize < 8],
+    ("kind", "case", "dtype", "packed"),
+    [
+        (kind, *each, (i + j) % 2 == 1)
+        for i, each in enumerate([*product(CASES, [torch.float64]), *product(["gqa"], SMALL_DTYPES)])
+        for j, kind in enumerate(("unfused", "triton"))
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("kind", ["unfused", "triton"])
 def test_sinks_are_the_formula(
     kind: str, case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
 ) -> None:
@@ -330,17 +339,20 @@ def with_cp(topology: Topology, size: int, rank: int) -> Topology:
     return dataclasses.replace(topology, factorings={"model": axes}, is_zigzag=True)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
-    ("backend", "case"), [(backend, case) for backend in ("unfused", "triton") for case in CASES]
+    ("backend", "case", "window", "packed"),
+    [
+        (backend, case, window, (i + j) % 2 == 1)
+        for backend in ("unfused", "triton")
+        for i, case in enumerate(CASES)
+        for j, window in enumerate((None, 5))
+        if window is None or CASES[case].get("architecture") != "bert"
+    ],
 )
 def test_slices_of_the_queries_see_all_keys(
     backend: str, case: str, window: int | None, packed: bool, one_rank: Topology
 ) -> None:
     s, num_ranks, config = 36, 3, config_of(**CASES[case])
-    if window is not None and not config.is_causal:
-        return
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     p, numbers = 0.3, torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
