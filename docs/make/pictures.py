@@ -9,8 +9,7 @@ from benchmarks.chart import TITLES, speed_of
 from megalite.pipeline.schedule_plot import Colour
 from megalite.pipeline.schedule_svg import INK, PAPER, WAITING, Drawing, schedule_svg
 from megalite.plan.plan_request import read_request
-from megalite.plan.scaling.scaling_plan import plan_scaling
-from megalite.plan.scaling.scaling_table import scaling_svg, scaling_title
+from megalite.plan.scaling import plan_scaling, scaling_svg, scaling_title
 
 BLUE, GREEN, TEAL, ORANGE = (66, 119, 214), (46, 158, 107), (29, 158, 150), (232, 156, 48)
 RED, VIOLET = (205, 92, 92), (140, 108, 200)

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from megalite.attention.cache import build_cache
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.generate.completions import CompletionWriter
-from megalite.generate.generator import Generator, Prompt
+from megalite.generate.generator import CompletionWriter, Generator, Prompt
 from megalite.generate.prompts import as_questions, prompts_of, read_prompts
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import (

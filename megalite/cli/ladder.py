@@ -23,8 +23,14 @@ from megalite.frontends.command_line import parse_run
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_number
 from megalite.ladder.finished_runs import TooFewRuns, read_planned_run, read_runs
 from megalite.ladder.fit_report import fit_ladder, fit_lines, fit_page, fit_record
-from megalite.ladder.sizes import BATCH_EXPONENT, ScalingRules, default_lr_exponent
-from megalite.ladder.write_configs import ladder_lines, ladder_runs, write_configs
+from megalite.ladder.sizes import (
+    BATCH_EXPONENT,
+    ScalingRules,
+    default_lr_exponent,
+    ladder_lines,
+    ladder_runs,
+    write_configs,
+)
 
 WRITE = """Write one training config for each size of a ladder.
 

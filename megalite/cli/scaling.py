@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megalite.plan.scaling.measure_scaling import measure_scaling
+from megalite.plan.measure_scaling import measure_scaling
 
 
 def main(arguments: Sequence[str]) -> None:

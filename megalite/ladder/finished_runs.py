@@ -10,8 +10,7 @@ from pathlib import Path
 from megalite.config import Config
 from megalite.errors import UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
-from megalite.ladder.sizes import LadderRun, measured_run, vocab_size_of
-from megalite.ladder.write_configs import CONFIG_FILE
+from megalite.ladder.sizes import CONFIG_FILE, LadderRun, measured_run, vocab_size_of
 from megalite.report.run_folder import Run, open_run
 from megalite.report.run_history import History
 

@@ -1,4 +1,4 @@
-"""Scale a run to other sizes of its model: shapes, length, batch size, learning rate.
+"""Scale a run to other sizes of its model (shapes, length, batch size, learning rate), and write the configs.
 
 The config that is scaled is the reference: its learning rate and batch size suit its size. By default, with N
 the parameters that `scaling_parameters` counts:
@@ -12,21 +12,29 @@ learning rate stays, since muP scales it with the width.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Literal
 
-from megalite.config import Config, ModelConfig, OptimizerConfig
+from megalite.config import Config, ModelConfig, OptimizerConfig, to_yaml
 from megalite.config.flags import flag_of
 from megalite.config.model import round_up
 from megalite.config.model_flops import flops_per_token
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
+from megalite.files import replace_file
+from megalite.plan.quantities import plain
 from megalite.plan.units import whole_model
 from megalite.train.run_context import with_vocab_size
 
 Dimension = Literal["depth", "width"]
+
+CONFIG_FILE = "config.yaml"
+HEADS = ("run", "layers", "hidden", "heads", "parameters", "batch", "iterations", "tokens", "lr", "FLOPs")
 
 BATCH_EXPONENT = 2 / 3
 LR_EXPONENT = -1 / 3
@@ -256,3 +264,92 @@ def _scaled_ffn(width: int | None, growth: Fraction) -> int | None:
 def _scaled_groups(groups: int | None, heads: int, old_heads: int) -> int | None:
     """Return the number of key/value heads for this number of query heads; one remains one."""
     return groups if groups is None or groups == 1 else heads * groups // old_heads
+
+
+def ladder_runs(
+    config: Config, rules: ScalingRules, sizes: Sequence[int], ratios: Sequence[float]
+) -> list[LadderRun]:
+    """Return a run for each size and number of tokens per parameter.
+
+    Args:
+        config: the reference.
+
+    Raises:
+        UserError: the reference or a size is invalid, or two sizes are the same.
+    """
+    check_reference(config)
+    flag = f"--{rules.dimension}s"
+    if twice := [size for size in dict.fromkeys(sizes) if sizes.count(size) > 1]:
+        raise UserError(f"{flag} has {twice[0]} twice: remove one")
+    if ties := [ratio for ratio in dict.fromkeys(ratios) if ratios.count(ratio) > 1]:
+        raise UserError(f"--tokens-per-parameter has {plain(ties[0])} twice: remove one")
+    reference = measured_run("", config, vocab_size_of(config), tokens=0)
+    runs = []
+    for size, ratio in itertools.product(sizes, ratios):
+        name = f"{rules.dimension}-{size}" + (f"-tokens-{ratio:g}" if len(ratios) > 1 else "")
+        runs.append(scaled_run(reference, rules, size, ratio, name))
+    return runs
+
+
+def write_configs(runs: Sequence[LadderRun], folder: Path, set_fields: Collection[str]) -> Iterator[Path]:
+    """Write the config of each run into a folder of its own, where the run will save; yield the files.
+
+    Args:
+        set_fields: fields that a flag or a file of the reference sets.
+
+    Raises:
+        UserError: a folder has the config of another run, or cannot be written.
+    """
+    texts = {folder / run.name / CONFIG_FILE: _text(run, folder / run.name, set_fields) for run in runs}
+    for file, text in texts.items():
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            raise UserError(f"{file} is of another ladder: remove {file.parent}, or pass another --output")
+    for file, text in texts.items():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(file) as stream:
+                stream.write(text.encode())
+        except OSError as error:
+            raise UserError(f"{file} cannot be written ({error.strerror}): pass another --output") from None
+        yield file
+
+
+def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table whose first column is aligned to the left, and all others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (heads, *rows)
+    ]
+
+
+def ladder_lines(runs: Sequence[LadderRun]) -> list[str]:
+    """Return the table of the runs, in `HEADS`."""
+    rows = [
+        (
+            run.name,
+            f"{run.config.model.num_layers}",
+            f"{run.config.model.hidden_size}",
+            f"{run.config.model.num_attention_heads}",
+            f"{run.parameters:,}",
+            f"{run.config.training.global_batch_size}",
+            f"{run.config.training.train_iters:,}",
+            f"{run.tokens:,}",
+            f"{run.config.optimizer.lr:.2e}",
+            f"{run.flops:.2e}",
+        )
+        for run in runs
+    ]
+    return table_lines(HEADS, rows)
+
+
+def _text(run: LadderRun, folder: Path, set_fields: Collection[str]) -> str:
+    """Return the run's config as YAML, without fields that are not set and have their defaults."""
+    checkpoint = replace(run.config.checkpoint, save=str(folder), load=str(folder))
+    config, defaults = replace(run.config, checkpoint=checkpoint), Config().values()
+    unset = {
+        name for name, value in config.values().items() if value == defaults[name] and name not in set_fields
+    }
+    return (
+        f"# {run.name}: {run.parameters:,} parameters of layers and output layer, {run.all_parameters:,} in "
+        f"all, {run.tokens:,} tokens, {run.flops:.3e} model FLOPs\n{to_yaml(config, unset)}"
+    )

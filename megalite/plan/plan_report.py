@@ -11,6 +11,7 @@ from typing import Any
 from megalite.commands import command_lines
 from megalite.config.model_flops import CONVENTION
 from megalite.errors import ConfigError, UserError, counted
+from megalite.files import write_output
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
@@ -45,8 +46,7 @@ from megalite.plan.rank_memory import (
     logit_parts,
     node_host_bytes,
 )
-from megalite.plan.scaling.scaling_plan import plan_scaling
-from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
+from megalite.plan.scaling import as_objects, plan_scaling, scaling_svg, scaling_title, table_lines
 
 _GB = 1e9
 _KINDS = {
@@ -100,7 +100,7 @@ def _one(request: Request) -> Iterable[str]:
 def _scaling(request: Request, scaling: Scaling) -> Iterable[str]:
     points = list(plan_scaling(request))
     if scaling.svg is not None:
-        save_scaling_svg(scaling.svg, points, scaling_title(request))
+        write_output(scaling.svg, scaling_svg(points, scaling_title(request)), "--svg")
     if request.is_json:
         return [json.dumps({"scaling": as_objects(points), "notices": [*request.assumed, *request.notices]})]
     rates = request.cluster.network_gbps, scaling.ethernet_gbps

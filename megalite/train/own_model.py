@@ -13,7 +13,6 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few, kind_of
 from megalite.log import log
 from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
-from megalite.model.bert_stage import BertStage
 from megalite.model.stage import Stage, StageProvider, provider_name
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
@@ -59,8 +58,8 @@ def check_stage(stage: Any, provider: StageProvider) -> None:
 
 
 def _check_z_loss(stage: Stage) -> None:
-    """Check that the stage has the losses of `Stage`, which add the z-loss."""
-    base = next(each for each in (BertStage, TransformerStage, Stage) if isinstance(stage, each))
+    """Check that the stage has the losses of one of megalite's classes, which add the z-loss."""
+    base = next(each for each in type(stage).__mro__ if each.__module__.startswith("megalite."))
     for name in ("losses", "losses_of"):
         if getattr(type(stage), name) is not getattr(base, name):
             raise UserError(

@@ -11,8 +11,7 @@ from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.collectives import all_gather_from
 from megalite.errors import UserError
-from megalite.generate.completions import CompletionWriter
-from megalite.generate.generator import Generator, Prompt
+from megalite.generate.generator import CompletionWriter, Generator, Prompt
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.microbatch import Microbatch
 from tests.live_ranks import run_ranks

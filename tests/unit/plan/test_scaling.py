@@ -11,12 +11,12 @@ import pytest
 
 from megalite.errors import UserError
 from megalite.frontends.command_line import parse
+from megalite.plan import measure_scaling as measuring
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import FAILED, Length, Trial
 from megalite.plan.launch.write_job import write_job
+from megalite.plan.measure_scaling import measure_scaling
 from megalite.plan.plan_report import answer
-from megalite.plan.scaling import measure_scaling as measuring
-from megalite.plan.scaling.measure_scaling import measure_scaling
 
 MODEL = "--preset llama2-7b --gpu a100-80 --tp 2 --zero-stage 1 --bf16 --recompute-granularity full"
 RUN = f"{MODEL} --global-batch-size 256 --scaling 1,2,8"
@@ -192,7 +192,9 @@ def test_runs_are_measured_beside_their_plan(trials: _Runs, tmp_path: Path) -> N
     assert [row[9] for row in rows] == ["100.0%", "80.0%"]  # strong, measured
     assert [float(row[8]) for row in rows] == [8.0, 5.0]
 
-    (line,) = measure_scaling([*words, "--json"], "")
+    picture = tmp_path / "scaling.svg"
+    (line,) = measure_scaling([*words, "--svg", str(picture), "--json"], "")
+    assert "measured" in picture.read_text()
     assert len(trials.configs) == 3  # nothing runs again
     found = {(each["scaling"], each["series"], each["nodes"]): each for each in json.loads(line)["scaling"]}
     assert found["strong", "measured", 2]["efficiency"] == pytest.approx(0.8)

@@ -15,6 +15,7 @@ from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.yaml_file import to_yaml
 from megalite.errors import UserError, counted
+from megalite.files import write_output
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
@@ -29,8 +30,15 @@ from megalite.plan.launch.write_job import (
     write_script,
 )
 from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
-from megalite.plan.scaling.scaling_plan import ScaledRun, ScalingPoint, scaled_runs
-from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
+from megalite.plan.scaling import (
+    ScaledRun,
+    ScalingPoint,
+    as_objects,
+    scaled_runs,
+    scaling_svg,
+    scaling_title,
+    table_lines,
+)
 
 CONFIG_FILE, METRICS_FILE, SCRIPT_FILE = "config.yaml", "metrics.jsonl", "job.sbatch"
 _SLURM_FLAGS = ("partition", "account", "exclude", "cpus_per_task", "sbatch", "setup")
@@ -83,7 +91,7 @@ def measure_scaling(
     points = [run.planned(request, "planned") for run in runs]
     points += [_measured_point(run, trials.result(run)) for run in runs]
     if request.scaling.svg is not None:
-        save_scaling_svg(request.scaling.svg, points, scaling_title(request))
+        write_output(request.scaling.svg, scaling_svg(points, scaling_title(request)), "--svg")
     if request.is_json:
         yield json.dumps({"scaling": as_objects(points), "notices": [*request.assumed, *request.notices]})
     else:

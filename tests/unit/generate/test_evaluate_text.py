@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megalite.config.presets import PRESETS
 from megalite.data.document_ends import DocumentEnds
-from megalite.generate.text_loss import LossMeter, windows
+from megalite.generate.evaluate_text import LossMeter, windows
 from megalite.microbatch import Microbatch
 from tests.stages import build_stage
 

@@ -1,1 +1,0 @@
-"""Plan and measure how a run scales over nodes."""
