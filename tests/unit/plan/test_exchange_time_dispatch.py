@@ -8,10 +8,9 @@ from itertools import combinations
 import pytest
 
 from megalite.plan.communication import Group
-from megalite.plan.exchange_time import ep_seconds
+from megalite.plan.exchange_time import dispatch_seconds, ep_seconds, num_holders
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import PROGRAMS
-from megalite.plan.token_dispatch import dispatch_seconds, num_holders
 from tests.unit.plan.test_exchange_time import GPU, MODEL, config_of
 
 

@@ -11,8 +11,8 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import AttentionCall
+from megalite.plan.exchange_time import ring_slices
 from megalite.plan.programs import own_program
-from megalite.plan.ring_time import ring_slices
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.distributed.topology import Topology
-from megalite.train.audit.finding import Finding, outliers
+from megalite.train.audit.replicas import Finding, outliers
 
 
 @pytest.mark.parametrize(
