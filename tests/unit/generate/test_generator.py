@@ -58,9 +58,9 @@ from transformers import (
 )
 
 from megalite.attention.cache import CachedCore
-from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_tensors import from_hf
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
+from megalite.frontends.huggingface.config import config_of
+from megalite.frontends.huggingface.families import from_hf
 from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from tests.stages import build_stage

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from megalite.checkpoint.convert.convert import Conversion
-from megalite.checkpoint.convert.hf_config import config_of
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.full_tensors import FullReader
@@ -31,6 +30,7 @@ from megalite.config import Config, DataConfig
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
 from megalite.frontends.command_line import parse
+from megalite.frontends.huggingface.config import config_of
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import spec_of
 from tests.live_bytes import LiveBytes
@@ -522,7 +522,7 @@ def test_settings_of_generation_are_copied(tmp_path):
 def test_an_activation_computes_what_transformers_computes(name):
     from transformers.activations import ACT2FN
 
-    from megalite.checkpoint.convert.families.hf_settings import HF_ACTIVATIONS
+    from megalite.frontends.huggingface.settings import HF_ACTIVATIONS
     from megalite.model.mlp import ACTIVATION_FUNCTIONS
 
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)

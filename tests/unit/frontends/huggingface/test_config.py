@@ -17,9 +17,12 @@ from transformers import (
     Qwen3_5MoeTextConfig,
 )
 
-from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of
-from megalite.checkpoint.convert.hf_tensors import (
+from megalite.config import ModelConfig
+from megalite.config.model_fields import resolved_fields
+from megalite.config.presets import PRESETS
+from megalite.errors import UserError
+from megalite.frontends.huggingface.config import config_of, hf_config_of
+from megalite.frontends.huggingface.families import (
     all_entries,
     end_entries,
     family_of,
@@ -27,10 +30,6 @@ from megalite.checkpoint.convert.hf_tensors import (
     layer_entries,
     to_hf,
 )
-from megalite.config import ModelConfig
-from megalite.config.model_fields import resolved_fields
-from megalite.config.presets import PRESETS
-from megalite.errors import UserError
 from tests.stages import build_stage
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 50}

@@ -1,4 +1,4 @@
-"""Map our tensors to the tensors of transformers' models that hold the same numbers."""
+"""All families of transformers: choose the one of a model, and convert the model's tensors."""
 
 from __future__ import annotations
 
@@ -8,38 +8,26 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megalite.checkpoint.convert.families.bert import BERT
-from megalite.checkpoint.convert.families.bloom import BLOOM
-from megalite.checkpoint.convert.families.deepseek_v2 import DEEPSEEK_V2
-from megalite.checkpoint.convert.families.deepseek_v3 import DEEPSEEK_V3
-from megalite.checkpoint.convert.families.family import UNREADABLE, Entry, Family
-from megalite.checkpoint.convert.families.gemma2 import GEMMA2
-from megalite.checkpoint.convert.families.gemma3 import GEMMA3
-from megalite.checkpoint.convert.families.gemma4 import GEMMA4
-from megalite.checkpoint.convert.families.glm4_moe import GLM4_MOE
-from megalite.checkpoint.convert.families.gpt2 import GPT2
-from megalite.checkpoint.convert.families.gpt_neox import GPT_NEOX
-from megalite.checkpoint.convert.families.gpt_oss import GPT_OSS
-from megalite.checkpoint.convert.families.gptj import GPTJ
-from megalite.checkpoint.convert.families.llama import LLAMA
-from megalite.checkpoint.convert.families.minimax_m2 import MINIMAX_M2
-from megalite.checkpoint.convert.families.ministral3 import MINISTRAL3
-from megalite.checkpoint.convert.families.mistral import MISTRAL
-from megalite.checkpoint.convert.families.mixtral import MIXTRAL
-from megalite.checkpoint.convert.families.nemotron_h import NEMOTRON_H
-from megalite.checkpoint.convert.families.olmo2 import OLMO2
-from megalite.checkpoint.convert.families.olmo3 import OLMO3
-from megalite.checkpoint.convert.families.olmoe import OLMOE
-from megalite.checkpoint.convert.families.qwen2 import QWEN2
-from megalite.checkpoint.convert.families.qwen2_moe import QWEN2_MOE
-from megalite.checkpoint.convert.families.qwen3 import QWEN3
-from megalite.checkpoint.convert.families.qwen3_5 import QWEN3_5
-from megalite.checkpoint.convert.families.qwen3_5_moe import QWEN3_5_MOE
-from megalite.checkpoint.convert.families.qwen3_moe import QWEN3_MOE
-from megalite.checkpoint.convert.families.qwen3_next import QWEN3_NEXT
-from megalite.checkpoint.convert.families.smollm3 import SMOLLM3
 from megalite.config import ModelConfig
 from megalite.errors import UserError
+from megalite.frontends.huggingface.bert import BERT
+from megalite.frontends.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
+from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
+from megalite.frontends.huggingface.gemma import GEMMA2, GEMMA3, GEMMA4
+from megalite.frontends.huggingface.gpt import BLOOM, GPT2, GPT_NEOX, GPTJ
+from megalite.frontends.huggingface.llama import (
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
+from megalite.frontends.huggingface.mixtral import GPT_OSS, MINIMAX_M2, MIXTRAL, OLMOE
+from megalite.frontends.huggingface.nemotron_h import NEMOTRON_H
+from megalite.frontends.huggingface.qwen import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -92,7 +80,10 @@ def layer_entries(config: ModelConfig, layer: int, model_type: str | None = None
 
 
 def mtp_entries(config: ModelConfig, number: int, model_type: str | None = None) -> Iterator[Entry]:
-    """Yield the tensors of a module of multi-token prediction: a layer after the last one, and its norms."""
+    """Yield the tensors of a module of multi-token prediction: a layer after the last one, and its norms.
+
+    Module k of a model with L layers has the names of layer L + k in files, k from 0.
+    """
     family, layer = family_of(config, model_type), config.num_layers + number
     for module in (*family.layer, *family.mtp):
         for entry in module.entries(config, layer):
@@ -112,6 +103,13 @@ def all_entries(config: ModelConfig, model_type: str | None = None) -> Iterator[
         yield from layer_entries(config, layer, model_type)
     for number in range(config.mtp_num_layers):
         yield from mtp_entries(config, number, model_type)
+
+
+def copied_names(config: ModelConfig) -> Iterator[str]:
+    """Yield the names of copies of shared weights, which files may have for multi-token prediction."""
+    for number in range(config.num_layers, config.num_layers + config.mtp_num_layers):
+        for name in ("embed_tokens", "shared_head.head"):
+            yield f"model.layers.{number}.{name}.weight"
 
 
 def to_hf(

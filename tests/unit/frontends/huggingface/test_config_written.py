@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megalite.checkpoint.convert.hf_config import KEPT, config_of
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of
-from megalite.checkpoint.convert.hf_tensors import FAMILIES, family_of
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.frontends.huggingface.config import KEPT, config_of, hf_config_of
+from megalite.frontends.huggingface.families import FAMILIES, family_of
 from tests.unit.model.test_against_transformers import (
     CONFIGS,
     MODELS,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.families.hf_settings import HFSettings
-from megalite.checkpoint.convert.families.multi_token import read_mtp, write_mtp
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.errors import UserError
+from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
 
 Parts = Sequence[Tensor]
 
@@ -136,6 +135,32 @@ class Module:
             yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, kind)
 
 
+def modules(
+    ours: str,
+    theirs: str,
+    *rows: tuple[Any, ...],
+    only_if: Callable[[ModelConfig], bool] = lambda config: True,
+    only_in: Callable[[LayerKind], bool] = lambda kind: True,
+) -> tuple[Module, ...]:
+    """Return modules from the rows of a table: kind, our name, their names, and a transform.
+
+    Args:
+        ours, theirs: prefixes of the names. The names of theirs are separated by spaces.
+        only_if, only_in: conditions of all these modules; see `Module`.
+    """
+
+    def module(kind: Any, name: str, names: str, transform: Transform = SAME) -> Module:
+        full_names = tuple(theirs + each for each in names.split())
+        return Module(kind, ours + name, full_names, transform, only_if, only_in)
+
+    return tuple(module(*row) for row in rows)
+
+
+def in_layers_that(test: Callable[[LayerKind], bool], *chosen: Module) -> tuple[Module, ...]:
+    """Return the modules for layers of some kinds only."""
+    return tuple(replace(module, only_in=test) for module in chosen)
+
+
 @dataclass(frozen=True)
 class Entry:
     """Pairs one of our tensors with the tensors of theirs that hold the same numbers.
@@ -176,14 +201,8 @@ class Entry:
             ) from None
 
 
-MTP_PARTS = (
-    Module("norm", "mtp.{}.embedding_norm", ("model.layers.{}.enorm",)),
-    Module("norm", "mtp.{}.hidden_norm", ("model.layers.{}.hnorm",)),
-    Module("table", "mtp.{}.projection", ("model.layers.{}.eh_proj",)),
-    Module("norm", "mtp.{}.final_norm", ("model.layers.{}.shared_head.norm",)),
-)
-"""Modules of multi-token prediction besides their layers; ``{}`` stands for the number of the layer."""
-
+MTP_COUNT = "num_nextn_predict_layers"
+"""Name of the number of modules of multi-token prediction in config.json."""
 UNREADABLE = "unreadable"
 """Key of the problem of a family that refuses to read a config's settings."""
 _NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
@@ -195,29 +214,29 @@ class Family:
     """Describes one of transformers' architectures.
 
     Attributes:
-        architecture: name of transformers' class, unless `write` names another.
-        prefix: prefix of the names; the hub's files of a bare model lack it.
-        heads: prefixes of names outside of the bare model.
-        read: returns our fields for a config of theirs.
-        write: returns their settings for our config, under their own names. If the family cannot be the
-            model, `read` of the result returns other fields; this is how `problems` finds them.
+        architecture: name of transformers' class, unless a rule writes another.
+        rules: the table of its settings; a later rule replaces fields and settings of earlier ones. If the
+            family cannot be a model, reading what it wrote returns other fields: `problems` finds them.
         ends: modules before and after the layers.
         layer: modules of one layer.
+        prefix: prefix of the names; the hub's files of a bare model lack it.
+        heads: prefixes of names outside of the bare model.
+        tied: default of `tie_word_embeddings`; None if it has no effect, and the weights are never tied.
         without_effect: their settings that do not change the model.
         other_names: parts of names in older files or in transformers' modules, and the written names.
         experts: parts of the name of a parameter that holds the matrices of all experts, and the names of an
             expert's own matrices in files, which are stacked along the rows.
-        mtp: modules besides the layer of a module of multi-token prediction; none if it cannot have any.
+        mtp: modules of multi-token prediction besides their layer; none if the family cannot have any.
     """
 
     model_type: str
     architecture: str
-    prefix: str
-    heads: tuple[str, ...]
-    read: Callable[[HFSettings], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    rules: tuple[Rule, ...]
     ends: tuple[Module, ...]
     layer: tuple[Module, ...]
+    prefix: str = "model."
+    heads: tuple[str, ...] = ("lm_head.",)
+    tied: bool | None = False
     without_effect: tuple[str, ...] = ()
     other_names: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -249,22 +268,28 @@ class Family:
         Raises:
             UserError: megalite does not have one of its options, or a setting is unknown.
         """
-        settings = HFSettings(hf)
-        fields = self.read(settings) | (read_mtp(settings) if self.mtp else {})
-        settings.refuse_unread(self.model_type, self.without_effect)
-        return ModelConfig(**fields)
+        settings = HFSettings(hf, self.model_type)
+        fields: Fields = {}
+        for rule in (_VOCABULARY_AND_SCALE, *self.rules):
+            fields |= rule.read(settings, fields)
+        tied = False if self.tied is None else settings.switch("tie_word_embeddings", self.tied)
+        if self.mtp:
+            counts = [settings.get(name) for name in (MTP_COUNT, "num_mtp_layers")]  # in files and in configs
+            fields["mtp_num_layers"] = counts[0] or counts[1] or 0
+        settings.refuse_unread(self.without_effect)
+        return ModelConfig(**_without_defaults(fields), untie_embeddings_and_output_weights=not tied)
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
         """Return their settings for our config."""
-        return {
+        settings: Fields = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "initializer_range": config.init_method_std,
             "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-            **self.write(config),
-            **(write_mtp(config) if self.mtp else {}),
         }
+        for rule in (_VOCABULARY_AND_SCALE, *self.rules):
+            settings |= rule.write(config)
+        has_mtp = self.mtp and config.mtp_num_layers
+        return settings | ({MTP_COUNT: config.mtp_num_layers} if has_mtp else {})
 
     def problems(self, config: ModelConfig) -> dict[str, str]:
         """Return the fields that this architecture cannot have, each with its value and the needed one.
@@ -283,6 +308,19 @@ class Family:
         }
 
 
+def _without_defaults(fields: Fields) -> Fields:
+    """Return fields without sizes that equal their default, so that a model has only one possible config."""
+    heads = fields["num_attention_heads"]
+    defaults = {"num_query_groups": heads}
+    if "kv_channels" in fields:
+        defaults["kv_channels"] = fields["hidden_size"] // heads
+    return {name: None if value == defaults.get(name) else value for name, value in fields.items()}
+
+
+_VOCABULARY_AND_SCALE = Rule(
+    lambda hf, _: {"vocab_size": hf["vocab_size"], "init_method_std": hf.get("initializer_range", 0.02)},
+    lambda config: {"vocab_size": config.vocab_size, "initializer_range": config.init_method_std},
+)
 OUTPUT = Module(
     "table",
     "output",
