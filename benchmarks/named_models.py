@@ -18,9 +18,9 @@ from megalite.config import (
     check_config,
     to_yaml,
 )
-from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
 from megalite.config.vocab_padding import padded_vocab_size
+from megalite.frontends.command_line import parse
 
 
 class NamedModel(NamedTuple):

@@ -47,12 +47,12 @@ import torch.distributed as dist
 from rank_turns import ForeignCPU
 
 from megalite.config import Config, check_config
-from megalite.config.command_line import parse
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
 from megalite.train.trainer import Trainer, start_trainer
 
 NUM_RANKS = 2

@@ -12,7 +12,6 @@ from megalite.config import ParallelConfig as ParallelConfig
 from megalite.config import RecomputeConfig as RecomputeConfig
 from megalite.config import TrainingConfig as TrainingConfig
 from megalite.config import check_config as check_config
-from megalite.config.command_line import parse as parse
 from megalite.config.entry_point import run_rank as run_rank
 from megalite.data.build_datasets import DatasetSplits as DatasetSplits
 from megalite.data.epochs import Epochs as Epochs
@@ -31,6 +30,7 @@ from megalite.distributed.collectives import scatter_to_tensor_parallel as scatt
 from megalite.distributed.rendezvous import Launch as Launch
 from megalite.distributed.topology import Topology as Topology
 from megalite.errors import UserError as UserError
+from megalite.frontends.command_line import parse as parse
 from megalite.loss_terms import LossTerm as LossTerm
 from megalite.loss_terms import WithTerms as WithTerms
 from megalite.microbatch import Microbatch as Microbatch

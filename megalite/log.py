@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _RankFilter(logging.Filter):
-    """Filter that passes rank 0's messages, and other ranks' messages that are marked with `THIS_RANK`."""
+    """Filter for messages of rank 0, and messages of other ranks that are marked with `THIS_RANK`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(_StreamHandler):
-    """Handler of a stream. If a write fails, it reports once on standard error, and the run continues.
+    """Handler for a stream. If a write fails, it reports once on standard error, and the run continues.
 
     Messages that cannot be written at exit are dropped. Otherwise Python would exit with status 120.
     """
@@ -128,7 +128,7 @@ class ProgressLine:
 
 
 class LineInterval:
-    """Limit on how often a line of progress is logged."""
+    """Limit of how often a line of progress is logged."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megalite.config import Config
-from megalite.config.command_line import NEEDED_TO_TRAIN, ParsedRun, parse_run
 from megalite.config.entry_point import is_first_rank, run_rank
 from megalite.config.model import Architecture
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import NEEDED_TO_TRAIN, ParsedRun, parse_run
 
 if TYPE_CHECKING:
     from megalite.data.samples import Samples

@@ -14,7 +14,6 @@ from torch.distributed import Store
 
 from megalite.checkpoint.lease import hold_folder
 from megalite.config import Config, check_config
-from megalite.config.command_line import ParsedRun
 from megalite.config.layout_options import layout_source
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_in_any_layout
@@ -30,6 +29,7 @@ from megalite.distributed.rendezvous import (
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
 from megalite.errors import ConfigError, UserError, one_line
+from megalite.frontends.command_line import ParsedRun
 from megalite.hardware.node_hardware import NodeHardware, inspect_node
 from megalite.log import configure_logging, log, log_notes
 from megalite.model.stage import StageProvider, is_own_model

@@ -1,6 +1,6 @@
 """The versions of torch that megalite was tested with.
 
-Needs Python's standard library alone: scripts read it where there is no torch yet.
+Setting Python's standard library alone: scripts read it where there is no torch yet.
 """
 
 from __future__ import annotations

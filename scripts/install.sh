@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install megalite with the named extras into .venv. scripts/quickstart.sh and scripts/test.sh call this script.
-#   scripts/install.sh                    # the extras tokenizers,tensorboard,report
+#   scripts/install.sh                    # the extras tokenizers,tensorboard
 #   scripts/install.sh test               # other extras; "" for none
 #   scripts/install.sh --replace-torch    # install torch even if there is one that megalite cannot use
 # If python3 already has a torch (as on many GPU clusters), megalite uses it. Virtual environments work too. No step
@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
-extras=tokenizers,tensorboard,report
+extras=tokenizers,tensorboard
 replace=
 for argument in "$@"; do
   case $argument in

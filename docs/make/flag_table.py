@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.config.command_line import known_flags
-from megalite.config.compatibility.latent_rotary import LATENT_ROTARY_FLAGS, OFF_WITHOUT_LATENTS
-from megalite.config.compatibility.megatron import missing_feature, refused_flags, rule_of
-from megalite.config.compatibility.megatron_features import UNSUPPORTED
-from megalite.config.compatibility.megatron_flags import ACCEPTED, ACCEPTED_IF_OFF, TOPICS
-from megalite.config.compatibility.megatron_fsdp import FSDP_FLAGS
-from megalite.config.compatibility.token_counts import TOKEN_FLAGS
 from megalite.config.fields import ConfigField, config_fields, field_docs, normalised
+from megalite.frontends import read_table
+from megalite.frontends.command_line import known_flags
+from megalite.frontends.megatron.conversions import (
+    FSDP_FLAGS,
+    LATENT_ROTARY_FLAGS,
+    OFF_WITHOUT_LATENTS,
+    TOKEN_FLAGS,
+)
+from megalite.frontends.megatron.rules import FlagGroup, flag_groups, missing_feature, refused_flags, rule_of
 
 BEGIN, END = "<!-- made by python -m docs.make -->", "<!-- end -->"
 CHECKED = {
@@ -55,8 +57,8 @@ def outcome(flag: str) -> str:
         LookupError: megalite does not know the flag.
     """
     flag = normalised(flag)
-    rules = {name: OUTCOMES[1] for accepted in ACCEPTED for name in accepted.num_values()}
-    rules |= {name: OUTCOMES[2] for off in ACCEPTED_IF_OFF for name in _dashed(off.flags)}
+    rules = {name: OUTCOMES[1] for group in flag_groups("accepted") for name in group.flags}
+    rules |= {name: OUTCOMES[2] for group in flag_groups("accepted_if_off") for name in group.flags}
     if flag in rules:
         return rules[flag]
     # A field may begin as a missing feature's flags do.
@@ -71,7 +73,8 @@ def outcome(flag: str) -> str:
 
 def flag_table() -> str:
     """Return Markdown tables: the numbers of Megatron's arguments, and the flags of each topic."""
-    tables = (_counts(), *(_table(topic, title) for topic, title in TOPICS.items()))
+    topics = read_table("megatron/flags.yaml")["topics"]
+    tables = (_counts(), *(_table(topic, title) for topic, title in topics.items()))
     return "\n".join(line for table in tables for line in table)
 
 
@@ -101,24 +104,21 @@ def _table(topic: str, title: str) -> Iterator[str]:
         yield f"| {_code(flag)} | {text.rstrip('.')}; {off} |"
     for flag, text in FSDP_FLAGS.items() if topic == "parallel" else ():
         yield f"| {_code(flag)} | {text.rstrip('.')} |"
-    for accepted in ACCEPTED:
-        if accepted.topic == topic:
-            yield f"| {_code(*sorted(accepted.num_values()))} | accepted, no effect: {accepted.why} |"
-    for off in ACCEPTED_IF_OFF:
-        if off.topic == topic:
-            values = " or ".join(f"`{value}`" for value in off.off.split())
-            refused = f"else refused, {off.what}: {off.fix}"
-            yield f"| {_code(*_dashed(off.flags))} | only {values}, {refused} |"
-    for feature in UNSUPPORTED:
-        if feature.topic == topic:
-            names = [*_dashed(feature.flags), *(f"{flag}*" for flag in _dashed(feature.prefixes))]
-            alone = "no effect in a dense model, else " if feature.of_experts else ""
-            yield f"| {_code(*names)} | {alone}refused, {feature.what}: {feature.fix} |"
+    for group in _groups("accepted", topic):
+        yield f"| {_code(*sorted(group.flags))} | accepted, no effect: {group.why} |"
+    for group in _groups("accepted_if_off", topic):
+        values = " or ".join(f"`{value}`" for value in group.accepts)
+        refused = f"else refused, {group.feature}: {group.fix}"
+        yield f"| {_code(*sorted(group.flags))} | only {values}, {refused} |"
+    for group in _groups("unsupported", topic):
+        names = [*sorted(group.flags), *(f"{flag}*" for flag in sorted(group.prefixes))]
+        alone = "no effect in a dense model, else " if group.of_experts else ""
+        yield f"| {_code(*names)} | {alone}refused, {group.feature}: {group.fix} |"
     yield ""
 
 
-def _dashed(flags: str) -> list[str]:
-    return [f"--{flag}" for flag in sorted(flags.split())]
+def _groups(table: str, topic: str) -> list[FlagGroup]:
+    return [group for group in flag_groups(table) if group.topic == topic]
 
 
 def _code(*flags: str) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config import CheckpointConfig, Config, ModelConfig
-from megalite.config.model_fields import MODEL_OPTIONS, resolved_fields
-from megalite.config.option import OnResume, Option
+from megalite.config.fields import (
+    config_fields,
+    fields_by_name,
+    fields_with,
+    resume_rule,
+    without_effect,
+)
+from megalite.config.model_fields import resolved_fields
+from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.config.resume_rules import RESUME_RULES, fields_with
-from megalite.config.unused_options import fill_in_middle_reasons, loss_reasons
 from megalite.data.corpus_record import (
     DataRecord,
     data_differences,
@@ -41,7 +46,7 @@ class Difference(NamedTuple):
 def compatibility_record(
     config: Config, topology: Topology, data: DataRecord | None = None
 ) -> dict[str, Any]:
-    """Return the record of a run in run.json, which later runs compare by `resume_rules`.
+    """Return the record of a run in run.json, which later runs compare by each field's `OnResume`.
 
     Only rank 0, which writes and warns, knows the tokenizer.
 
@@ -60,27 +65,16 @@ def compatibility_record(
             "seq_length_schedule": list(config.training.seq_length_schedule or []) or None,
         },
         "schedule": OptimizerSchedules.of(config, topology.sample_ranks.size).fields(),
-        "settings": _settings(config),
-        "data": _data_options(config),
+        "settings": _values(config, OnResume.SETTING, OnResume.LOGGED),
+        "data": _values(config, OnResume.DATA, OnResume.CORPUS),
         "corpora": None if data is None else data.for_json(),
         "tokenizer": digest,
     }
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Return the fields that must not change or whose change is logged, except fields without effect."""
-    names = {*fields_with(OnResume.SETTING), *fields_with(OnResume.LOGGED)}
-    return _values(config, names - {name for name, _ in loss_reasons(config)})
-
-
-def _data_options(config: Config) -> dict[str, Any]:
-    """Return the fields of the data, except fields without effect."""
-    names = {*fields_with(OnResume.DATA), *fields_with(OnResume.CORPUS)}
-    return _values(config, names - {name for name, _ in fill_in_middle_reasons(config.data)})
-
-
-def _values(config: Config, names: Collection[str]) -> dict[str, Any]:
-    """Return the values of these fields as they come back from JSON."""
+def _values(config: Config, *rules: OnResume) -> dict[str, Any]:
+    """Return the fields that have one of these rules and an effect, as they come back from JSON."""
+    names = fields_with(*rules) - without_effect(config_fields(), config.values()).keys()
     return {name: _from_json(value) for name, value in config.values().items() if name in names}
 
 
@@ -178,10 +172,11 @@ def _keeps_shapes(difference: Difference) -> bool:
     """Return whether the weights of one model fit into the other, so that --finetune can load them."""
     if difference.name == UNTIED:
         return True
-    declared = MODEL_OPTIONS.get(difference.name, Option()).same_shapes
-    if isinstance(declared, bool):
-        return declared
-    return difference.saved in declared and difference.here in declared
+    field = fields_by_name().get(difference.name)
+    if field is None or isinstance(field.declared.same_shapes, bool):
+        return field is not None and field.declared.same_shapes is True
+    values = field.declared.same_shapes
+    return difference.saved in values and difference.here in values
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:
@@ -254,7 +249,7 @@ def _compare_settings(
         saved |= _mapping(description, "settings")
     refused, harmless = list[Difference](), list[Difference]()
     for difference in _differences_of_shared(saved, here["settings"]):
-        is_harmless = RESUME_RULES.get(difference.name) is OnResume.LOGGED
+        is_harmless = resume_rule(difference.name) is OnResume.LOGGED
         (harmless if is_harmless else refused).append(difference)
     notices = _changed(checkpoint, harmless)
     if not refused:
@@ -276,7 +271,7 @@ def _compare_data(
     description: Mapping[str, Any], here: Mapping[str, Any], checkpoint: Path, config: Config, dp: int
 ) -> _Findings:
     options = list(_differences_of_shared(_mapping(description, "data"), here["data"]))
-    changed = [str(each) for each in options if RESUME_RULES.get(each.name) is not OnResume.CORPUS]
+    changed = [str(each) for each in options if resume_rule(each.name) is not OnResume.CORPUS]
     notices = []
     if description.get("data") and "settings" not in description:
         notices.append(
@@ -289,7 +284,7 @@ def _compare_data(
         changed += trained
         if evaluated:
             notices.append(f"evaluation reads other data than the checkpoint's run: {', '.join(evaluated)}")
-    elif flags := [each for each in options if RESUME_RULES.get(each.name) is OnResume.CORPUS]:
+    elif flags := [each for each in options if resume_rule(each.name) is OnResume.CORPUS]:
         notices.append(f"data flags differ from the checkpoint's: {_listed(flags)}")
     if not changed:
         return _Findings([], [*notices, *_reordered(description, config, dp)])
@@ -364,7 +359,7 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[
 def _differences_of_shared(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield differences in fields that both have, and in fields that this version does not know."""
     for difference in _differences(saved, here):
-        is_unknown = difference.name not in RESUME_RULES
+        is_unknown = resume_rule(difference.name) is None
         if is_unknown or (difference.name in saved and difference.name in here):
             yield difference
 

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.generate.evaluate_text import (
     EvaluationResult,
     WindowOptions,

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.distributed.topology import Topology
+from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.generate.completions import CompletionWriter
 from megalite.generate.generator import Generator, Prompt
 from megalite.generate.prompts import as_questions, prompts_of, read_prompts

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.tool_parser import ToolParser
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.inspect_dataset import (
     DatasetSummary,
@@ -29,6 +28,7 @@ from megalite.data.inspect_dataset import (
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megalite.errors import UserError
+from megalite.frontends.tool_parser import ToolParser
 
 
 def build_parser() -> argparse.ArgumentParser:

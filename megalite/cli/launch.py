@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.plan.slurm.sbatch_request import write_job
+from megalite.plan.launch.write_job import write_job
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Sequence
 
 from megalite.checkpoint.convert.average import average, last_checkpoints, moving_average
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.log import configure_logging
 
 

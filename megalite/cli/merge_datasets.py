@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config.tool_parser import ToolParser
 from megalite.data.dataset_merge import find_prefixes, merge_datasets
+from megalite.frontends.tool_parser import ToolParser
 
 
 def main(arguments: Sequence[str]) -> None:

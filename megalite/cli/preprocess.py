@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any
 
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.tool_parser import ToolParser, positive_int
 from megalite.data.preprocessing.documents import (
     MAX_DOCUMENT_BYTES,
     TEXT_DOCUMENTS,
@@ -30,6 +29,7 @@ from megalite.data.preprocessing.preprocess import (
 from megalite.data.preprocessing.preprocessing_report import skipped_text
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.log import log
 
 _SECONDS_BETWEEN_LINES = 2.0

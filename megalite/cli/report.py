@@ -1,12 +1,12 @@
-"""Write one HTML page about a run, or about several runs in the same charts. It opens without a network.
+"""Write one HTML page of tables about one or several runs. It opens without a network.
 
 megalite report runs/quickstart
-megalite report runs/a runs/b --x tokens -o compare.html
+megalite report runs/a runs/b -o compare.html
 megalite report runs/a --against-plan plan.json
 
 RUN is a run's folder or its metrics file (--metrics-file). Besides the metrics, the page shows the
 checkpoints, config, pipeline trace and logs in that folder. Without a metrics file, TensorBoard's files are
-read. It needs plotly: pip install plotly.
+read. TensorBoard and Weights & Biases draw the curves: --tensorboard-dir, --wandb-project.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.config.tool_parser import ToolParser, local_path
 from megalite.errors import UserError
 from megalite.files import write_output
-from megalite.report.page import MAX_RUNS, page
-from megalite.report.panels import X_NAMES
+from megalite.frontends.tool_parser import ToolParser, local_path
+from megalite.report.page import page
 from megalite.report.plan_comparison import time_comparison
 from megalite.report.run_folder import open_run
 
@@ -34,13 +33,6 @@ def main(arguments: Sequence[str]) -> None:
         type=local_path,
         metavar="FILE",
         help="the page; by default report.html in the run's folder, or in the current one for several runs",
-    )
-    add("--x", choices=tuple(X_NAMES), default="iteration", help="x axis of the curves")
-    add(
-        "--trace",
-        type=local_path,
-        metavar="FILE",
-        help="pipeline trace of the first run, instead of the one in its folder",
     )
     add(
         "--log",
@@ -58,11 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         "longer; the run needs --log-time-breakdown",
     )
     flags = parser.parse_args(arguments)
-    if len(flags.runs) > MAX_RUNS:
-        raise UserError(
-            f"{len(flags.runs)} runs: pass at most {MAX_RUNS}; there are no more distinguishable colours"
-        )
-    first = open_run(flags.runs[0], trace=flags.trace, logs=tuple(flags.log))
+    first = open_run(flags.runs[0], logs=tuple(flags.log))
     runs = [first, *map(open_run, flags.runs[1:])]
     output = flags.output or _output(flags.runs)
     if output.exists() and any(output.samefile(run.source) for run in runs):
@@ -70,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     if flags.against_plan and len(runs) > 1:
         raise UserError(f"--against-plan {flags.against_plan} is the plan of one run: pass one RUN")
     comparisons = [time_comparison(run, flags.against_plan) for run in runs]
-    text = page(runs, flags.x, comparisons)
+    text = page(runs, comparisons)
     write_output(output, text, "--output")
     for comparison in comparisons if flags.against_plan else ():
         print("\n".join(comparison.lines() if comparison else ()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.errors import UserError
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.pipeline.draw_schedule import draw
 from megalite.pipeline.schedule_plot import save_picture
 from megalite.pipeline.schedule_svg import save_svg

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config.tool_parser import ToolParser, local_path
 from megalite.data.tokenizers.train_tokenizer import (
     DEFAULT_VOCAB_SIZE,
     TRAINERS,
     read_texts,
     write_tokenizer,
 )
+from megalite.frontends.tool_parser import ToolParser, local_path
 
 
 def main(arguments: Sequence[str]) -> None:

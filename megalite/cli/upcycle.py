@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.checkpoint.convert.upcycle import ExpertSizes, upcycle
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.log import configure_logging
 
 

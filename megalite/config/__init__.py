@@ -17,7 +17,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig
 from megalite.config.training import DryRunConfig, TrainingConfig
 from megalite.config.validate import check_config
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import to_yaml
 
 __all__ = [
     "CheckpointConfig",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flag_of, flags
+from megalite.config.flags import flag_of
+from megalite.config.option import SHARE, OnResume, Setting, option
 
 TokenizerType = Literal[
     "byte",
@@ -67,57 +68,66 @@ TOKENIZER_FIELDS = (
 """Every field that names the tokenizer or one of its files."""
 
 
+_READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
+_CORPUS = {"only_with": _READS_CORPUS}
+_FILL_IN = {"only_with": (Setting("fim_rate"), _READS_CORPUS)}
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """Describes the corpus, its splits, and the tokenizer that it was preprocessed with."""
+    """Options of the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
-    data_path: tuple[str, ...] = ()
+    default_on_resume: ClassVar[OnResume] = OnResume.DATA
+
+    data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
-    aml_data_download_path: str | None = None
+    aml_data_download_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
     input folder."""
-    data_args_path: str | None = None
+    data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the arguments of --data-path."""
-    train_data_path: tuple[str, ...] = ()
+    train_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the training set alone, as in --data-path; --split does not apply."""
-    valid_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the validation set, as in --train-data-path."""
-    test_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Corpora of the test set, evaluated after training, as in --train-data-path."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
-    train_weighted_split_paths: tuple[str, ...] = ()
+    train_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
-    train_weighted_split_paths_path: str | None = None
+    train_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --train-weighted-split-paths, quotes included."""
-    valid_weighted_split_paths: tuple[str, ...] = ()
+    valid_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
-    valid_weighted_split_paths_path: str | None = None
+    valid_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --valid-weighted-split-paths, quotes included."""
-    test_weighted_split_paths: tuple[str, ...] = ()
+    test_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
     """Blends to test on after training, as in --valid-weighted-split-paths."""
-    test_weighted_split_paths_path: str | None = None
+    test_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
     """File with the argument of --test-weighted-split-paths, quotes included."""
-    blend_by: Literal["tokens", "documents"] = "tokens"
+    blend_by: Literal["tokens", "documents"] = option("tokens", on_resume=OnResume.CORPUS, **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
-    data_cache_path: str | None = None
+    data_cache_path: str | None = option(None, on_resume=OnResume.FREE, **_CORPUS, differs_between_ranks=True)
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
-    fim_rate: float = 0.0
+    fim_rate: float = option(0.0, allowed=SHARE, **_CORPUS)
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: float = option(0.5, allowed=SHARE, **_FILL_IN)
     """Fill-in-the-middle: share of these documents in the order suffix, prefix, middle (SPM)."""
-    fim_prefix_token: str = "<fim_prefix>"
+    fim_prefix_token: str = option("<fim_prefix>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the prefix."""
-    fim_middle_token: str = "<fim_middle>"
+    fim_middle_token: str = option("<fim_middle>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
-    fim_suffix_token: str = "<fim_suffix>"
+    fim_suffix_token: str = option("<fim_suffix>", **_FILL_IN)
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Setting("architecture", ("bert",)))
     """BERT: share of the samples that are shortened on purpose."""
-    reset_position_ids: bool = False
+    reset_position_ids: bool = option(
+        False, only_with=Setting("position_embedding_type", ("learned_absolute", "rope"))
+    )
     """Restart position ids at 0 in each document of a sample."""
     reset_attention_mask: bool = False
     """Mask attention between documents: a token attends only to its own document."""
@@ -129,26 +139,28 @@ class DataConfig:
     documents, apart from each other, and padding."""
     sft: bool = False
     """Fine-tune on conversations, preprocessed with --chat: only the assistant's tokens have a loss."""
-    sft_packing: bool = True
+    sft_packing: bool = option(True, only_with="sft")
     """Pack several whole conversations into each sample, apart from each other; otherwise one."""
-    sft_long_conversations: Literal["truncate", "drop"] = "truncate"
+    sft_long_conversations: Literal["truncate", "drop"] = option(
+        "truncate", only_with=(Setting("sft"), _READS_CORPUS)
+    )
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
-    split: str = "969,30,1"
+    split: str = option("969,30,1", on_resume=OnResume.CORPUS, **_CORPUS)
     """Weights of the training, validation and test parts of each dataset."""
-    tokenizer_type: TokenizerType | None = field(
-        default=None, metadata=flags(choices={"HFTokenizer": "HuggingFaceTokenizer"})
+    tokenizer_type: TokenizerType | None = option(
+        None, on_resume=OnResume.TOKENIZER, choices={"HFTokenizer": "HuggingFaceTokenizer"}
     )
     """Tokenizer that the corpus was preprocessed with. By default it is detected from the tokenizer's
     files."""
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
-    vocab_file: str | None = None
+    vocab_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Vocabulary file of a GPT-2 tokenizer (a JSON object) or a BERT tokenizer (one token a line)."""
-    merge_file: str | None = None
+    merge_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: str | None = option(None, on_resume=OnResume.TOKENIZER)
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
 
     @property

@@ -15,10 +15,13 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flags_in
+from megalite.config.flags import flag_of, flag_with_value, format_value
+from megalite.config.option import OnResume, Option, Range, Setting, option_of
 
 _MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
+_MOST_VALUES = 3
+"""Most values that a message names."""
 MAX_INT = 2**63 - 1
 """Largest whole number of a field. PyTorch's sizes and most file formats cannot be larger."""
 SYNONYMS = {
@@ -165,7 +168,7 @@ _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
 class ValueKind(NamedTuple):
-    """Describes the type of a field.
+    """Type of a field.
 
     Attributes:
         item: type of the value, or of an element of a tuple.
@@ -184,7 +187,7 @@ class ValueKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigField:
-    """Describes a field of a sub-config, with all its names on the command line."""
+    """Field of a sub-config, with all its names on the command line."""
 
     group: str
     name: str
@@ -198,12 +201,62 @@ class ConfigField:
     """The allowed values, by their names in lower case, including names that other programs use."""
     missing: Mapping[str, str]
     """Values of other programs that megalite does not have, each with what to do instead."""
+    declared: Option
+    on_resume: OnResume
+    """What happens when a run resumes with another value."""
 
 
 @functools.cache
 def config_fields() -> tuple[ConfigField, ...]:
     """Return all fields of the config, group by group."""
     return tuple(field for group, part in _GROUPS.items() for field in _fields_of(group, part))
+
+
+@functools.cache
+def fields_by_name() -> Mapping[str, ConfigField]:
+    """Return every field by its name; no two groups share a name."""
+    table = {field.name: field for field in config_fields()}
+    assert len(table) == len(config_fields())
+    return table
+
+
+def resume_rule(name: str) -> OnResume | None:
+    """Return what happens when a run resumes with another value of a field; None for an unknown name."""
+    field = fields_by_name().get(name)
+    return None if field is None else field.on_resume
+
+
+def without_effect(fields: Iterable[ConfigField], values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields that have no effect with these values of fields, each with the reason."""
+    reasons = dict[str, str]()
+    for field in fields:
+        for needed in field.declared.only_with:
+            if not needed.is_met(values[needed.field]):
+                reasons.setdefault(field.name, _reason(needed, values[needed.field]))
+    return reasons
+
+
+def _reason(needed: Setting, value: Any) -> str:
+    """Return why a condition is not met by the other field's value."""
+    other, values = fields_by_name()[needed.field], needed.values
+    if needed.why:
+        return needed.why
+    if value is True and other.default is True:
+        return f"it needs {next(flag for flag, set_value in other.sets.items() if set_value is False)}"
+    if value is False and other.default is not False:
+        return f"{flag_with_value(other.name, value)} is set"
+    if value is None or value is False or value == ():
+        return f"{flag_of(other.name)} is not set"
+    if values in ((None,), (False,)):
+        return f"{flag_with_value(other.name, value)} is set"
+    is_named = not isinstance(values, Range) and values is not None and len(values) <= _MOST_VALUES
+    others = f", not {' or '.join(map(str, values or ()))}" if is_named else ""
+    return f"{flag_of(other.name)} is {format_value(value)}{others}"
+
+
+def fields_with(*rules: OnResume) -> frozenset[str]:
+    """Return the names of the fields that have one of these rules for resuming."""
+    return frozenset(field.name for field in config_fields() if field.on_resume in rules)
 
 
 @functools.cache
@@ -236,18 +289,20 @@ def field_docs(group: str) -> Mapping[str, str]:
     return docs
 
 
-def _fields_of(group: str, part: type) -> list[ConfigField]:
+def _fields_of(group: str, part: Any) -> list[ConfigField]:
     hints = typing.get_type_hints(part)
     found = []
     for field in fields(part):
-        kind, declared = _kind(hints[field.name]), flags_in(field.metadata)
+        kind, declared = _kind(hints[field.name]), option_of(field)
         flags, sets = (flag_of(field.name), *declared.aliases), dict(declared.sets or {})
         if kind.item is bool:
             sets |= {f"--no-{name[2:]}": False for name in flags}
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
-        missing = declared.missing or {}
-        found.append(ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing))
+        missing, rule = declared.missing or {}, declared.on_resume or part.default_on_resume
+        found.append(
+            ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing, declared, rule)
+        )
     return found
 
 

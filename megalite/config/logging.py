@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SIZE, TIMERS, OnResume, Setting, option
 from megalite.config.training import iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
@@ -16,25 +16,25 @@ LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Describes logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
+    """Options of logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
 
-    log_interval: int = 100
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
+    log_interval: int = option(100, allowed=POSITIVE)
     """Iterations between log lines."""
-    log_line: LogLine = field(
-        default="auto", metadata=flags("--log-format", sets={"--deepspeed": "megatron-deepspeed"})
-    )
+    log_line: LogLine = option("auto", "--log-format", sets={"--deepspeed": "megatron-deepspeed"})
     """Fields of the log line: Megatron-LM's, Megatron-DeepSpeed's, or short ones: step, loss, tokens/s, time
     left. By default short on a terminal, and Megatron-LM's elsewhere."""
-    profile_modules: int | None = None
+    profile_modules: int | None = option(None, allowed=POSITIVE)
     """Log the parameters, operations, time and memory of each module's forward and backward, before this
     iteration."""
-    profile_modules_depth: int | None = None
+    profile_modules_depth: int | None = option(None, allowed=NOT_NEGATIVE, only_with="profile_modules")
     """With --profile-modules: depth of the module tree in the tables; 0 shows only the whole model. By
     default the tables show the whole tree."""
-    profile_modules_top: int | None = None
+    profile_modules_top: int | None = option(None, allowed=SIZE, only_with="profile_modules")
     """With --profile-modules: for each module, show only this many of its most expensive submodules. By
     default all are shown."""
-    profile_modules_file: str | None = None
+    profile_modules_file: str | None = option(None, only_with="profile_modules")
     """With --profile-modules: also write the tables to this text file. Pipeline ranks after the first append
     their rank to the file name."""
     log_throughput: bool = False
@@ -43,16 +43,16 @@ class LoggingConfig:
     """Log the 2-norm of all weights, in the log line, TensorBoard and the metrics file."""
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient, in the log line, TensorBoard and the metrics file."""
-    log_straggler_interval: int | None = field(default=None, metadata=flags(sets={"--log-straggler": 100}))
+    log_straggler_interval: int | None = option(None, allowed=POSITIVE, sets={"--log-straggler": 100})
     """Iterations between log lines that name the slowest rank; --log-straggler sets 100."""
     log_time_breakdown: bool = False
     """Record where the time of each log interval's last iteration went in the metrics file, for the report,
     and log what made the run slow at its end."""
     tensorboard_dir: str | None = None
     """Folder to write TensorBoard files to."""
-    tensorboard_log_interval: int | None = None
+    tensorboard_log_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between points in TensorBoard and other dashboards. By default --log-interval."""
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: int = option(1000, allowed=SIZE, only_with="tensorboard_dir")
     """Number of TensorBoard events to buffer in memory before they are written to the file."""
     log_timers_to_tensorboard: bool = False
     """Log the timers to TensorBoard."""
@@ -64,39 +64,39 @@ class LoggingConfig:
     """Log the memory use of the rank that writes the log to TensorBoard."""
     log_optimizer_states_to_tensorboard: bool = False
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
-    log_layer_grad_norms_interval: int | None = None
+    log_layer_grad_norms_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
-    log_experts_interval: int = 100
+    log_experts_interval: int = option(100, allowed=NOT_NEGATIVE, only_with=Setting("num_experts", ABOVE_ONE))
     """Iterations between records of each layer's tokens by expert, and entropy of the routing, in the metrics
     file, TensorBoard and other dashboards. 0 records none."""
     record_routing: str | None = None
     """Write the experts of each token to this folder. A run in any layout replays them with
     --replay-routing-from."""
-    record_routing_iterations: str | None = None
+    record_routing_iterations: str | None = option(None, only_with="record_routing")
     """With --record-routing: the iterations to record, for example 5:6. By default all."""
     wandb_project: str | None = None
     """Weights & Biases project to log to. It needs the package wandb."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = option(None, only_with="wandb_project")
     """Name of the run in Weights & Biases. By default a random one."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = option(None, only_with="wandb_project")
     """Folder for wandb's own files. By default the --save folder, or the working directory."""
     mlflow_experiment: str | None = None
     """MLflow experiment to log to, on the server of MLFLOW_TRACKING_URI. It needs the extra mlflow."""
     opentelemetry: OpenTelemetryExporter | None = None
     """Export metrics with OpenTelemetry: by OTLP, or on a page for Prometheus. It needs the extra
     opentelemetry."""
-    metrics_file: str | None = field(default=None, metadata=flags(sets={"--no-metrics-file": ""}))
+    metrics_file: str | None = option(None, sets={"--no-metrics-file": ""})
     """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
     metrics.jsonl in the --save folder; --no-metrics-file writes none."""
-    timing_log_level: int | None = None
+    timing_log_level: int | None = option(None, allowed=TIMERS)
     """What timers measure. 0: evaluation, saving and so on; 1: the parts of an iteration; 2: the parts of a
     microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
-    timing_log_option: TimingLogOption = "minmax"
+    timing_log_option: TimingLogOption = option("minmax", only_with="timing_log_level")
     """How to log a timer: the maximum over ranks, the minimum and maximum, or every rank's value."""
     trace_pipeline: str | None = None
     """Iterations to trace, for example 5:6. The actions and waits of all ranks are written to one file for
     Perfetto."""
-    trace_pipeline_path: str | None = None
+    trace_pipeline_path: str | None = option(None, only_with="trace_pipeline")
     """File to write --trace-pipeline to. By default pipeline_trace_FIRST-LAST.json in TensorBoard's folder,
     or in the --save folder."""
     profile_execution: bool = False
@@ -105,15 +105,15 @@ class LoggingConfig:
     """Name of the subfolder of TensorBoard's folder for PyTorch profiler traces."""
     profile: bool = False
     """Profile iterations on --profile-ranks with nsys, or with --use-pytorch-profiler."""
-    profile_step_start: int = 10
+    profile_step_start: int = option(10, allowed=NOT_NEGATIVE, only_with="profile")
     """With --profile: number of iterations before the first profiled iteration."""
-    profile_step_end: int = 12
+    profile_step_end: int = option(12, allowed=POSITIVE, only_with="profile")
     """With --profile: the last profiled iteration."""
-    profile_repeat: int = 1
+    profile_repeat: int = option(1, allowed=POSITIVE)
     """Number of times to profile. Before each, as many iterations are skipped as before the first."""
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[int, ...] = option((0,), allowed=NOT_NEGATIVE)
     """Ranks that --profile and --record-memory-history apply to."""
-    use_pytorch_profiler: bool = False
+    use_pytorch_profiler: bool = option(False, only_with="profile")
     """With --profile: write a PyTorch profiler trace, as --profile-execution does."""
     pytorch_profiler_collect_shapes: bool = False
     """Record the shapes of each operator's inputs in the PyTorch profiler's trace."""
@@ -123,7 +123,7 @@ class LoggingConfig:
     """Record each allocation in the PyTorch profiler's trace, for TensorBoard's memory view."""
     record_memory_history: bool = False
     """Record GPU memory allocations, and write them at the end of the run or when memory runs out."""
-    memory_snapshot_path: str = "snapshot.pickle"
+    memory_snapshot_path: str = option("snapshot.pickle", only_with="record_memory_history")
     """File to write --record-memory-history to, for pytorch.org/memory_viz. All but the first of
     --profile-ranks append their rank to the file name."""
 

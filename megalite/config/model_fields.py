@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
-from megalite.config.flags import flag_of
+from megalite.config.fields import ConfigField, config_fields, without_effect
 from megalite.config.model import ModelConfig
-from megalite.config.option import OnResume, Option, option_of
+from megalite.config.option import OnResume
 
 _MOST_LAYERS = 10_000
 """Layers up to which patterns of layers are compared."""
-MODEL_OPTIONS: Mapping[str, Option] = {each.name: option_of(each) for each in fields(ModelConfig)}
-"""What each field of `ModelConfig` declares besides its flags."""
+MODEL_FIELDS: Mapping[str, ConfigField] = {
+    field.name: field for field in config_fields() if field.group == "model"
+}
+"""The fields of `ModelConfig`, by their names."""
 
-MAMBA_OPTIONS = tuple(name for name in MODEL_OPTIONS if name.startswith("mamba_"))
+MAMBA_OPTIONS = tuple(name for name in MODEL_FIELDS if name.startswith("mamba_"))
 """Fields of layers with Mamba-2."""
 
 
 def inactive_options(model: ModelConfig) -> dict[str, str]:
-    """Return the fields without effect, each with the value of another field that causes it, as text."""
-    reasons = {}
-    for name, declared in MODEL_OPTIONS.items():
-        if declared.only_with is not None:
-            other, needed = declared.only_with
-            value = getattr(model, other)
-            if not needed and value in (None, 1):
-                reasons[name] = f"{flag_of(other)} is {'not set' if value is None else 'not above 1'}"
-            elif needed and value not in needed:
-                reasons[name] = f"{flag_of(other)} is {value}, not {' or '.join(map(str, needed))}"
-    return reasons
+    """Return the fields of the model without effect, each with the reason."""
+    return without_effect(MODEL_FIELDS.values(), vars(model))
 
 
 def resolved_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that determine the model, with resolved defaults, and None if without effect."""
     fields = {
         name: getattr(model, name)
-        for name, declared in MODEL_OPTIONS.items()
-        if declared.on_resume is OnResume.MODEL
+        for name, field in MODEL_FIELDS.items()
+        if field.on_resume is OnResume.MODEL
     }
     scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
     has_table = model.position_embedding_type == "learned_absolute"

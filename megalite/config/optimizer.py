@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import (
+    FRACTION,
+    NONZERO_SHARE,
+    NOT_NEGATIVE,
+    OPEN_SHARE,
+    POSITIVE,
+    SIZE,
+    OnResume,
+    Setting,
+    option,
+)
 
 OptimizerName = Literal["adam", "muon"]
 MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficients = Literal["simple", "quintic", "polar_express", "aol"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"]
+_DECAYS: tuple[LrDecayStyle, ...] = ("linear", "cosine", "inverse-square-root", "WSD")
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 LrWarmupStyle = Literal["linear", "log"]
 LrStepTiming = Literal["megatron", "deepspeed"]
 
+
+_FP16 = Setting("params_dtype", ("fp16",), "only --fp16 has a loss scale")
+_DYNAMIC = {"only_with": (_FP16, Setting("loss_scale", (None,)))}
 
 MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
@@ -25,100 +39,129 @@ below 2**-48."""
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Describes the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
+    """Options of the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
 
-    optimizer: OptimizerName = field(default="adam", metadata=flags(choices={"dist_muon": "muon"}))
+    default_on_resume: ClassVar[OnResume] = OnResume.SETTING
+
+    optimizer: OptimizerName = option("adam", choices={"dist_muon": "muon"})
     """Optimizer. adam is AdamW. muon is Muon for the matrices of layers, and AdamW for all other weights."""
-    lr: float = 3e-4
+    lr: float = option(3e-4, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: float = 0.0
+    min_lr: float = option(
+        0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
+    )
     """Minimum learning rate, at the end of the decay and after it."""
-    decoupled_lr: float | None = None
+    decoupled_lr: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate of the word embedding and the output layer. By default --lr."""
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: float | None = option(
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
+    )
     """With --decoupled-lr: minimum learning rate of the same layers. By default --min-lr."""
-    lr_decay_style: LrDecayStyle = "linear"
+    lr_decay_style: LrDecayStyle = option("linear", on_resume=OnResume.SCHEDULE)
     """Decay of the learning rate from peak to minimum. WSD (warm-up, stable, decay) stays at the peak
     first."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
     """Iteration at which the decay ends. By default the last iteration."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE)
     """Consumed samples at which the decay ends, for a run with --train-samples. By default the whole run."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = option(0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Iterations of learning-rate warm-up."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = option(0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Samples of learning-rate warm-up, for a run with --train-samples."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = option(None, allowed=FRACTION, on_resume=OnResume.SCHEDULE)
     """Length of the warm-up as a fraction of the decay's iterations or samples."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Learning rate at the start of the warm-up."""
-    lr_warmup_style: LrWarmupStyle = "linear"
+    lr_warmup_style: LrWarmupStyle = option("linear", on_resume=OnResume.SCHEDULE)
     """Shape of the warm-up. With log, the rate grows with the logarithm of the iteration or sample number."""
-    lr_step_timing: LrStepTiming = "megatron"
+    lr_step_timing: LrStepTiming = option("megatron", on_resume=OnResume.SCHEDULE)
     """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
     DeepSpeed uses in update n, which lags by one or two updates."""
-    lr_wsd_decay_style: WsdDecayStyle = "exponential"
+    lr_wsd_decay_style: WsdDecayStyle = option(
+        "exponential", on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
+    )
     """With WSD: shape of the decay at the end."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
+    )
     """With WSD: iterations of the decay at the end."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
+    )
     """With WSD: samples of the decay at the end, for a run with --train-samples."""
-    weight_decay: float = 0.01
+    weight_decay: float = option(
+        0.01,
+        allowed=NOT_NEGATIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Setting("weight_decay_incr_style", ("constant",)),
+    )
     """Weight decay, decoupled from the gradient and multiplied by the learning rate."""
-    weight_decay_incr_style: WeightDecayStyle = "constant"
+    weight_decay_incr_style: WeightDecayStyle = option("constant", on_resume=OnResume.SCHEDULE)
     """Schedule of the weight decay: constant, or linear or cosine from a start to an end value."""
-    start_weight_decay: float | None = None
+    start_weight_decay: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Weight decay at the start of the run, with a --weight-decay-incr-style other than constant."""
-    end_weight_decay: float | None = None
+    end_weight_decay: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Weight decay at the end of the run, with a --weight-decay-incr-style other than constant."""
-    weight_decay_incr_iters: int | None = None
+    weight_decay_incr_iters: int | None = option(
+        None,
+        allowed=POSITIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
+    )
     """Iterations until the weight decay reaches its end value. By default the whole run."""
-    weight_decay_incr_samples: int | None = None
+    weight_decay_incr_samples: int | None = option(
+        None,
+        allowed=POSITIVE,
+        on_resume=OnResume.SCHEDULE,
+        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
+    )
     """With --train-samples: samples until the weight decay reaches its end value. By default the whole
     run."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = option(0.9, allowed=FRACTION)
     """Adam's beta1: decay rate of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = option(0.999, allowed=FRACTION)
     """Adam's beta2: decay rate of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: float = option(1e-8, allowed=POSITIVE)
     """Adam's epsilon, added to the root of the second moment."""
-    loss_scale: float | None = None
+    loss_scale: float | None = option(None, allowed=POSITIVE, only_with=_FP16)
     """With fp16: constant loss scale. By default the loss scale is dynamic."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: float = option(2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED, **_DYNAMIC)
     """With fp16: first value of the dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = option(1.0, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: minimum of the dynamic loss scale."""
-    loss_scale_window: int = 1000
+    loss_scale_window: int = option(1000, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: iterations without overflow after which the dynamic loss scale doubles, up to 2**64."""
-    hysteresis: int = 2
+    hysteresis: int = option(2, allowed=POSITIVE, **_DYNAMIC)
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
-    muon_momentum: float = 0.95
+    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Setting("optimizer", ("muon",)))
     """With --optimizer muon: decay rate of the momentum."""
-    muon_nesterov: bool = field(default=False, metadata=flags("--muon-use-nesterov"))
+    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=Setting("optimizer", ("muon",)))
     """With --optimizer muon: use Nesterov's momentum."""
-    muon_scale_mode: MuonScaleMode = "spectral"
+    muon_scale_mode: MuonScaleMode = option("spectral", only_with=Setting("optimizer", ("muon",)))
     """Factor of Muon's update of an m x n matrix, the root of: spectral max(m, n), unit_rms_norm m / n,
     shape_scaling max(1, m / n)."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=Setting("optimizer", ("muon",)))
     """Further factor of Muon's updates. 0.2 with the spectral mode gives them the size of AdamW's."""
-    muon_coefficient_type: MuonCoefficients = "quintic"
+    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=Setting("optimizer", ("muon",)))
     """Coefficients of the Newton-Schulz iteration, by Megatron-LM's names."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=Setting("optimizer", ("muon",)))
     """Steps of the Newton-Schulz iteration."""
-    muon_split_qkv: bool = field(default=True, metadata=flags(sets={"--muon-no-split-qkv": False}))
+    muon_split_qkv: bool = option(
+        True, sets={"--muon-no-split-qkv": False}, only_with=Setting("optimizer", ("muon",))
+    )
     """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
-    clip_grad: float = 1.0
+    clip_grad: float = option(1.0, allowed=NOT_NEGATIVE)
     """Clip the gradient to this global norm; 0 turns clipping off."""
-    ema_decay: float | None = None
+    ema_decay: float | None = option(None, allowed=OPEN_SHARE, on_resume=OnResume.LOGGED)
     """Keep an exponential moving average of the weights with this decay rate, and evaluate it too."""
-    optimizer_cpu_offload: bool = field(default=False, metadata=flags("--cpu-optimizer"))
+    optimizer_cpu_offload: bool = option(False, "--cpu-optimizer", on_resume=OnResume.FREE)
     """Keep AdamW's moments, and the fp32 main weights of a 16-bit model, in host memory, and update them
     there."""
-    optimizer_nvme_offload: str | None = None
+    optimizer_nvme_offload: str | None = option(None, on_resume=OnResume.FREE, differs_between_ranks=True)
     """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
     update."""
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: float = option(1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE)
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
 
     @property

@@ -1,20 +1,18 @@
-"""Declare what belongs to a config field in its metadata: flags, range, rule for resuming."""
+"""Declare a config field: its flags, its range, and the rule for a run that resumes with another value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
-
-from megalite.config.flags import flags
 
 _KEY = "option"
 
 
 class Range(NamedTuple):
-    """Holds the values that a field may have, and their description."""
+    """Values that a field may have."""
 
     holds: Callable[[float], bool]
     text: str
@@ -36,7 +34,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """Determines what happens when a run resumes with a value that differs from the checkpoint's."""
+    """What happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -49,35 +47,70 @@ class OnResume(Enum):
     FREE = "ignored: layout, folders, logging, and the end of the run"
 
 
+class Setting(NamedTuple):
+    """Condition on a field: it is set, or its value is one of some, or in a range."""
+
+    field: str
+    values: tuple[Any, ...] | Range | None = None
+    why: str = ""
+    """Why another field has no effect without this setting, where the value of this field does not say it."""
+
+    def is_met(self, value: Any) -> bool:
+        """Return whether the field's value meets the condition."""
+        if self.values is None:
+            return bool(value)
+        if isinstance(self.values, Range):
+            return value is not None and self.values.holds(value)
+        return value in self.values
+
+
+def other_than(*values: Any) -> Range:
+    """Return the range of all values but these."""
+    return Range(lambda value: value not in values, f"not {' or '.join(map(str, values))}")
+
+
 @dataclass(frozen=True)
 class Option:
-    """Describes a field of `ModelConfig`, besides its flags."""
+    """Declaration of a config field, besides its type, its default and its documentation."""
 
+    aliases: tuple[str, ...] = ()
+    """More flags that take the field's value, such as `--tp`."""
+    sets: Mapping[str, Any] | None = None
+    """Flags without a value, each with the value that it sets, such as `--swiglu`."""
+    choices: Mapping[str, str] | None = None
+    """Names that other programs use for values, each with the value that it means."""
+    missing: Mapping[str, str] | None = None
+    """Values of other programs that megalite does not have, each with what to do instead."""
     allowed: Range | None = None
     """Range of a number, or of each element of a tuple."""
-    on_resume: OnResume = OnResume.MODEL
-    """Rule for a run that resumes with another value."""
+    on_resume: OnResume | None = None
+    """Rule for a run that resumes with another value; by default the group's `default_on_resume`."""
+    differs_between_ranks: bool = False
+    """Whether the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
-    only_with: tuple[str, tuple[Any, ...]] | None = None
-    """Another field, and its values with which this field has an effect; no values for any text and any
-    number above 1."""
+    only_with: tuple[Setting, ...] = ()
+    """Conditions without which the field has no effect."""
     in_megatron: bool = True
-    """Whether Megatron's checkpoints have the field, under the same name and with the same meaning."""
+    """Of the model: whether Megatron's checkpoints have the field, with the same name and meaning."""
 
 
 def option(
-    *aliases: str,
-    sets: Mapping[str, Any] | None = None,
-    choices: Mapping[str, str] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the metadata of a field of `ModelConfig`; see `Flags` and, for more arguments, `Option`."""
-    return {**flags(*aliases, sets=sets, choices=choices), _KEY: Option(**more)}
+    default: Any, *aliases: str, only_with: str | Setting | Sequence[Setting] = (), **declared: Any
+) -> Any:
+    """Return a dataclass field with this default; for the other arguments see `Option`.
+
+    Args:
+        only_with: what the field needs to have an effect: a field that must be set, or conditions.
+    """
+    if isinstance(only_with, str):
+        only_with = Setting(only_with)
+    needs = (only_with,) if isinstance(only_with, Setting) else tuple(only_with)
+    return field(default=default, metadata={_KEY: Option(aliases, only_with=needs, **declared)})
 
 
 def option_of(field: Field[Any]) -> Option:
-    """Return the `Option` in a dataclass field's metadata; the default is a change of the model."""
+    """Return the declaration of a dataclass field."""
     found = field.metadata.get(_KEY, Option())
     assert isinstance(found, Option)
     return found

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from megalite.config.cp_comm_type import CP_COMM_PROPERTIES, CpCommProperties, CpCommType, CpCommTypes
-from megalite.config.flags import flags
+from megalite.config.option import (
+    ABOVE_ONE,
+    AT_LEAST_ONE,
+    AT_LEAST_TWO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    ZERO_STAGE,
+    OnResume,
+    Setting,
+    option,
+)
 from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
 from megalite.pipeline.schedules import ScheduleName
 
@@ -28,43 +39,52 @@ _RANKS_PER_NODE = 8
 """GPUs of a usual node."""
 
 
+_TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
+_FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
+_TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
+_BUCKETS = {
+    "only_with": Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
+}
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Describes the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
+    """Layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
     table: ClassVar[tuple[Factoring, ...]] = AXES
     """The axes whose sizes are fields."""
 
-    tensor_model_parallel_size: int = field(default=1, metadata=flags("--tp"))
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
+    tensor_model_parallel_size: int = option(1, "--tp", allowed=SIZE)
     """Tensor-parallel size: number of ranks that the matrices of each layer are split over."""
-    pipeline_model_parallel_size: int = field(default=1, metadata=flags("--pp"))
+    pipeline_model_parallel_size: int = option(1, "--pp", allowed=SIZE)
     """Pipeline-parallel size: number of ranks that the layers are split over."""
-    data_parallel_size: int | None = field(default=None, metadata=flags("--dp"))
+    data_parallel_size: int | None = option(None, "--dp", allowed=SIZE)
     """Data-parallel size: number of replicas of the model. It must equal the default,
     world size / (tp x pp x cp)."""
-    context_parallel_size: int = field(default=1, metadata=flags("--cp"))
+    context_parallel_size: int = option(1, "--cp", allowed=SIZE)
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
-    cp_comm_type: CpCommTypes = "all_gather"
+    cp_comm_type: CpCommTypes = option("all_gather", only_with=Setting("context_parallel_size", ABOVE_ONE))
     """How queries reach other ranks' keys, for all layers or for each: gather keys (all_gather), exchange
     heads for tokens (a2a), pass keys in a ring (p2p), or both (a2a+p2p)."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(None, allowed=SIZE)
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
     default, as many as a node of 8 GPUs holds, in 2 or more groups."""
-    dynamic_context_parallel: bool = False
+    dynamic_context_parallel: bool = option(False, only_with=Setting("context_parallel_size", ABOVE_ONE))
     """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
     ones to one rank, long ones to several. Needs --cp-comm-type p2p."""
-    expert_model_parallel_size: int = field(default=1, metadata=flags("--ep", "--moe-expert-parallel-size"))
+    expert_model_parallel_size: int = option(1, "--ep", "--moe-expert-parallel-size", allowed=SIZE)
     """Expert-parallel size: number of ranks that the experts of a layer are divided among."""
-    expert_tensor_parallel_size: int | None = field(default=None, metadata=flags("--etp"))
+    expert_tensor_parallel_size: int | None = option(None, "--etp", allowed=SIZE)
     """Number of ranks that the width of each expert is split over. By default --tp."""
-    moe_imbalance: float = 1.0
+    moe_imbalance: float = option(
+        1.0, allowed=AT_LEAST_ONE, only_with=Setting("expert_model_parallel_size", ABOVE_ONE)
+    )
     """With --ep, tokens for the experts of the busiest rank, relative to the mean over ranks, in plans,
     --layout auto and --dry-run. By default 1, which is even."""
-    moe_token_dispatcher_type: TokenDispatcherType = field(
-        default="alltoall",
-        metadata=flags(
-            choices={"alltoall_seq": "alltoall", "flex": "alltoall"},
-        ),
+    moe_token_dispatcher_type: TokenDispatcherType = option(
+        "alltoall", choices={"alltoall_seq": "alltoall", "flex": "alltoall"}
     )
     """With --ep or --etp: send tokens to the ranks of their experts (alltoall), or gather the tokens of all
     these ranks on each (allgather), which is for few ranks."""
@@ -74,64 +94,81 @@ class ParallelConfig:
     calibration: str | None = None
     """File with measured rates of this machine, for --layout auto and plans. With --calibrate, a plan writes
     it."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = option(False, only_with=_TP)
     """Shard norms, dropout and the residual stream along the sequence over the tensor-parallel ranks. This
     saves memory for the same communication."""
-    tp_comm_overlap: bool | None = None
+    tp_comm_overlap: bool | None = option(None, only_with=_TP_OVERLAP)
     """Overlap tensor-parallel collectives with the GEMMs next to them. On by default on GPUs only, for
     microbatches of 8192 tokens or more."""
-    tp_comm_overlap_method: TpCommOverlapMethod = "chunks"
+    tp_comm_overlap_method: TpCommOverlapMethod = option(
+        "chunks",
+        only_with=(*_TP_OVERLAP, Setting("sequence_parallel"), Setting("tp_comm_overlap", (None, True))),
+    )
     """How to overlap: by parts of the positions (chunks), or in torch's symmetric memory, which needs
     --sequence-parallel and a GPU's access to the others."""
-    tp_comm_overlap_chunks: int | None = None
+    tp_comm_overlap_chunks: int | None = option(
+        None, allowed=AT_LEAST_TWO, only_with=(*_TP_OVERLAP, Setting("tp_comm_overlap", (None, True)))
+    )
     """Number of parts with --tp-comm-overlap-method chunks. By default 2, or 4 from 32768 tokens
     on. A number turns --tp-comm-overlap on."""
-    pipeline_schedule: ScheduleName = field(
-        default="1f1b", metadata=flags(sets={"--enable-zbh1-pipeline": "zb-h1"})
+    pipeline_schedule: ScheduleName = option(
+        "1f1b",
+        sets={"--enable-zbh1-pipeline": "zb-h1"},
+        only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE),
     )
     """Order of forward and backward passes in the pipeline. zb-h1, zb-v and dualpipev defer weight
     gradients; dualpipev also computes under messages of experts."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, allowed=SIZE)
     """Number of model chunks per pipeline rank. With two or more, 1f1b becomes interleaved."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, allowed=SIZE)
     """Number of layers per model chunk, instead of the number of chunks; 1f1b becomes interleaved."""
-    pipeline_layers: tuple[int, ...] | None = None
+    pipeline_layers: tuple[int, ...] | None = option(None, allowed=SIZE)
     """Number of layers of each pipeline stage, for example 3 5; with chunks, one number per chunk. By default
     all are equal."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Number of layers on the first pipeline rank; the rest is divided among the other ranks."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Number of layers on the last pipeline rank; the rest is divided among the other ranks."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Count the embedding as a layer of the first stage."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = option(
+        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Count the output layer and the loss as a layer of the last stage."""
-    pp_partition_method: str | None = None
+    pp_partition_method: str | None = option(
+        None, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+    )
     """Balance the stages by uniform (number of layers), parameters, or type:REGEX (layers whose DeepSpeed
     class name matches)."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: int | None = option(None, allowed=POSITIVE, **_BUCKETS)
     """Elements per gradient bucket. By default a sixth of the rank's parameters, between 1 and 40 million."""
-    zero_stage: int = field(default=0, metadata=flags(sets={"--use-distributed-optimizer": 1}))
+    zero_stage: int = option(0, allowed=ZERO_STAGE, sets={"--use-distributed-optimizer": 1})
     """ZeRO stage, for sharding over data-parallel ranks. 0: shard nothing, 1: the optimizer state, 2: also
     gradients, 3: also weights."""
-    data_parallel_shard_degree: int | None = field(
-        default=None, metadata=flags(sets={"--shard-within-node": 0})
+    data_parallel_shard_degree: int | None = option(
+        None, allowed=NOT_NEGATIVE, sets={"--shard-within-node": 0}
     )
     """Shard (ZeRO) within groups of this many neighbouring replicas, and replicate across groups. 0: a group
     is the replicas on a node. By default one group of all replicas."""
-    num_distributed_optimizer_instances: int | None = None
+    num_distributed_optimizer_instances: int | None = option(None, allowed=SIZE, only_with="zero_stage")
     """Number of groups of replicas within which ZeRO shards; an alternative to
     --data-parallel-shard-degree."""
-    fsdp_reshard_after_forward: ReshardAfterForward = "default"
+    fsdp_reshard_after_forward: ReshardAfterForward = option("default", only_with=Setting("zero_stage", (3,)))
     """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
     (never). default: never in a pipeline if they fit, else always."""
-    overlap_grad_reduce: bool = True
+    overlap_grad_reduce: bool = option(True, **_BUCKETS)
     """Overlap the gradient reduction over replicas with the backward pass."""
-    overlap_param_gather: bool | None = None
+    overlap_param_gather: bool | None = option(None, only_with=Setting("zero_stage", (1, 2)))
     """With --zero-stage 1 or 2: overlap the all-gather of updated weights with the next forward pass. On by
     default on GPUs only."""
-    grad_communication_dtype: GradCommunicationDtype | None = field(
-        default=None, metadata=flags(sets={"--grad-reduce-in-bf16": "bf16"})
+    grad_communication_dtype: GradCommunicationDtype | None = option(
+        None, on_resume=OnResume.SETTING, sets={"--grad-reduce-in-bf16": "bf16"}
     )
     """Precision of gradients in the data-parallel reduction. By default, and always for the exchange of tied
     embedding gradients between stages, the precision of the sums."""
@@ -141,13 +178,13 @@ class ParallelConfig:
     """Communication backend. auto is nccl on GPUs and gloo on CPUs."""
     ranks_share_gpus: bool = False
     """Let several ranks share a GPU over NCCL, to test a layout with few GPUs. It needs NCCL 2.30."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: int = option(10, allowed=SIZE)
     """Minutes before a collective fails because a rank has not joined it."""
-    num_threads: int | None = None
+    num_threads: int | None = option(None, allowed=SIZE, differs_between_ranks=True)
     """CPU threads per rank. By default 1 if several ranks share the machine, otherwise torch's default."""
-    numa_binding: bool = True
+    numa_binding: bool = option(True, differs_between_ranks=True)
     """Bind a GPU rank to the CPU cores of its GPU's NUMA node, unless the launcher has already bound it."""
-    keep_freed_memory: bool = True
+    keep_freed_memory: bool = option(True, differs_between_ranks=True)
     """Reuse freed memory on a CPU rank, instead of returning it to the operating system. Steps are faster,
     but need about a third more memory."""
 

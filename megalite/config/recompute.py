@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import NOT_NEGATIVE, SIZE, OnResume, Setting, option
 
 Granularity = Literal["full", "selective"]
 Method = Literal["uniform", "block"]
@@ -14,56 +14,64 @@ Module = Literal["core_attn", "mla_up_proj", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Describes which activations are recomputed in backward or offloaded to the host, to save memory.
+    """Activations that are recomputed in backward or offloaded to the host, to save memory.
 
     The run stays bitwise the same, except that --cross-entropy-chunks and --mlp-chunks change the summation
     order of weight gradients.
     """
 
-    recompute_granularity: Granularity | None = field(
-        default=None,
-        metadata=flags(
-            sets={
-                "--recompute-activations": "selective",
-                "--checkpoint-activations": "full",
-                "--deepspeed-activation-checkpointing": "full",
-            }
-        ),
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
+    recompute_granularity: Granularity | None = option(
+        None,
+        sets={
+            "--recompute-activations": "selective",
+            "--checkpoint-activations": "full",
+            "--deepspeed-activation-checkpointing": "full",
+        },
     )
     """Recompute whole layers (full) or parts of each layer (selective) in backward. By default recompute
     nothing."""
-    recompute_method: Method = field(default="uniform", metadata=flags("--activations-checkpoint-method"))
+    recompute_method: Method = option(
+        "uniform", "--activations-checkpoint-method", only_with=Setting("recompute_granularity", ("full",))
+    )
     """Method of full recomputation. uniform: all layers, in groups that save their input; block: only the
     first layers of a stage."""
-    recompute_num_layers: int = field(
-        default=1, metadata=flags("--checkpoint-num-layers", "--activations-checkpoint-num-layers")
+    recompute_num_layers: int = option(
+        1,
+        "--checkpoint-num-layers",
+        "--activations-checkpoint-num-layers",
+        allowed=SIZE,
+        only_with=Setting("recompute_granularity", ("full",)),
     )
     """Number of layers per group (uniform), or number of layers that a stage recomputes (block)."""
-    recompute_modules: tuple[Module, ...] = field(
-        default=("core_attn",),
-        metadata=flags(
-            choices={"moe": "mlp"},
-            missing={
-                "moe_act": "remove it: experts always compute their activation again in backward",
-                "shared_experts": "pass moe, which recomputes the shared expert with the others",
-            },
-        ),
+    recompute_modules: tuple[Module, ...] = option(
+        ("core_attn",),
+        choices={"moe": "mlp"},
+        missing={
+            "moe_act": "remove it: experts always compute their activation again in backward",
+            "shared_experts": "pass moe, which recomputes the shared expert with the others",
+        },
+        only_with=Setting("recompute_granularity", ("selective",)),
     )
     """Modules to recompute with selective recomputation: core attention (mla_up_proj: from latents on), the
     MLP or experts with their norm, the MLP's activation, or the norms."""
-    distribute_saved_activations: bool = field(
-        default=False, metadata=flags("--partition-activations", "--distribute-checkpointed-activations")
+    distribute_saved_activations: bool = option(
+        False,
+        "--partition-activations",
+        "--distribute-checkpointed-activations",
+        only_with=Setting("recompute_granularity", ("full",)),
     )
     """Shard the layer inputs that full recomputation saves over tensor-parallel ranks. Backward gathers
     them."""
-    cross_entropy_chunks: int = 1
+    cross_entropy_chunks: int = option(1, allowed=SIZE)
     """Compute logits and loss in this many chunks, and recompute each chunk in backward. This saves the
     memory of full logits."""
-    mlp_chunks: int = field(default=1, metadata=flags("--mlp-chunks-for-training"))
+    mlp_chunks: int = option(1, "--mlp-chunks-for-training", allowed=SIZE)
     """Compute each MLP in this many chunks of the sequence, and recompute each chunk in backward. This saves
     the memory of its wide activations."""
 
-    cpu_offload_activations: int = field(default=0, metadata=flags("--cpu-offloading-num-layers"))
+    cpu_offload_activations: int = option(0, "--cpu-offloading-num-layers", allowed=NOT_NEGATIVE)
     """Keep the saved activations of this many first layers of each pipeline stage in host memory between
     forward and backward. A stage with fewer layers offloads all of them."""
 

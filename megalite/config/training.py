@@ -3,109 +3,125 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from megalite.config.flags import flags
+from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, OnResume, Setting, option
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
+_COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
+_ONE_RANK: dict[str, Any] = {"differs_between_ranks": True}  # without effect in a run of several ranks
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Describes the training loop: batch sizes, length, evaluation, and when to stop."""
+    """Options of the training loop: batch sizes, length, evaluation, and when to stop."""
 
-    micro_batch_size: int = 1
+    default_on_resume: ClassVar[OnResume] = OnResume.SETTING
+
+    micro_batch_size: int = option(1, allowed=SIZE, on_resume=OnResume.FREE)
     """Samples per forward pass on one replica."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = option(None, allowed=SIZE, on_resume=OnResume.RUN)
     """Samples per optimizer step, over all replicas. By default micro-batch size x data-parallel size."""
-    rampup_batch_size: tuple[int, ...] | None = None
+    rampup_batch_size: tuple[int, ...] | None = option(None, allowed=POSITIVE, on_resume=OnResume.RUN)
     """Ramp up the global batch size: START INCREMENT SAMPLES. It grows from START by INCREMENT at a time,
     over SAMPLES samples."""
-    step_batch_size_schedule: tuple[str, ...] | None = None
+    step_batch_size_schedule: tuple[str, ...] | None = option(None, on_resume=OnResume.RUN)
     """Change the global batch size after given numbers of tokens: TOKENS:SIZE ..., as in 0:16 2.4B:320
     12B:1536. The last size is --global-batch-size."""
-    seq_length_schedule: tuple[str, ...] | None = None
+    seq_length_schedule: tuple[str, ...] | None = option(None, on_resume=OnResume.RUN)
     """Train on shorter sequences first: TOKENS:LENGTH ..., as in 0:2048 100B:8192. The last length is
     --seq-length; shorter ones cut its samples into parts."""
-    train_iters: int | None = None
+    train_iters: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.LOGGED)
     """Length of the run in optimizer steps. Either this or --train-samples is required."""
-    train_samples: int | None = None
+    train_samples: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.LOGGED)
     """Length of the run in samples, instead of --train-iters. An incomplete last batch is dropped."""
-    eval_interval: int = 1000
+    eval_interval: int = option(1000, allowed=POSITIVE, on_resume=OnResume.LOGGED)
     """Iterations between evaluations on the validation set."""
-    eval_iters: int | None = None
+    eval_iters: int | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.LOGGED)
     """Global batches per evaluation; 0 turns evaluation off. By default 100, or in short runs a tenth of the
     iterations."""
-    eval_tasks: str | None = None
+    eval_tasks: str | None = option(None, on_resume=OnResume.FREE, only_with=_COMPUTES)
     """Tasks of lm-evaluation-harness to evaluate during training, such as arc_easy,hellaswag. They must not
     generate text."""
-    eval_tasks_interval: int | None = None
+    eval_tasks_interval: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Iterations between evaluations of --eval-tasks. By default --eval-interval."""
-    eval_tasks_folder: str | None = None
+    eval_tasks_folder: str | None = option(None, on_resume=OnResume.FREE, only_with="eval_tasks")
     """Folder of further tasks for --eval-tasks, as YAML files."""
-    eval_tasks_num_fewshot: int | None = None
+    eval_tasks_num_fewshot: int | None = option(
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Examples before each question of --eval-tasks. By default the task's own number."""
-    eval_tasks_limit: int | None = None
+    eval_tasks_limit: int | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
+    )
     """Largest number of questions of each task of --eval-tasks. By default all."""
-    exit_interval: int | None = None
+    exit_interval: int | None = option(None, allowed=POSITIVE, on_resume=OnResume.FREE)
     """Save and exit at the first iteration that is a multiple of this number."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: float | None = option(None, allowed=POSITIVE, on_resume=OnResume.FREE)
     """Save and exit after this many minutes, at the end of an iteration."""
-    exit_signals: tuple[ExitSignal, ...] = field(
-        default=("SIGTERM", "SIGUSR1"),
-        metadata=flags(
-            "--exit-signal",
-            sets={"--exit-signal-handler": ("SIGTERM", "SIGUSR1"), "--no-exit-signal-handler": ()},
-        ),
+    exit_signals: tuple[ExitSignal, ...] = option(
+        ("SIGTERM", "SIGUSR1"),
+        "--exit-signal",
+        on_resume=OnResume.FREE,
+        sets={"--exit-signal-handler": ("SIGTERM", "SIGUSR1"), "--no-exit-signal-handler": ()},
     )
     """Signals on which a run finishes its iteration, saves, and exits with status 75. Ctrl-C does the same
     with status 130."""
-    kill_switch_path: str | None = field(default=None, metadata=flags("--kill-switch-file"))
+    kill_switch_path: str | None = option(None, "--kill-switch-file", on_resume=OnResume.FREE)
     """File whose existence makes a run save and exit. If it exists at the start, the run does not start."""
-    seed: int = 1234
+    seed: int = option(1234, allowed=SEED, on_resume=OnResume.RUN)
     """Random seed for initial weights, dropout and the order of samples."""
-    check_for_nan_in_loss_and_grad: bool = True
+    check_for_nan_in_loss_and_grad: bool = option(True, on_resume=OnResume.LOGGED)
     """Skip updates whose loss or gradient is NaN or infinite, and log the layer where the NaN began."""
-    check_for_spiky_loss: bool = False
+    check_for_spiky_loss: bool = option(False, on_resume=OnResume.LOGGED)
     """Skip updates whose loss is far above the previous losses, and log the samples that caused it."""
-    spiky_loss_factor: float = 10.0
+    spiky_loss_factor: float = option(
+        10.0, allowed=ABOVE_ONE, on_resume=OnResume.LOGGED, only_with="check_for_spiky_loss"
+    )
     """With --check-for-spiky-loss: largest accepted loss, as a multiple of the median of the last 100."""
-    audit_interval: int | None = field(
-        default=None, metadata=flags("--check-weight-hash-across-dp-replicas-interval")
+    audit_interval: int | None = option(
+        None, "--check-weight-hash-across-dp-replicas-interval", allowed=POSITIVE, on_resume=OnResume.FREE
     )
     """Iterations between audits, which compare replicas bit by bit and run a microbatch again on another one.
     A difference ends the run. By default none."""
-    iterations_to_skip: tuple[str, ...] = field(default=(), metadata=flags("--skip-train-iteration-range"))
+    iterations_to_skip: tuple[str, ...] = option(
+        (), "--skip-train-iteration-range", on_resume=OnResume.LOGGED
+    )
     """Iterations whose samples are skipped without training, such as 120:125 (both included) or 130."""
-    replay_routing_from: str | None = None
+    replay_routing_from: str | None = option(None, on_resume=OnResume.LOGGED)
     """Send tokens to the experts in this folder of --record-routing. Iterations without recorded samples
     route as usual."""
-    hang_timeout: float | None = None
+    hang_timeout: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE)
     """Seconds without progress before the watchdog writes a report and ends the run; 0 turns it off. By
     default half of --distributed-timeout-minutes."""
-    manual_gc: bool = True
+    manual_gc: bool = option(True, on_resume=OnResume.FREE)
     """Run Python's garbage collection between iterations only, on all ranks at the same ones, so that no rank
     pauses within a step."""
-    manual_gc_interval: int = 50
+    manual_gc_interval: int = option(50, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE, only_with="manual_gc")
     """Iterations between garbage collections with --manual-gc; 0 for none between iterations."""
-    manual_gc_eval: bool = field(default=True, metadata=flags(sets={"--disable-manual-gc-eval": False}))
+    manual_gc_eval: bool = option(
+        True, on_resume=OnResume.FREE, sets={"--disable-manual-gc-eval": False}, only_with="manual_gc"
+    )
     """With --manual-gc: also collect garbage before and after each evaluation."""
-    fp8_format: Fp8Format | None = field(
-        default=None, metadata=flags(sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"})
+    fp8_format: Fp8Format | None = option(
+        None, sets={"--fp8": "hybrid", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4m3"}
     )
     """Use 8-bit GEMMs in the linear layers of a bf16 model. hybrid is e4m3 with gradients in e5m2."""
-    fp8_weight_cache: bool = True
+    fp8_weight_cache: bool = option(True, on_resume=OnResume.FREE, only_with="fp8_format")
     """Keep FP8 copies of weights for all microbatches of an iteration, 2 bytes per linear layer's weight."""
-    compile: bool = False
+    compile: bool = option(False, on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compile the transformer layers with torch.compile (docs/precision.md)."""
-    gemm_epilogues: GemmEpilogues = "auto"
+    gemm_epilogues: GemmEpilogues = option("auto", on_resume=OnResume.LOGGED, only_with=_COMPUTES)
     """Compute GELU and bias gradients in the neighbouring GEMMs on a GPU. auto times both forms when the run
     starts; with --deterministic it is off."""
-    deterministic: bool = field(default=False, metadata=flags("--deterministic-mode"))
+    deterministic: bool = option(False, "--deterministic-mode", on_resume=OnResume.LOGGED)
     """Use only deterministic operations: results are bitwise equal from run to run, on GPUs too."""
 
     @property
@@ -144,16 +160,18 @@ def iteration_range(text: str) -> range | None:
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Describes a dry run: it reports what one rank would hold, compute and send, without other ranks."""
+    """Options of a dry run: it reports what one rank would hold, compute and send, without other ranks."""
 
-    dry_run: bool = False
+    default_on_resume: ClassVar[OnResume] = OnResume.FREE
+
+    dry_run: bool = option(False, **_ONE_RANK)
     """Report what one rank would hold, compute and send, and exit. Nothing is computed."""
-    world_size: int | None = None
+    world_size: int | None = option(None, allowed=SIZE, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: number of ranks of the run. By default tp x pp x dp."""
-    rank: int = 0
+    rank: int = option(0, allowed=NOT_NEGATIVE, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: the rank to report."""
-    dry_run_json: str | None = None
+    dry_run_json: str | None = option(None, **_ONE_RANK, only_with="dry_run")
     """With --dry-run: also write the report to this file, as a JSON object."""
-    verify_layouts: str | None = None
+    verify_layouts: str | None = option(None, **_ONE_RANK)
     """Compare short runs in these layouts (tp2,pp2dp2+sp, default or all) with one rank, and exit.
     Use it in programs with their own model; otherwise use megalite verify."""

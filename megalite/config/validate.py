@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from megalite.config.config import Config
+from megalite.config.fields import MAX_INT, ConfigField, config_fields
+from megalite.config.flags import flag_of
 from megalite.config.layout_options import LAYOUT_OPTIONS
-from megalite.config.ranges import range_problems
 from megalite.config.rules import (
     attention_rules,
     data_rules,
     expert_rules,
-    hybrid_rules,
-    latent_rules,
     logging_rules,
     model_rules,
-    multi_token_rules,
     parallel_rules,
-    per_layer_embedding_rules,
     recurrent_rules,
     training_rules,
 )
-from megalite.errors import ConfigError, Problem, one_line
+from megalite.config.rules.conflicts import conflicts
+from megalite.errors import ConfigError, Problem, one_line, shortened
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""
 
 RULES: tuple[Rule, ...] = (
+    conflicts,
     model_rules.head_size,
     model_rules.rope_scaling,
     model_rules.no_rope,
     model_rules.query_groups,
-    latent_rules.latent_attention,
+    attention_rules.latent_attention,
     attention_rules.full_attention,
     attention_rules.shared_keys,
     model_rules.bert,
@@ -41,21 +41,15 @@ RULES: tuple[Rule, ...] = (
     recurrent_rules.recurrent_layers,
     recurrent_rules.delta_net_heads,
     recurrent_rules.exchanged_recurrent_heads,
-    recurrent_rules.recurrent_features,
-    hybrid_rules.hybrid_pattern,
-    hybrid_rules.hybrid_features,
-    hybrid_rules.mamba_heads,
-    multi_token_rules.multi_token_prediction,
-    per_layer_embedding_rules.per_layer_embedding,
+    recurrent_rules.hybrid_pattern,
+    recurrent_rules.mamba_heads,
+    model_rules.multi_token_prediction,
+    model_rules.per_layer_embedding,
     model_rules.norm_position,
     model_rules.shared_norm,
-    model_rules.qk_norm,
-    model_rules.mup,
     model_rules.qk_clip,
     model_rules.window,
-    model_rules.attention_backend,
     model_rules.position_table,
-    parallel_rules.layout,
     parallel_rules.tensor_parallel,
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
@@ -89,7 +83,6 @@ RULES: tuple[Rule, ...] = (
     training_rules.step_timing,
     training_rules.wsd,
     training_rules.weight_decay,
-    training_rules.optimizer_offload,
     model_rules.loss_scale,
     model_rules.gradient_messages,
     parallel_rules.shard_groups,
@@ -100,9 +93,6 @@ RULES: tuple[Rule, ...] = (
     training_rules.eval_tasks,
     training_rules.hang_timeout,
     logging_rules.pipeline_trace,
-    data_rules.resumed_schedule,
-    data_rules.non_persistent,
-    data_rules.checkpoint_model,
     data_rules.finetune,
     data_rules.no_load_optim,
     data_rules.corpus,
@@ -148,6 +138,27 @@ def problems_of(config: Config, world_size: int | None, invalid_fields: Collecti
     for rule in RULES:
         problems += [problem for problem in rule(valid, world_size) if not invalid & {*problem.fields}]
     return [one_line(problem.text) for problem in problems]
+
+
+def range_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each field whose value is invalid on its own."""
+    for field in config_fields():
+        value = getattr(getattr(config, field.group), field.name)
+        if value is not None:
+            yield from _field_problems(field, value if isinstance(value, tuple) else (value,))
+
+
+def _field_problems(field: ConfigField, items: Iterable[Any]) -> Iterator[Problem]:
+    flag, allowed = flag_of(field.name), field.declared.allowed
+    for item in items:
+        if isinstance(item, int) and abs(item) > MAX_INT:
+            shown = shortened(str(item))
+            yield Problem((field.name,), f"{flag} {shown} is out of range: it must be at most 2**63 - 1")
+        elif allowed is not None and not allowed.holds(item):
+            yield Problem((field.name,), f"{flag} {item} is out of range: it must be {allowed.text}")
+        elif field.kind.choices and item not in field.kind.choices:
+            choices = ", ".join(field.kind.choices)
+            yield Problem((field.name,), f"{flag} {item} is not known: choose one of {choices}")
 
 
 def problems_in_any_layout(config: Config) -> list[str]:

@@ -134,8 +134,7 @@ def _divided(
     across = [line[i::shard_degree] for line in lines for i in range(shard_degree)]
     for suffix, part in ((REPLICATE, across), (SHARD, groups)):
         group = new_groups(device_type, part, whole.name + suffix, is_urgent=True)
-        axis = _axis_of(part, rank, whole.name + suffix, whole.spans, group)
-        parts.append(replace(axis, observers=whole.observers))
+        parts.append(_axis_of(part, rank, whole.name + suffix, whole.spans, group))
     divided = replace(whole, replicate=parts[0], sharded=parts[1])
     return replace(
         found,

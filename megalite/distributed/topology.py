@@ -28,7 +28,7 @@ from megalite.distributed.axis import WORLD, Axis, AxisSet
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
 from megalite.distributed.network import choose_interface
-from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer, Wait
+from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer
 from megalite.distributed.rendezvous import (
     Launch,
     check_start,
@@ -66,6 +66,12 @@ class Topology:
     is_zigzag: bool = False
     assigns_documents: bool = False
     events: EventStack = field(default_factory=EventStack, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for each in self.factorings.values():
+            for axis in (*each.axes.values(), *each.combined.values()):
+                for part in axis.parts:
+                    object.__setattr__(part, "observers", self.world.observers)  # one list for all axes
 
     @staticmethod
     @contextmanager
@@ -258,10 +264,10 @@ class Topology:
                 found |= {part.name: part for part in axis.parts}
         return (*found.values(), self.world)
 
-    def observer_lists(self) -> list[list[Observer[Wait]]]:
-        """Return each list to which an observer of all waits on this rank is appended."""
-        by_id = {id(axis.observers): axis.observers for axis in self.groups()}
-        return list(by_id.values())
+    @property
+    def observers(self) -> list[Observer]:
+        """Return the observers of all events of this rank; see `observing`."""
+        return self.world.observers
 
     @property
     def store(self) -> Store:

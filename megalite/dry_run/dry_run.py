@@ -20,9 +20,9 @@ from megalite.dry_run.repetition import Repetition, repetition_of
 from megalite.files import write_output
 from megalite.log import log
 from megalite.model.stage import StageProvider
+from megalite.observe.meta_tensors import meta_tensors
 from megalite.plan.units import whole_model
 from megalite.plan.weight_gathering import choose_weight_gathering
-from megalite.recording.meta_tensors import meta_tensors
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data

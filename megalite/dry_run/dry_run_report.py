@@ -10,10 +10,10 @@ from typing import Any
 from megalite.config import Config
 from megalite.dry_run.corpus_estimate import Corpora
 from megalite.dry_run.counts import Counts
+from megalite.observe.collectives import ring_bytes
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
 from megalite.plan.layout_fields import routing_line
-from megalite.recording.traffic import ring_bytes
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
-from megalite.config.command_line import parse
 from megalite.config.flags import flag_of
 from megalite.config.stage_layers import even_partition, layers_of_stages
-from megalite.config.tool_parser import ToolParser, local_path, positive_int
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.log import configure_logging, log
 from megalite.model.architectures import STAGES
 from megalite.model.attention_backends import build_core

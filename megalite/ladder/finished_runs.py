@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config import Config
-from megalite.config.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.errors import UserError
+from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.ladder.sizes import LadderRun, measured_run, vocab_size_of
 from megalite.ladder.write_configs import CONFIG_FILE
 from megalite.report.run_folder import Run, open_run

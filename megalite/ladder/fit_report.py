@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megalite.errors import UserError
 from megalite.ladder.finished_runs import FinishedRun
 from megalite.ladder.power_law import CONFIDENCE, MIN_RUNS_OF_TWO_TERMS, Estimate, PowerLaw, can_separate
 from megalite.ladder.power_law import fit_power_law as fit
 from megalite.ladder.sizes import LadderRun
 from megalite.ladder.write_configs import table_lines
-from megalite.report.chart import COLOURS, GREY, RED, base_layout
-from megalite.report.html_page import html_figure, html_page, html_table
+from megalite.report.page import html_page, html_table
 from megalite.report.time_report import Table
 
 _HEADS = ("run", "parameters", "tokens", "FLOPs", "loss", "fit", "difference")
@@ -24,7 +24,9 @@ _EXTENSION = 2.0
 """Factor by which the curve goes on beyond the smallest and the largest compute."""
 _UNDETERMINED = 1e6
 """Ratio of the bounds of an interval from which the text does not show them."""
-_AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "ticks": "outside", "tickcolor": GREY, "type": "log"}
+_BLUE, _ORANGE, _RED, _GREY = "#2f81e0", "#e8743b", "#d92d20", "#8490a3"
+"""Colours that are readable on a light and a dark page."""
+_AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "ticks": "outside", "tickcolor": _GREY, "type": "log"}
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,23 @@ def fit_page(ladder: LadderFit, title: str) -> str:
     Raises:
         UserError: plotly is not installed.
     """
+    try:
+        from plotly.io import to_html
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("the plot needs plotly: pip install plotly") from None
+    # plotly's default is a button that uploads the figure.
+    config = {"responsive": True, "displaylogo": False, "showSendToCloud": False}
+    figure = to_html(compute_figure(ladder), config=config, include_plotlyjs=False, full_html=False)
     lines = [*_law_lines(ladder), *_prediction_lines(ladder)]
     return html_page(
         title,
         [
-            html_figure(compute_figure(ladder), "loss"),
+            f"<figure>{figure}</figure>",
             *(f"<p>{escape(line)}</p>" for line in lines),
             html_table(Table("", _HEADS, tuple(_rows(ladder)))),
         ],
+        head=f"<script>{get_plotlyjs()}</script>",
     )
 
 
@@ -113,15 +124,15 @@ def compute_figure(ladder: LadderFit) -> dict[str, Any]:
                 "fill": "toself",
                 "mode": "none",
                 "opacity": 0.3,
-                "fillcolor": COLOURS[0],
+                "fillcolor": _BLUE,
                 "hoverinfo": "skip",
                 "name": f"{CONFIDENCE:.0%} interval of a run",
             }
         )
-    line = {"color": COLOURS[0], "width": 2}
+    line = {"color": _BLUE, "width": 2}
     data.append(_trace("law", list(xs), [each.value for each in curve], mode="lines", line=line))
     names, losses = [each.name for each in ladder.runs], [each.loss for each in ladder.runs]
-    marker = {"color": COLOURS[1], "size": 10}
+    marker = {"color": _ORANGE, "size": 10}
     data.append(_trace("runs", measured, losses, mode="markers", marker=marker, text=names))
     if ladder.targets:
         estimates = [ladder.by_compute.predict([target.flops]) for target in ladder.targets]
@@ -131,14 +142,21 @@ def compute_figure(ladder: LadderFit) -> dict[str, Any]:
                 [target.flops for target in ladder.targets],
                 [each.value for each in estimates],
                 mode="markers",
-                marker={"color": RED, "size": 10, "symbol": "diamond-open"},
+                marker={"color": _RED, "size": 10, "symbol": "diamond-open"},
                 text=[target.name for target in ladder.targets],
             )
         )
     # An interval of few runs may be far wider than the losses: the axis shows the curve.
     shown = np.log10([*losses, *(each.value for each in curve)])
     pad = 0.2 * float(np.ptp(shown)) + 1e-3
-    layout = base_layout(520, top=40) | {
+    layout = {
+        "template": "none",
+        "height": 520,
+        "margin": {"l": 62, "r": 12, "t": 40, "b": 60},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": _GREY, "size": 12, "family": "system-ui, sans-serif"},
+        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": _GREY, "font": {"color": "#1d2330"}},
         "xaxis": {**_AXIS, "title": {"text": "model FLOPs"}, "exponentformat": "power"},
         "yaxis": {
             **_AXIS,

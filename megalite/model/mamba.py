@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.mamba_sizes import MambaSizes
+from megalite.config.recurrent_sizes import MambaSizes
 from megalite.kernels import recurrence_problem
 from megalite.model.attention_core import Core
 from megalite.model.positions import PositionInfo

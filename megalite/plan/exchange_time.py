@@ -7,11 +7,11 @@ from functools import partial
 
 from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.axes import EXPERTS
+from megalite.observe.unit_record import AttentionCall, PhaseRecord
 from megalite.plan.communication import Group
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.ring_time import exposed_ring_seconds
 from megalite.plan.token_dispatch import dispatch_seconds
-from megalite.recording.unit_record import AttentionCall, PhaseRecord
 
 
 def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:

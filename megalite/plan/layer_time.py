@@ -12,12 +12,7 @@ from typing import Literal, NamedTuple
 
 from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
-from megalite.plan.communication import CONTENTION, Group
-from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
-from megalite.plan.planned_run import PlannedRun
-from megalite.plan.recurrence_time import recurrence_seconds
-from megalite.plan.saved_activations import group_bytes
-from megalite.recording.unit_record import (
+from megalite.observe.unit_record import (
     AttentionCall,
     CollectiveCall,
     GemmCall,
@@ -25,6 +20,11 @@ from megalite.recording.unit_record import (
     PhaseRecord,
     UnitRecord,
 )
+from megalite.plan.communication import CONTENTION, Group
+from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.recurrence_time import recurrence_seconds
+from megalite.plan.saved_activations import group_bytes
 
 LAUNCH_SECONDS = 7e-6
 """Host time per kernel."""

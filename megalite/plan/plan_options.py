@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megalite.commands import command_name
 from megalite.config import Config
-from megalite.config.tool_parser import (
+from megalite.errors import UserError, shortened
+from megalite.frontends.tool_parser import (
     ToolParser,
     duration,
     local_path,
@@ -17,7 +18,6 @@ from megalite.config.tool_parser import (
     positive_number,
     whole_number,
 )
-from megalite.errors import UserError, shortened
 from megalite.plan.goodput_plan import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
 from megalite.plan.planned_run import Cluster
 

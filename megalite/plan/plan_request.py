@@ -12,17 +12,17 @@ from typing import Any, get_type_hints
 from megalite.commands import torchrun_arguments
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
-from megalite.config.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.config.fields import fields_by_flag
 from megalite.config.flags import flag_with_value
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
-from megalite.config.rules.parallel_rules import layout as layout_problems
+from megalite.config.rules.conflicts import conflicts
 from megalite.config.stage_layers import num_stages
-from megalite.config.tool_parser import ToolParser, positive_int, positive_number
 from megalite.config.validate import problems_of
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
+from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.calibration_file import read_calibration, write_calibration
 from megalite.plan.estimate import Costs
@@ -136,7 +136,7 @@ def read_request(arguments: Sequence[str]) -> Request:
             "has not been measured: remove it to plan the run in bf16"
         )
     layout = config.parallel.layout
-    if problems := [problem.text for problem in layout_problems(config, None)]:
+    if problems := [each.text for each in conflicts(config, None) if "layout" in each.fields]:
         raise ConfigError(problems)
     parsed = config
     config = replace(config, parallel=replace(config.parallel, layout=None))

@@ -14,11 +14,10 @@ from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, Factoring
 from megalite.errors import Problem
 from megalite.hardware.gpus import Gpu
+from megalite.observe.unit_record import UnitKey, WeightRecord
 from megalite.pipeline.schedules import SCHEDULES, StageMap
 from megalite.plan.programs import MAX_TRITON_HEAD, Program
 from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
-from megalite.recording.unit_key import UnitKey
-from megalite.recording.unit_record import WeightRecord
 
 
 @dataclass(frozen=True)

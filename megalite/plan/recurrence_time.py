@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalite.hardware.gpus import Gpu
-from megalite.recording.recurrence_call import RecurrenceCall
+from megalite.observe.recurrence_call import RecurrenceCall
 
 FULL_SIZE = 128
 """Key size from which on the GEMMs of a chunk are assumed to be as fast as FlashAttention-2's."""

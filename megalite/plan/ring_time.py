@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megalite.observe.unit_record import AttentionCall
 from megalite.plan.communication import Group
-from megalite.recording.unit_record import AttentionCall
 
 
 def ring_slices(call: AttentionCall, num_ranks: int) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+from megalite.observe.unit_record import INPUT
 from megalite.plan.planned_run import PlannedRun
-from megalite.recording.unit_record import INPUT
 
 Kinds = Sequence[int]
 """The kinds of a stage's layers, in order."""

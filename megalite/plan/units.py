@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 from megalite.config import ModelConfig
 from megalite.config.cp_comm_type import CpCommType, CpCommTypes, comm_type_of_layer
 from megalite.config.vocab_padding import padded_vocab_size
+from megalite.observe.records import kinds_of_layers, unit_record
+from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey, UnitRecord, WeightRecord
 from megalite.plan.programs import Program
-from megalite.recording.records import kinds_of_layers, unit_record
-from megalite.recording.unit_key import EMBEDDING, HEAD, UnitKey
-from megalite.recording.unit_record import AttentionCall, UnitRecord, WeightRecord
 
 T = TypeVar("T")
 Sizes = Counter[str]

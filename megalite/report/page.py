@@ -1,89 +1,97 @@
-"""Write the report of runs as one HTML page that opens without a network."""
+"""Write the report of runs as one HTML page of tables, which opens without a network."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
+from importlib import resources
 
-from megalite.errors import UserError
-from megalite.report.chart import COLOURS, figure_of, short_number
-from megalite.report.expert_figures import load_figure, load_summary, violation_figure
-from megalite.report.html_page import html_figure, html_page, html_table
-from megalite.report.panels import SMOOTHED_SHARE, charts_of
-from megalite.report.plan_comparison import waterfall_figure
-from megalite.report.run_folder import Run
-from megalite.report.run_history import HistoryRow
+from megalite.report.run_folder import Run, trace_summary
+from megalite.report.run_history import TASKS, HistoryRow
 from megalite.report.time_report import (
     SPENT_ON,
     Table,
     duration,
+    expert_table,
     format_time,
+    metric_table,
+    short_number,
     tables,
     time_spent,
     time_summary,
 )
-from megalite.report.trace_picture import read_trace, trace_figure
 from megalite.train.telemetry.time_terms import TimeComparison
 
-MAX_RUNS = 8
-"""Number of runs that can have their own colours."""
+COLOURS = ("#2f81e0", "#e8743b", "#19a974", "#c954b0", "#bf9000", "#1797b5")
+"""Colours of `SPENT_ON`, readable on a light and a dark page."""
+_TOTAL, _LONGER, _SHORTER = COLOURS[0], "#d92d20", COLOURS[2]
+"""Colours of a waterfall."""
 RECENT_SHARE = 0.02
 """Share of a run's last lines that "last training loss" averages."""
 
 
-def page(runs: Sequence[Run], x: str = "iteration", comparisons: Sequence[TimeComparison | None] = ()) -> str:
+def html_page(title: str, parts: Iterable[str], head: str = "") -> str:
+    """Return a whole page: a title, then parts in HTML.
+
+    Args:
+        head: more HTML for the page's head.
+    """
+    title = escape(title)
+    style = resources.files(__package__).joinpath("page.css").read_text()
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style>{head}</head>"
+        f"<body><main><h1>{title}</h1>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def html_table(table: Table) -> str:
+    """Return a table without its title."""
+    heads = "".join(f"<th>{escape(head)}</th>" for head in table.heads)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    return f"<table><tr>{heads}</tr>{rows}</table>"
+
+
+def page(runs: Sequence[Run], comparisons: Sequence[TimeComparison | None] = ()) -> str:
     """Return the whole page.
 
     Args:
-        x: a key of `panels.X_NAMES`.
         comparisons: where the time of each run's iterations went; None for a run that has not recorded it.
-
-    Raises:
-        UserError: plotly is not installed, or a run has no metric `x`.
     """
     parts = [
         _summary(runs),
-        "<h2>Curves</h2>",
-        *_curves(runs, x),
-        *(part for index, run in enumerate(runs) for part in _experts(index, run)),
         "<h2>Where the time went</h2>",
         *map(_time, runs),
         *_iteration_times(runs, comparisons),
-        *_traces(runs),
+        *map(_trace, runs),
         "<h2>What was slow</h2>",
-        *(part for run in runs for part in _slow(run, len(runs) > 1)),
+        *(part for run in runs for part in _tables(run, tables(run), len(runs) > 1)),
+        "<h2>Metrics</h2>",
+        *(part for run in runs for part in _tables(run, (metric_table(run.history),), len(runs) > 1)),
+        *map(_experts, runs),
         "<h2>Config</h2>",
         *map(_config, runs),
     ]
     return html_page(", ".join(run.name for run in runs), parts)
 
 
-def _curves(runs: Sequence[Run], x: str) -> Iterator[str]:
-    charts, constants = charts_of(runs, x)
-    if charts:
-        yield (
-            f'<p class="note">thin: every value; thick: mean over {SMOOTHED_SHARE:.0%} of the run around it; '
-            "dashed grey: repeated after a restart; dotted vertical: a restart. "
-            "Drag to zoom, double-click to zoom out.</p>"
-        )
-        yield html_figure(figure_of(charts, [run.name for run in runs], x), "charts")
-    notes = [f"{chart.title}: {note}" for chart in charts if (note := chart.note())]
-    yield "".join(f'<p class="note">{escape(line)}</p>' for line in (*notes, "; ".join(constants)) if line)
+def _tables(run: Run, shown: Iterable[Table], is_one_of_many: bool) -> Iterator[str]:
+    if is_one_of_many:
+        yield f"<h3>{escape(run.name)}</h3>"
+    for table in shown:
+        yield f"<h4>{escape(table.title)}</h4>{html_table(table)}"
 
 
-def _experts(index: int, run: Run) -> Iterator[str]:
-    """Yield the tokens of experts by layer over the run, if it has experts."""
+def _experts(run: Run) -> str:
+    """Return the loads of the experts by layer, if the run has experts."""
     rows = run.history.expert_use
     if not rows:
-        return
-    yield f"<h2>Experts of {escape(run.name)}</h2><p><b>{escape(load_summary(rows[-1]))}</b></p>"
-    yield '<p class="note">Tokens of each expert in a global batch, as multiples of the layer\'s mean.</p>'
-    yield html_figure(load_figure(rows), f"loads{index}")
-    if len(rows) > 1:
-        yield '<p class="note">The largest load of each layer over the run, as a multiple of the mean.</p>'
-        yield html_figure(violation_figure(rows), f"violations{index}")
+        return ""
+    table = expert_table(rows[-1])
+    return f"<h2>Experts of {escape(run.name)}</h2><h4>{table.title}</h4>{html_table(table)}"
 
 
 def _summary(runs: Sequence[Run]) -> str:
@@ -141,6 +149,13 @@ def _evaluation(run: Run) -> str:
         note = "" if best is rows[-1] else f" (best {best.values['lm_loss']:.4f} at {best.iteration})"
         parts.append(f"{name} {rows[-1].values['lm_loss']:.4f}{note}")
     return "; ".join(parts)
+
+
+def _scores(run: Run) -> str:
+    """Return the last scores of benchmark tasks."""
+    rows = [row for row in run.history.evaluations if row.name == TASKS]
+    scores = rows[-1].values if rows else {}
+    return "; ".join(f"{name} {value:.4f}" for name, value in scores.items() if "/" in name)
 
 
 def _memory(run: Run) -> str:
@@ -218,6 +233,7 @@ _FACTS: dict[str, Callable[[Run], str]] = {
     "tokens": _tokens,
     "last training loss": _loss,
     "evaluations": _evaluation,
+    "task scores": _scores,
     "iteration time": _median("iteration_time_ms", " ms"),
     "tokens/s": _median("tokens_per_second", ""),
     "TFLOP/s per rank": _median("tflops_per_gpu", ""),
@@ -252,43 +268,43 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 def _iteration_times(runs: Sequence[Run], comparisons: Sequence[TimeComparison | None]) -> Iterator[str]:
     """Yield a waterfall of each run's mean iteration, and what made it slow."""
-    for index, (run, comparison) in enumerate(zip(runs, comparisons, strict=False)):
+    for run, comparison in zip(runs, comparisons, strict=False):
         if comparison is None:
             continue
         yield f"<h2>Time of an iteration of {escape(run.name)}</h2>"
         yield "".join(f"<p><b>{escape(line)}</b></p>" for line in comparison.findings())
-        yield html_figure(waterfall_figure(comparison), f"waterfall{index}")
+        yield _waterfall(comparison)
         heads, *rows = comparison.table()
         yield html_table(Table("", heads, tuple(rows)))
         yield f'<p class="note">{escape(comparison.note())}</p>'
 
 
-def _traces(runs: Sequence[Run]) -> Iterator[str]:
-    for index, run in enumerate(runs):
-        if run.trace is None:
-            continue
-        yield f"<h2>Pipeline of {escape(run.name)}</h2>"
-        try:
-            trace = read_trace(run.trace)
-        except UserError as error:
-            if run.is_trace_requested:
-                raise
-            # It was found by its name alone, so it may not be a trace at all.
-            yield f'<p class="note">{escape(f"not drawn: {error}")}</p>'
-            continue
-        figure, legend, note = trace_figure(trace)
-        yield f"<p><b>{escape(trace.verdict)}</b></p>{_legend(legend)}"
-        yield html_figure(figure, f"trace{index}")
-        yield f'<p class="note">{escape(", ".join(filter(None, (note, str(run.trace)))))}</p>'
+def _waterfall(comparison: TimeComparison) -> str:
+    """Return bars from the expected to the measured time: each starts where the one above ends."""
+    changes = [(term.name, term.seconds - term.expected) for term in comparison.terms]
+    bars = [("expected", 0.0, comparison.expected, _TOTAL)]
+    for name, change in changes:
+        if abs(change) >= 5e-5:
+            bars.append((name, bars[-1][2], bars[-1][2] + change, _LONGER if change > 0 else _SHORTER))
+    bars.append(("measured", 0.0, comparison.seconds, _TOTAL))
+    whole = max(max(start, end) for _, start, end, _ in bars) or 1.0
+    rows = "".join(
+        f'<tr><th>{escape(name)}</th><td><span style="margin-left:{min(start, end) / whole:.2%};'
+        f'width:{abs(end - start) / whole:.2%};background:{colour}"></span></td>'
+        f"<td>{1e3 * (end - start):{'.1f' if colour == _TOTAL else '+.1f'}} ms</td></tr>"
+        for name, start, end, colour in bars
+    )
+    return f'<table class="waterfall">{rows}</table>'
 
 
-def _slow(run: Run, is_one_of_many: bool) -> Iterator[str]:
-    if is_one_of_many:
-        yield f"<h3>{escape(run.name)}</h3>"
-    for table in tables(run):
-        yield f"<h4>{escape(table.title)}</h4>{html_table(table)}"
-    if broken := run.history.num_broken:
-        yield f'<p class="note">{broken} broken lines of {escape(str(run.source))} were skipped</p>'
+def _trace(run: Run) -> str:
+    """Return the time breakdown that a pipeline trace contains, and where to open the trace."""
+    if run.trace is None:
+        return ""
+    return (
+        f"<h2>Pipeline of {escape(run.name)}</h2><p><b>{escape(trace_summary(run.trace))}</b></p>"
+        f'<p class="note">to see its actions, open {escape(str(run.trace))} in ui.perfetto.dev</p>'
+    )
 
 
 def _config(run: Run) -> str:

@@ -9,8 +9,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
-from megalite.recording.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
-from megalite.report.chart import COLOURS, GREY, RED, base_layout
+from megalite.observe.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
 from megalite.report.run_folder import Run
 from megalite.train.telemetry.time_terms import BUBBLE, IMBALANCE, LAUNCHES, TimeComparison, compare
 
@@ -126,23 +125,3 @@ def _ratio(values: Mapping[str, float], above: str, below: str) -> float:
 
 def _sizes(layout: Mapping[str, int]) -> str:
     return " ".join(f"{axis} {size}" for axis, size in layout.items())
-
-
-def waterfall_figure(comparison: TimeComparison) -> dict[str, Any]:
-    """Return a figure from the expected time of an iteration to the measured time, in milliseconds."""
-    steps = [term for term in comparison.terms if abs(term.seconds - term.expected) >= 5e-5]
-    names = ["expected", *(term.name for term in steps), "measured"]
-    changes = [1e3 * (term.seconds - term.expected) for term in steps]
-    data = {
-        "type": "waterfall",
-        "x": names,
-        "y": [1e3 * comparison.expected, *changes, 1e3 * comparison.seconds],
-        "measure": ["absolute", *("relative" for _ in steps), "total"],
-        "totals": {"marker": {"color": COLOURS[0]}},
-        "increasing": {"marker": {"color": RED}},
-        "decreasing": {"marker": {"color": COLOURS[2]}},
-        "connector": {"line": {"color": GREY, "width": 1}},
-        "hovertemplate": "%{x}: %{delta:.1f} ms<extra></extra>",
-    }
-    layout = base_layout(320, top=20) | {"yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"}}
-    return {"data": [data], "layout": layout}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
 from megalite.report.run_history import History, read_history
 from megalite.report.tensorboard_events import EVENTS, config_in, read_events
-from megalite.report.trace_picture import is_pipeline_trace
 
 _DEPTH = 3
 """Number of folder levels to search, including the run's own folder."""
@@ -54,7 +55,6 @@ class Run:
         config: resolved config, as YAML; empty if neither a checkpoint nor TensorBoard's files have it.
         manifest: manifest of the newest checkpoint; None without one, or if its text files are damaged.
         trace: file with a trace of the run's pipeline.
-        is_trace_requested: whether the user named the trace.
     """
 
     name: str
@@ -65,16 +65,14 @@ class Run:
     config_source: str = ""
     manifest: Manifest | None = None
     trace: Path | None = None
-    is_trace_requested: bool = False
     logs: tuple[Path, ...] = ()
 
 
-def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = ()) -> Run:
+def open_run(path: Path, *, logs: tuple[Path, ...] = ()) -> Run:
     """Find the files of a run in its folder, or in the folder of its metrics file.
 
     Args:
         path: a folder or a metrics file.
-        trace: pipeline trace to use instead of searching for one.
         logs: logs to use besides the logs that are found.
 
     Raises:
@@ -100,7 +98,6 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
     history = read_history(metrics[0]) if metrics else read_events(events)
     checkpoints = tuple(_checkpoints(files))
     config, config_source = _config(checkpoints, events)
-    found = [file for file in files if is_pipeline_trace(file)]
     return Run(
         name=_name(path),
         source=metrics[0] if metrics else events[0],
@@ -109,10 +106,27 @@ def open_run(path: Path, *, trace: Path | None = None, logs: tuple[Path, ...] = 
         config=config,
         config_source=config_source,
         manifest=_manifest(checkpoints),
-        trace=trace or max(found, key=_numbers_in_name, default=None),
-        is_trace_requested=trace is not None,
+        trace=max(filter(_is_pipeline_trace, files), key=_numbers_in_name, default=None),
         logs=(*logs, *(file for file in files if file.suffix in (".log", ".out"))),
     )
+
+
+def trace_summary(file: Path) -> str:
+    """Return the time breakdown in a pipeline trace, or why there is none."""
+    try:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        content = parse_json(raw)
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        return f"the trace cannot be read: {error}"
+    about = content.get("otherData") if isinstance(content, dict) else None
+    line = about.get("verdict_line") if isinstance(about, dict) else None
+    return str(line or "the trace contains no time breakdown")
+
+
+def _is_pipeline_trace(file: Path) -> bool:
+    """Return whether a file has the name of a pipeline trace, rather than of a PyTorch profiler trace."""
+    name = file.name
+    return "trace" in name and name.endswith((".json", ".json.gz")) and ".pt.trace." not in name
 
 
 def _numbers_in_name(file: Path) -> tuple[list[int], Path]:

@@ -23,7 +23,7 @@ TASKS = "tasks"
 """Name of the rows with scores of benchmark tasks, whose values have names such as `arc_easy/acc`."""
 EXPERTS = "experts"
 """Name of the rows with the tokens of experts."""
-_POSITIONS = {
+POSITIONS = {
     "num_iterations",
     "train_iters",
     "consumed_samples",
@@ -224,5 +224,5 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             value = 0.0
         elif abs(value) > _LARGEST:
             value = math.copysign(math.inf, value)
-        if math.isfinite(value) or key not in _POSITIONS:
+        if math.isfinite(value) or key not in POSITIONS:
             yield key, value

@@ -1,4 +1,4 @@
-"""Account for a run's wall-clock time: its uses, slowest iterations, starts, saves, and notable log lines."""
+"""Tables of a run: uses of wall-clock time, slow iterations, starts, saves, log lines, metrics, experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megalite.errors import UserError
 from megalite.report.run_folder import Run
-from megalite.report.run_history import History, HistoryRow, RunSegment
+from megalite.report.run_history import POSITIONS, History, HistoryRow, RunSegment
 
 SPENT_ON = ("training", "repeated", "evaluation", "start-up", "saving and other", "down")
 """Uses of wall-clock time. "repeated" means iterations that a later start ran again."""
@@ -95,6 +95,9 @@ def tables(run: Run) -> Iterator[Table]:
         _saves(run),
     )
     yield from _filled("From its logs", ("file", "line"), _lines(run.logs))
+    if run.history.num_broken:
+        broken = ((str(run.source), f"{run.history.num_broken} broken lines were skipped"),)
+        yield Table("Damage", ("file", "what"), broken)
 
 
 def _filled(title: str, heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[Table]:
@@ -174,6 +177,52 @@ def _lines(logs: Sequence[Path]) -> Iterator[tuple[str, ...]]:
             raise UserError(f"log {log} cannot be read ({error.strerror})") from None
         for text in list(found)[-NUM_LINES:]:
             yield log.name, text[:400]
+
+
+def metric_table(history: History) -> Table:
+    """Return the smallest, median, largest and last finite value of each logged metric, unknown ones too."""
+    values: dict[str, list[float]] = {}
+    for row in history.iterations:
+        for name, value in row.values.items():
+            if name != "iteration" and name not in POSITIONS:
+                values.setdefault(name, []).append(value)
+    rows = []
+    for name, logged in values.items():
+        finite = [value for value in logged if math.isfinite(value)]
+        figures = (min(finite), statistics.median(finite), max(finite), finite[-1]) if finite else ()
+        cells = map(short_number, figures) if figures else ("",) * 4
+        rows.append((name, *cells, str(len(logged) - len(finite))))
+    heads = ("metric", "smallest", "median", "largest", "last", "NaN or infinite")
+    return Table("Of the iterations that count", heads, tuple(rows))
+
+
+def expert_table(row: HistoryRow) -> Table:
+    """Return the loads of each layer's experts in one iteration, as multiples of the layer's mean."""
+    rows = tuple(
+        (
+            layer,
+            f"{1.0 + each.max_violation:.2f}",
+            str(each.tokens.index(max(each.tokens))),
+            f"{min(each.tokens) * len(each.tokens) / max(1, sum(each.tokens)):.2f}",
+            f"{each.entropy:.3f}",
+            str(each.dropped),
+        )
+        for layer, each in row.loads.items()
+    )
+    heads = ("layer", "largest load", "of expert", "smallest load", "entropy (nats)", "dropped")
+    return Table(f"Iteration {row.iteration}; loads are multiples of the layer's mean", heads, rows)
+
+
+def short_number(value: float) -> str:
+    """Format a number to four digits: `1234`, `123.5k`, `2.5e-5`."""
+    size = abs(value)
+    if 0 < size < 1e-2:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for unit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= max(unit, 1e4):
+            return f"{value / unit:.4g}{prefix}"
+    return f"{value + 0.0:.4g}"  # + 0.0 turns -0 into 0
 
 
 def format_time(seconds: float | None) -> str:

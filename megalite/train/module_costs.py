@@ -1,6 +1,6 @@
 """Measure what each module of a rank costs: operations, time and memory of one microbatch.
 
-Five microbatches run forward and backward: one counts FLOPs, one counts what forward leaves in memory, and
+Four microbatches run forward and backward: one counts FLOPs and what forward leaves in memory, and
 `NUM_TIMED` are timed. A hook around each module's forward reads a counter, and so does a hook around each
 node of autograd's graph in backward. Nodes are numbered in the order in which forward creates them, so the
 number gives a node's module.
@@ -15,7 +15,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -24,20 +24,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
 from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
+from megalite.model.stage import Stage
+from megalite.observe.recorder import Reader, reading, tensors_in, watch_modules
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_private import (
-    TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
     next_node_number,
     node_number,
     storage_number,
-    tree_leaves,
 )
 from megalite.train.model_chunks import named_parameters, unchanged_buffers
 from megalite.train.trainer import Trainer
@@ -109,8 +109,7 @@ def module_costs(trainer: Trainer) -> dict[str, ModuleCosts]:
     costs = {name: ModuleCosts(name) for chunk in trainer.chunks for name, _ in chunk.named_modules()}
     _count_state(trainer, costs)
     with run_as_written(trainer.config.training.compile), unchanged_buffers(trainer.chunks):
-        _count_flops(trainer, costs)
-        _count_activations(trainer, costs)
+        _count_work(trainer, costs)
         for number in range(NUM_TIMED):
             _time(trainer, costs, number)
     return costs
@@ -158,31 +157,25 @@ def _parameter_bytes(optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, i
             )
 
 
-def _count_flops(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
-    def add(name: str, phase: Phase, flops: int) -> None:
-        for each in _lineage(name, costs):
-            each.flops[phase] += flops
-
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with counter, _CostReader(counter.get_total_flops, add).reading(trainer.chunks):
-        _run_microbatch(trainer)
-
-
 def _time(trainer: Trainer, costs: Mapping[str, ModuleCosts], number: int) -> None:
     def add(name: str, phase: Phase, nanoseconds: int) -> None:
         for each in _lineage(name, costs):
             each.nanoseconds[number][phase] += nanoseconds
 
-    with _CostReader(_clock(trainer.topology), add).reading(trainer.chunks):
+    with _watched(_CostReader(_clock(trainer.topology), add), trainer):
         _run_microbatch(trainer)
 
 
-def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
-    """Count the storages that a stage's forward made in each module and that are alive at its end.
+def _count_work(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> None:
+    """Count FLOPs, and the storages that a stage's forward made in each module and that are alive at its end.
 
     Autograd and recomputed regions keep them. The stage's input is counted for the stage as a whole; its
     output is sent and freed.
     """
+
+    def add(name: str, phase: Phase, flops: int) -> None:
+        for each in _lineage(name, costs):
+            each.flops[phase] += flops
 
     def count(chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         time.sleep(_SETTLING_SECONDS)
@@ -193,9 +186,15 @@ def _count_activations(trainer: Trainer, costs: Mapping[str, ModuleCosts]) -> No
                     each.activation_bytes += storage.nbytes()
         costs[""].activation_bytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor))
 
-    reader = _CostReader(lambda: 0, lambda *_: None, count)
-    with _MadeStorages(reader.running_module) as made, reader.reading(trainer.chunks):
+    flops = FlopCounter()
+    reader = _CostReader(lambda: flops.total, add, count)
+    made = _MadeStorages(reader.running_module)
+    with reading(flops, made), _watched(reader, trainer):
         _run_microbatch(trainer)
+
+
+def _watched(reader: _CostReader, trainer: Trainer) -> ExitStack:
+    return watch_modules(reader, (each for chunk in trainer.chunks for each in chunk.named_modules()))
 
 
 def _lineage(name: str, costs: Mapping[str, ModuleCosts]) -> Iterator[ModuleCosts]:
@@ -233,8 +232,8 @@ class _Span:
     inner: int = 0
 
 
-class _CostReader:
-    """Reads a counter before and after each module's forward and each node of its backward.
+class _CostReader(Reader):
+    """Reader of a counter before and after each module's forward and each node of its backward.
 
     Args:
         read: returns the counter.
@@ -258,22 +257,6 @@ class _CostReader:
         """Return the name of the innermost running module; None outside of all modules."""
         return self._open[-1].name if self._open else None
 
-    @contextmanager
-    def reading(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Install the hooks in this block."""
-        handles = []
-        for chunk in chunks:
-            for name, module in chunk.named_modules():
-                handles.append(module.register_forward_pre_hook(partial(self._begin_forward, name)))
-                # A recomputed forward is interrupted once it has what backward needs.
-                handles.append(module.register_forward_hook(self._end_forward, always_call=True))
-            handles.append(chunk.register_forward_hook(self._end_stage))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _begin(self, name: str, phase: Phase) -> None:
         self._open.append(_Span(name, phase, self._read()))
 
@@ -284,28 +267,30 @@ class _CostReader:
             self._open[-1].inner += now - span.begun
         self._add(span.name, span.phase, now - span.begun - span.inner)
 
-    def _begin_forward(self, name: str, *_: Any) -> None:
+    def enters(self, name: str, *_: Any) -> None:
         in_backward = self._open and self._open[-1].phase is not Phase.FORWARD
         self._begin(name, Phase.RECOMPUTED if in_backward else Phase.FORWARD)
         self._note_module()
 
-    def _end_forward(self, *_: Any) -> None:
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
         self._end()
         self._note_module()
+        if isinstance(module, Stage) and output is not None:
+            self._end_stage(module, args, output)
 
     def _note_module(self) -> None:
         if not self._open or self._open[-1].phase is Phase.FORWARD:
             self._first_nodes.append(next_node_number())
             self._modules.append(self.running_module())
 
-    def _end_stage(self, chunk: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def _end_stage(self, stage: Stage, arguments: tuple[Any, ...], output: Any) -> None:
         for node in _graph_of(output):
             index = bisect_right(self._first_nodes, node_number(node)) - 1
             name = self._modules[index] if index >= 0 else None
             if name is not None:
                 node.register_prehook(partial(self._begin_node, name))
                 node.register_hook(self._end_node)
-        self._after_forward(chunk, arguments, output)
+        self._after_forward(stage, arguments, output)
 
     def _begin_node(self, name: str, _: Any) -> None:
         self._begin(name, Phase.BACKWARD)
@@ -326,33 +311,24 @@ def _graph_of(output: Any) -> Iterator[Node]:
         waiting += new
 
 
-class _MadeStorages(TorchDispatchMode):
-    """Records the storages that operators create in this block, each with the running module.
+class _MadeStorages(Reader):
+    """Storages that operators create in this block, each with the running module.
 
     Args:
         running_module: returns the module's name; storages are not recorded while it returns None.
     """
 
     def __init__(self, running_module: Callable[[], str | None]) -> None:
-        super().__init__()
         self._running_module = running_module
         self._made: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}  # by the storage's number
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         name = self._running_module()
         if name is not None:
             passed = {_identity(tensor) for tensor in _plain_tensors((args, kwargs))}
             for tensor in _plain_tensors(out):
                 if _identity(tensor) not in passed:  # neither a view nor in place
                     self._made[_identity(tensor)] = name, weakref.ref(tensor.untyped_storage())
-        return out
 
     def take_alive(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yield the storages that are still alive, each with its module, and clear the record."""
@@ -365,9 +341,7 @@ class _MadeStorages(TorchDispatchMode):
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments or results, without subclasses such as DTensor."""
-    for leaf in tree_leaves(tree):
-        if type(leaf) in (Tensor, nn.Parameter):
-            yield leaf
+    return (each for each in tensors_in(tree) if type(each) in (Tensor, nn.Parameter))
 
 
 def _identity(tensor: Tensor) -> int:
@@ -407,13 +381,27 @@ def _weight_gradient_flops(total: Any, grad: Any, x: Any, *_: Any, **__: Any) ->
     return 2 * num_rows * num_out * num_in
 
 
-FORMULAS = {
-    cpu_attention: _attention_flops,
-    cpu_attention_backward: _attention_backward_flops,
-    torch.ops.megalite.flash_attention: _attention_flops,
-    torch.ops.megalite.flash_attention_backward: _attention_backward_flops,
-    torch.ops.megalite.recurrence: _recurrence_flops,
-    torch.ops.megalite.recurrence_backward: _recurrence_backward_flops,
-    torch.ops.megalite.add_weight_gradient_: _weight_gradient_flops,
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    cpu_attention: shape_wrapper(_attention_flops),
+    cpu_attention_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.megalite.flash_attention: shape_wrapper(_attention_flops),
+    torch.ops.megalite.flash_attention_backward: shape_wrapper(_attention_backward_flops),
+    torch.ops.megalite.recurrence: shape_wrapper(_recurrence_flops),
+    torch.ops.megalite.recurrence_backward: shape_wrapper(_recurrence_backward_flops),
+    torch.ops.megalite.add_weight_gradient_: shape_wrapper(_weight_gradient_flops),
 }
-"""FLOPs of operators that torch's counter does not know, by the shapes of their arguments."""
+"""FLOPs of operators, torch's and ours, by their arguments."""
+
+
+class FlopCounter(Reader):
+    """FLOPs of the GEMMs and attention that run in this block."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def reads(self, func: Any) -> bool:
+        return func.overloadpacket in _FORMULAS
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        self.total += _FORMULAS[func.overloadpacket](*args, **kwargs, out_val=out)

@@ -10,9 +10,9 @@ import torch
 
 from megalite import kernels
 from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
+from megalite.config.fields import config_fields
 from megalite.config.flags import flag_of
 from megalite.config.model_flops import CONVENTION
-from megalite.config.resume_rules import MAY_DIFFER_BETWEEN_RANKS
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
@@ -51,11 +51,9 @@ def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> N
 
 def settings_of(config: Config) -> dict[str, str]:
     """Return the settings that must agree on every rank of a run: the config by flag, and the code."""
-    return code_record() | {
-        flag_of(name): str(value)
-        for name, value in config.values().items()
-        if name not in MAY_DIFFER_BETWEEN_RANKS
-    }
+    values = config.values()
+    names = [field.name for field in config_fields() if not field.declared.differs_between_ranks]
+    return code_record() | {flag_of(name): str(values[name]) for name in names}
 
 
 def bind_to_cores(parallel: ParallelConfig, device: torch.device) -> None:

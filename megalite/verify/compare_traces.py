@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.held_positions import HeldPositions
+from megalite.observe.collectives import Collective
 from megalite.tensor_parallel.placement import Box
-from megalite.verify.collective_list import Collective
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 

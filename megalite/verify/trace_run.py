@@ -23,10 +23,13 @@ from megalite.config import Config
 from megalite.distributed.axes import Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
+from megalite.observe.collectives import Collective, CollectiveList
+from megalite.observe.recorder import Reader, watch_modules, watch_point
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.tensor_parallel.parameter_spec import ParameterSpec, spec_of
 from megalite.tensor_parallel.placement import Box
@@ -36,8 +39,6 @@ from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
-from megalite.verify.collective_list import Collective, CollectiveList
-from megalite.wrapping import wrap
 
 NOT_PARTS = {"forward", "run_layers", "run_group"}
 """Wrap points whose inputs and outputs hooks of modules record."""
@@ -134,8 +135,8 @@ class RankTrace:
 
 
 @dataclass
-class ActivationRecorder:
-    """Records what the modules of a rank read and return, once `watch` has added hooks to a stage.
+class ActivationRecorder(Reader):
+    """Tensors that the modules of a rank read and return, once `watch` has added hooks to a stage.
 
     It observes the pipeline's actions: what runs in a backward is recomputed.
     """
@@ -149,13 +150,16 @@ class ActivationRecorder:
     _calls: Counter[str] = field(default_factory=Counter)
     _num_gradients: int = 0
 
-    def begins(self, action: Action) -> None:
-        """Begin to record the modules that the action runs."""
-        self._microbatch = action.microbatch
-        self.collectives.in_forward = action.kind is ActionKind.FORWARD
+    def begins(self, what: object) -> None:
+        """Begin to record the modules that an action runs."""
+        if isinstance(what, Action):
+            self._microbatch = what.microbatch
+            self.collectives.in_forward = what.kind is ActionKind.FORWARD
 
-    def ends(self, action: Action) -> None:
-        """Stop recording."""
+    def ends(self, what: object) -> None:
+        """Stop recording at an action's end."""
+        if not isinstance(what, Action):
+            return
         self._microbatch = None
         self.collectives.in_forward = False
         self._seen.clear()
@@ -163,17 +167,27 @@ class ActivationRecorder:
 
     def watch(self, stage: Stage) -> None:
         """Record the tensors of a stage: of modules by hooks, of other methods at their wrap points."""
-        stage.register_forward_pre_hook(self._note_microbatch)
-        for name, module in stage.named_modules():
-            if module is not stage and not isinstance(module, nn.Identity):
-                module.register_forward_pre_hook(partial(self._note_inputs, name), with_kwargs=True)
-                module.register_forward_hook(partial(self._note_output, name))
+        modules = dict(stage.named_modules())
+        watch_modules(self, (each for each in modules.items() if not isinstance(each[1], nn.Identity)))
+        for name, module in modules.items():
             for method in sorted(_wrap_points(module) - NOT_PARTS):
-                wrap(module, method, partial(self._wrapped, f"{name}.{method}".lstrip(".")))
+                watch_point(self, f"{name}.{method}".lstrip("."), module, method)
 
-    def _note_microbatch(self, stage: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(stage, Stage)
-        microbatch = arguments[0]
+    def enters(
+        self, name: str, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if isinstance(module, Stage):
+            self._note_microbatch(module, args[0])
+        else:
+            self._note(f"input of {name}", (*args, *kwargs.values()))
+
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
+        if output is not None and not isinstance(module, Stage):
+            spec = getattr(getattr(module, "weight", None), "spec", ParameterSpec(()))
+            features = spec.full_shape[:-1] if len(spec.full_shape) > 2 else ()
+            self._note(f"output of {name}", output, features)
+
+    def _note_microbatch(self, stage: Stage, microbatch: Any) -> None:
         if self._microbatch is None or not isinstance(microbatch, Microbatch):
             return
         # Slices of the tokens have selected positions in an order of their own.
@@ -192,24 +206,6 @@ class ActivationRecorder:
                     [name], self._microbatch, value, len(self.collectives.found), name, batch_dim=0
                 )
                 self.microbatches.append(entry)
-
-    def _note_inputs(
-        self, name: str, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        self._note(f"input of {name}", (*arguments, *named.values()))
-
-    def _note_output(self, name: str, module: nn.Module, _: object, output: Any) -> None:
-        spec = getattr(getattr(module, "weight", None), "spec", ParameterSpec(()))
-        self._note(f"output of {name}", output, spec.full_shape[:-1] if len(spec.full_shape) > 2 else ())
-
-    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            self._note(f"input of {name}", (*args, *kwargs.values()))
-            output = function(*args, **kwargs)
-            self._note(f"output of {name}", output)
-            return output
-
-        return recorded
 
     def _note(self, name: str, value: Any, features: tuple[int, ...] = ()) -> None:
         if self._microbatch is None:
@@ -418,11 +414,10 @@ def trace_rank(
         for chunk in trainer.chunks:
             activations.watch(chunk)
         trainer.pipeline.turns = None  # a module that runs belongs to one action
-        trainer.pipeline.observers.append(activations)
         steps = StepRecorder(trainer, collectives)
         steps.note_weights("weight before")
         steps.watch()
-        with collectives:
+        with collectives, observing(topology.observers, activations):
             result = trainer.step()
         steps.note_result(result)
         steps.note_weights("weight")

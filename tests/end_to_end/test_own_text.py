@@ -29,8 +29,8 @@ def test_a_short_text_and_three_iterations(checkout: Path) -> None:
     commands = COMMANDS
     for long, short in (
         ("--train-iters 300", "--train-iters 3 --lr-warmup-iters 1 --log-interval 1"),
-        ("--nproc-per-node 4", "--nproc-per-node 2"),  # each rank imports torch; the README's blocks run four
-        (" --pp 2", ""),
+        ("torchrun --nproc-per-node 4", "python"),  # each rank imports torch; the README's blocks run four
+        (" --tp 2 --pp 2", ""),
     ):
         assert commands.count(long) == 1
         commands = commands.replace(long, short)

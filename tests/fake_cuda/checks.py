@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from megalite.recording.nested_tensors import tensors_in
+from megalite.observe.recorder import tensors_in
 from megalite.torch_private import EagerMode
 from tests.fake_cuda.refusals import refuse_collective, refuse_pinning, refuse_write
 

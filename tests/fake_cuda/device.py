@@ -126,7 +126,7 @@ def _replace_operators() -> None:
     import torch
 
     from megalite.kernels import library
-    from megalite.recording.meta_tensors import fused_attention
+    from megalite.observe.meta_tensors import fused_attention
     from megalite.torch_private import has_kernel
 
     def without_gpu(*_: object) -> None:

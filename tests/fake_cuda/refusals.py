@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.recording.nested_tensors import tensors_in
+from megalite.observe.recorder import tensors_in
 
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location"

@@ -1,4 +1,4 @@
-"""Models of the layout table, and the run of each on one rank, with which other layouts are compared."""
+"""Models of the layout table, their runs in layouts, and on one rank, with which others are compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run
 
@@ -222,4 +223,33 @@ def config_of(model: str, dtype: str, corpus: str) -> Config:
 
 @functools.cache
 def reference(model: str, dtype: str, corpus: str) -> RunRecord:
-    return record_run(config_of(model, dtype, corpus), NUM_ITERATIONS, 1)
+    return run_alone(config_of(model, dtype, corpus), NUM_ITERATIONS)
+
+
+def run_alone(config: Config, num_iterations: int) -> RunRecord:
+    """Train on one rank, in one pass over each global batch unless the model depends on microbatches."""
+    return record_run(_with_micro_batch_size(config, config.training.global_batch_size), num_iterations, 1)
+
+
+def config_in(name: str, config: Config) -> Config:
+    """Return the config of the same run in a layout.
+
+    A rank that reads all samples, without a pipeline, has two microbatches, unless the layout or the model
+    says otherwise: more take longer and prove no more.
+    """
+    layout, global_batch_size = Layout.parse(name), config.training.global_batch_size
+    assert global_batch_size is not None
+    if layout.mbs is None and layout.num_sample_ranks == layout.size("pp") == 1:
+        config = _with_micro_batch_size(config, global_batch_size // 2)
+    return layout.apply(config, global_batch_size)
+
+
+def run_in(name: str, config: Config, num_iterations: int) -> RunRecord:
+    """Train in a layout."""
+    return record_run(config_in(name, config), num_iterations, Layout.parse(name).world_size)
+
+
+def _with_micro_batch_size(config: Config, size: int | None) -> Config:
+    if config.model.depends_on_micro_batch:
+        return config
+    return replace(config, training=replace(config.training, micro_batch_size=size))

@@ -12,8 +12,7 @@ import pytest
 from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from tests.live_ranks import record_run
-from tests.parity.models import GLOBAL_BATCH_SIZE, MODELS, NUM_ITERATIONS, config_of, reference
+from tests.parity.models import MODELS, NUM_ITERATIONS, config_of, reference, run_in
 
 SEQUENCE_PARALLEL = ("tp2+sp", "tp4+sp", "tp2pp2dp2+sp")
 CORE_SEQUENCE_PARALLEL = [(model, "fp64", "tp2pp2dp2+sp") for model in MODELS[1:]]
@@ -70,10 +69,8 @@ def _slow_unless(is_core: bool) -> tuple[pytest.MarkDecorator, ...]:
     ],
 )
 def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(config_of(model, dtype, corpus), GLOBAL_BATCH_SIZE)
-    assert config.parallel.sequence_parallel
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    assert Layout.parse(name).sp
+    run = run_in(name, config_of(model, dtype, corpus), NUM_ITERATIONS)
     assert not compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
 
 
@@ -88,9 +85,6 @@ def test_sequence_parallel(model: str, dtype: str, name: str, corpus: str) -> No
 )
 def test_recomputed(model: str, kind: str, name: str, corpus: str) -> None:
     """Within the table's bounds; that layers' are bitwise the layout's own is tested on single stages."""
-    layout = Layout.parse(name)
-    config = layout.apply(
-        replace(config_of(model, "fp64", corpus), recompute=RECOMPUTE[kind]), GLOBAL_BATCH_SIZE
-    )
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    config = replace(config_of(model, "fp64", corpus), recompute=RECOMPUTE[kind])
+    run = run_in(name, config, NUM_ITERATIONS)
     assert not compare(run, reference(model, "fp64", corpus)).excesses(TOLERANCES["fp64"])

@@ -10,11 +10,10 @@ import pytest
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.live_ranks import record_run
+from tests.parity.models import run_alone, run_in
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8
 
 
 def _config(model: str, backend: str, packed: bool) -> Config:
@@ -42,14 +41,14 @@ def _config(model: str, backend: str, packed: bool) -> Config:
 
 @functools.cache
 def _reference(model: str, packed: bool) -> RunRecord:
-    return record_run(_config(model, "flash", packed), NUM_ITERATIONS, 1)
+    return run_alone(_config(model, "flash", packed), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
     ("model", "packed"), [("gpt-tiny", False), ("bloom-tiny", True), ("llama-tiny", True)]
 )
 def test_unfused_trains_what_flash_trains(model: str, packed: bool) -> None:
-    run = record_run(_config(model, "unfused", packed), NUM_ITERATIONS, 1)
+    run = run_in("mbs2", _config(model, "unfused", packed), NUM_ITERATIONS)
     assert not compare(run, _reference(model, packed)).excesses(TOLERANCES["fp64"])
 
 
@@ -59,11 +58,9 @@ def test_unfused_trains_what_flash_trains(model: str, packed: bool) -> None:
 )
 def test_same_run_in_a_layout(backend: str, name: str) -> None:
     """Key/value heads are shared, weights of attention recomputed, documents packed."""
-    layout = Layout.parse(name)
-    config = layout.apply(_config("llama-tiny", backend, True), GLOBAL_BATCH_SIZE)
     config = replace(
-        config,
+        _config("llama-tiny", backend, True),
         recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
     )
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, config, NUM_ITERATIONS)
     assert not compare(run, _reference("llama-tiny", True)).excesses(TOLERANCES["fp64"])

@@ -18,11 +18,10 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.live_ranks import record_run
+from tests.parity.models import run_alone, run_in
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
 SELECTIVE = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act"))
 ROWS: dict[str, tuple[str, dict[str, Any], RecomputeConfig]] = {
@@ -57,23 +56,25 @@ def _config(**model: Any) -> Config:
 
 @functools.cache
 def _reference(norm_position: str) -> RunRecord:
-    return record_run(_config(norm_position=norm_position), NUM_ITERATIONS, 1)
+    return run_alone(_config(norm_position=norm_position), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
     ("row", "norm_position"),
     [
-        *((row, "post") for row in ROWS if row != "heads in a ring"),
-        pytest.param("heads in a ring", "post", marks=pytest.mark.slow),
-        ("zero bubble", "pre"),
+        *((row, "post") for row in ROWS if row not in ("heads in a ring", "sequence parallel")),
+        ("sequence parallel", "pre"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("heads in a ring", "post"), ("sequence parallel", "post"), ("zero bubble", "pre"))
+        ),
     ],
 )
 def test_same_run(row: str, norm_position: str) -> None:
     name, parallel, recompute = ROWS[row]
-    layout = Layout.parse(name)
-    config = layout.apply(_config(norm_position=norm_position), GLOBAL_BATCH_SIZE)
+    config = _config(norm_position=norm_position)
     config = replace(config, parallel=replace(config.parallel, **parallel), recompute=recompute)
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, config, NUM_ITERATIONS)
     assert not compare(run, _reference(norm_position)).excesses(TOLERANCES["fp64"])
 
 

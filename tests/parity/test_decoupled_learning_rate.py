@@ -16,11 +16,11 @@ from megalite.distributed.topology import Topology
 from megalite.train.model_chunks import named_parameters
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.live_ranks import record_run, run_ranks
+from tests.live_ranks import run_ranks
+from tests.parity.models import run_alone, run_in
 
-NUM_ITERATIONS = 4
+NUM_ITERATIONS = 3
 OPTIMIZER = OptimizerConfig(
     lr=3e-3,
     min_lr=3e-4,
@@ -52,7 +52,7 @@ def config_of(model: str, optimizer: OptimizerConfig = OPTIMIZER) -> Config:
 
 @functools.cache
 def reference(model: str) -> RunRecord:
-    return record_run(config_of(model), NUM_ITERATIONS, 1)
+    return run_alone(config_of(model), NUM_ITERATIONS)
 
 
 def compare_with_torch(topology: Topology, config: Config) -> None:
@@ -99,13 +99,12 @@ def test_as_torch_with_groups_of_parameters(model: str) -> None:
     ],
 )
 def test_same_run(model: str, name: str) -> None:
-    layout = Layout.parse(name)
-    run = record_run(layout.apply(config_of(model), 8), NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, config_of(model), NUM_ITERATIONS)
     assert not compare(run, reference(model)).excesses(TOLERANCES["fp64"])
 
 
 def test_the_rate_makes_a_difference() -> None:
     """What is compared does depend on the rate: it could tell a difference."""
     other = config_of("gpt-tiny", replace(OPTIMIZER, decoupled_lr=None, decoupled_min_lr=None))
-    comparison = compare(record_run(other, NUM_ITERATIONS, 1), reference("gpt-tiny"))
+    comparison = compare(run_alone(other, NUM_ITERATIONS), reference("gpt-tiny"))
     assert comparison.excesses(TOLERANCES["fp64"])

@@ -17,12 +17,11 @@ from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.chat import VOCABULARY, conversations, preprocess_chat
-from tests.live_ranks import record_run
+from tests.parity.models import run_alone, run_in
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE, SEQ_LENGTH = 3, 8, 128
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE, SEQ_LENGTH = 2, 8, 128
 DROPOUT = {"gpt-tiny": 0.1, "bloom-tiny": 0.0, "llama-tiny": 0.0}
 NUM_CONVERSATIONS = 140
 EVALUATED = range(112, 140)
@@ -55,8 +54,7 @@ def _config(prefix: str, model: str, dropout: float = 0.0, **options: object) ->
 
 @functools.cache
 def _reference(prefix: str, model: str, packs: bool) -> RunRecord:
-    config = _config(prefix, model, DROPOUT[model], sft_packing=packs)
-    return record_run(config, NUM_ITERATIONS, 1)
+    return run_alone(_config(prefix, model, DROPOUT[model], sft_packing=packs), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +70,7 @@ def _reference(prefix: str, model: str, packs: bool) -> RunRecord:
     ],
 )
 def test_same_run(model: str, name: str, packs: bool, chat: str) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(_config(chat, model, DROPOUT[model], sft_packing=packs), GLOBAL_BATCH_SIZE)
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, _config(chat, model, DROPOUT[model], sft_packing=packs), NUM_ITERATIONS)
     assert not compare(run, _reference(chat, model, packs)).excesses(TOLERANCES["fp64"])
     assert run.losses[-1] < run.losses[0]
 

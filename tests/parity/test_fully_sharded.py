@@ -8,8 +8,6 @@ import pytest
 
 from megalite.config import RecomputeConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
-from tests.live_ranks import record_run
 from tests.parity import models
 from tests.parity import test_layout_table as table
 from tests.parity import test_precision as precision
@@ -62,9 +60,8 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
 )
 def test_recomputed(kind: str, name: str, corpus: str) -> None:
     """A layer that is computed again is so with its weights gathered once more."""
-    layout = Layout.parse(name)
     config = replace(models.config_of("gpt-tiny", "fp64", corpus), recompute=RECOMPUTE[kind])
-    run = record_run(layout.apply(config, models.GLOBAL_BATCH_SIZE), models.NUM_ITERATIONS, layout.world_size)
+    run = models.run_in(name, config, models.NUM_ITERATIONS)
     reference = models.reference("gpt-tiny", "fp64", corpus)
     assert not compare(run, reference).excesses(TOLERANCES["fp64"])
 
@@ -78,5 +75,4 @@ def test_recomputed(kind: str, name: str, corpus: str) -> None:
     ],
 )
 def test_in_16_bits(name: str, dtype: str, corpus: str) -> None:
-    comparison = compare(precision._run(name, dtype, corpus), precision._run("mbs2", dtype, corpus))
-    assert not comparison.excesses(TOLERANCES[dtype])
+    precision.check_layout(name, dtype, corpus)

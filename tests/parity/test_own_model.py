@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -31,12 +32,15 @@ from megalite import (
 )
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.local_ranks import LocalRanks
 from megalite.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord, record_run
+from megalite.verify.record_run import RunRecord
+from megalite.verify.record_run import record_run as record_on
+from tests.parity.models import config_in
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8
 FULL = RecomputeConfig(recompute_granularity="full")
 MODELS = {
     "own_model": "ConvolutionModel",
@@ -45,6 +49,19 @@ MODELS = {
     "own_vocabulary_loss": "VocabularyLossGPT",
 }
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+RANKS = LocalRanks()
+"""Ranks that can import the examples."""
+record_run = partial(record_on, ranks=RANKS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examples_can_be_imported() -> Iterator[None]:
+    """Let ranks import what is pickled by name."""
+    with pytest.MonkeyPatch.context() as patch, RANKS:
+        patch.syspath_prepend(str(EXAMPLES))
+        yield
 
 
 def _example(name: str) -> ModuleType:
@@ -145,7 +162,7 @@ class ContiguousModel(AttentionModel):
 def _differences(model: type[SequentialStage], name: str) -> list[str]:
     """Return how a run of one iteration in a layout differs from the one on one rank."""
     layout, providers = Layout.parse(name), Providers(model)
-    run = record_run(layout.apply(_config(), GLOBAL_BATCH_SIZE), 1, layout.world_size, providers)
+    run = record_run(config_in(name, _config()), 1, layout.world_size, providers)
     return compare(run, record_run(_config(), 1, 1, providers)).excesses(TOLERANCES["fp64"])
 
 
@@ -171,13 +188,7 @@ def test_another_micro_batch_size_finds_a_mean_in_place_of_a_sum() -> None:
     assert "lm_loss of iteration 1 differs by" in _differences(MeanModel, "mbs1")[0]
 
 
-@pytest.fixture(autouse=True)
-def _examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the ranks too, which import what is pickled by name."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-def _config(**parallel: object) -> Config:
+def _config() -> Config:
     return Config(
         model=replace(PRESETS["gpt-tiny"], vocab_size=200, params_dtype="fp64", seq_length=32),
         optimizer=OptimizerConfig(lr=3e-3, lr_decay_style="constant"),
@@ -190,7 +201,7 @@ def _config(**parallel: object) -> Config:
 
 @cache
 def _reference(name: str) -> RunRecord:
-    return record_run(_config(), NUM_ITERATIONS, 1, _providers(name))
+    return record_run(config_in("mbs8", _config()), NUM_ITERATIONS, 1, _providers(name))
 
 
 @pytest.mark.parametrize(
@@ -208,9 +219,8 @@ def _reference(name: str) -> RunRecord:
     ],
 )
 def test_same_run(name: str, layout: str, recompute: RecomputeConfig) -> None:
-    chosen = Layout.parse(layout)
-    config = replace(chosen.apply(_config(), GLOBAL_BATCH_SIZE), recompute=recompute)
-    run = record_run(config, NUM_ITERATIONS, chosen.world_size, _providers(name))
+    config = config_in(layout, replace(_config(), recompute=recompute))
+    run = record_run(config, NUM_ITERATIONS, Layout.parse(layout).world_size, _providers(name))
     assert not compare(run, _reference(name)).excesses(TOLERANCES["fp64"])
 
 

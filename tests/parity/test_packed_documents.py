@@ -36,8 +36,9 @@ from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.live_ranks import record_run, run_ranks
+from tests.parity.models import config_in, run_alone, run_in
 
-NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 3, 8
+NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
@@ -103,7 +104,7 @@ def _config(model: str, dropout: float, *options: str) -> Config:
 
 @functools.cache
 def _reference(model: str, *options: str) -> RunRecord:
-    return record_run(_config(model, DROPOUT.get(model, 0.0), *options), NUM_ITERATIONS, 1)
+    return run_alone(_config(model, DROPOUT.get(model, 0.0), *options), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +157,7 @@ def _reference(model: str, *options: str) -> RunRecord:
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(_config(model, DROPOUT.get(model, 0.0), *options), GLOBAL_BATCH_SIZE)
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, _config(model, DROPOUT.get(model, 0.0), *options), NUM_ITERATIONS)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
 
 
@@ -167,10 +166,10 @@ def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
 )
 @pytest.mark.parametrize("model", ["gpt-tiny", pytest.param("bloom-tiny", marks=pytest.mark.slow)])
 def test_same_run_with_a_comm_type_for_each_layer(model: str, name: str) -> None:
-    layout, config = Layout.parse(name), _config(model, DROPOUT.get(model, 0.0), *OPTIONS)
+    config = _config(model, DROPOUT.get(model, 0.0), *OPTIONS)
     comm_types: tuple[CpCommType, ...] = ("a2a", "p2p", "all_gather", "a2a")
     config = replace(config, parallel=ParallelConfig(cp_comm_type=comm_types))
-    run = record_run(layout.apply(config, GLOBAL_BATCH_SIZE), NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, config, NUM_ITERATIONS)
     assert not compare(run, _reference(model, *OPTIONS)).excesses(TOLERANCES["fp64"])
 
 
@@ -191,39 +190,50 @@ def _evaluated(topology: Topology, config: Config) -> list[float]:
     return [value for step in steps for value in (step.loss, step.grad_norm)] + [evaluated]
 
 
+def _of_slices() -> Config:
+    config = _config("gpt-tiny", 0.1, *OPTIONS)
+    return replace(config, training=replace(config.training, eval_iters=1))
+
+
+@functools.cache
+def _evaluated_alone() -> list[float]:
+    config = _of_slices()
+    (values,) = run_ranks(_evaluated, config.parallel.mesh, 1, config)
+    return values
+
+
 @pytest.mark.parametrize("name", ["cp4", "cp2+a2a", "cp2+p2p", "cp4+p2p+dynamic"])
 def test_slices_without_a_loss(name: str) -> None:
     """In training and evaluation; two of four ranks have no token with a loss."""
-    config = _config("gpt-tiny", 0.1, *OPTIONS)
-    cut = Layout.parse(name).apply(config, GLOBAL_BATCH_SIZE)
-    (one,), ranks = (
-        run_ranks(_evaluated, each.parallel.mesh, each.parallel.mesh.smallest_world, each)
-        for each in (config, cut)
-    )
+    cut = config_in(name, _of_slices())
+    one = _evaluated_alone()
     assert all(math.isfinite(value) for value in one)
-    for values in ranks:
+    for values in run_ranks(_evaluated, cut.parallel.mesh, cut.parallel.mesh.smallest_world, cut):
         assert values == pytest.approx(one, rel=1e-12)
 
 
 def test_same_run_beside_all_that_cuts_or_recomputes() -> None:
     """Hidden states are cut by the sequence and documents are not; rank 0 has the first stage and last."""
     config = _config("gpt-tiny", 0.1, *OPTIONS)
-    config = replace(config, model=replace(config.model, num_layers=4))
     cut = Layout.parse("tp2pp2dp2").apply(config, GLOBAL_BATCH_SIZE)
     cut = replace(
         cut,
         parallel=replace(cut.parallel, sequence_parallel=True, pipeline_schedule="zb-v", zero_stage=2),
         recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
     )
-    runs = (record_run(one, NUM_ITERATIONS, ranks) for one, ranks in ((cut, 8), (config, 1)))
-    assert not compare(*runs).excesses(TOLERANCES["fp64"])
+    run = record_run(cut, NUM_ITERATIONS, 8)
+    assert not compare(run, _reference("gpt-tiny", *OPTIONS)).excesses(TOLERANCES["fp64"])
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_option_changes_the_run(model: str) -> None:
     """But restarting positions for ALiBi, whose distances stay what they were."""
     for option, beside in ADDED:
-        difference = _reference(model, option, beside).losses[0] - _reference(model, beside).losses[0]
+        plain, with_option = (
+            run_alone(_config(model, DROPOUT.get(model, 0.0), *options), 1).losses[0]
+            for options in ((beside,), (option, beside))
+        )
+        difference = with_option - plain
         if model == "bloom-tiny" and option == "reset_position_ids":
             assert difference == 0.0
         else:

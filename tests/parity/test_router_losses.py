@@ -15,10 +15,9 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
 from tests.chat import write_masked
-from tests.live_ranks import record_run
+from tests.parity.models import run_alone, run_in
 
 LAYERS, EXPERTS = 4, 4
 MASKS: dict[str, dict[str, Any]] = {
@@ -56,7 +55,7 @@ def _masked(mask: str, **model: Any) -> Config:
 def test_the_balance_of_all_experts_is_the_coefficient_of_each_layer(mask: str) -> None:
     """If each token has all experts, the balance is 1 for each token, whatever has a loss or is padding."""
     config = _masked(mask, moe_router_topk=EXPERTS, moe_aux_loss_coeff=0.01, mtp_num_layers=2)
-    (terms,) = record_run(Layout.parse("dp2").apply(config, 8), 1, 2).terms
+    (terms,) = run_in("dp2", config, 1).terms
     assert terms[BALANCE_LOSS] == pytest.approx(0.01 * LAYERS, rel=1e-13)
     # Of the tokens with a later one, which are fewer.
     assert [terms[f"mtp_{ahead}_{BALANCE_LOSS}"] for ahead in (1, 2)] == pytest.approx([0.01] * 2, rel=1e-13)
@@ -67,7 +66,7 @@ def test_the_gradient_of_a_router_does_not_depend_on_the_tokens_with_a_loss() ->
         """Return the gradients of the routers' terms: with them, minus without them."""
         data = DataConfig(mock_data=True, reset_position_ids=True, eod_mask_loss=eod_mask_loss)
         with_terms, without = (
-            record_run(_config(data, moe_aux_loss_coeff=coeff, moe_z_loss_coeff=coeff), 1, 1).gradients
+            run_alone(_config(data, moe_aux_loss_coeff=coeff, moe_z_loss_coeff=coeff), 1).gradients
             for coeff in (0.1, 0.0)
         )
         return {name: each - without[name] for name, each in with_terms.items()}
@@ -86,7 +85,7 @@ def test_a_document_is_routed_as_without_its_padding(model: dict[str, Any], tmp_
     for seq_length in (39, 64):
         data = DataConfig(data_path=(prefix,), split="100,0,0", document_packing="best_fit")
         # The order of samples is that of an epoch, which has as many samples.
-        runs.append(record_run(_config(data, seq_length, vocab_size=1600, **model), 3, 1))
+        runs.append(run_alone(_config(data, seq_length, vocab_size=1600, **model), 2))
     short, padded = runs
     for terms, expected in zip(padded.terms, short.terms, strict=True):
         assert terms == pytest.approx(expected, rel=1e-12)
@@ -104,7 +103,7 @@ def test_later_tokens_of_other_documents_count_nowhere(tmp_path: Path) -> None:
         data = DataConfig(data_path=(prefix,), split="100,0,0", document_packing="best_fit")
         config = _config(data, seq_length, vocab_size=1600, mtp_num_layers=2)
         training = replace(config.training, global_batch_size=global_batch_size, train_iters=1)
-        (terms,) = record_run(replace(config, training=training), 1, 1).terms
+        (terms,) = run_alone(replace(config, training=training), 1).terms
         # Balance is that of a sample, which has other documents.
         found.append({name: value for name, value in terms.items() if "balancing" not in name})
     assert found[0].keys() >= {ROUTER_Z_LOSS, f"mtp_1_{ROUTER_Z_LOSS}", f"mtp_2_{ROUTER_Z_LOSS}"}
@@ -113,7 +112,7 @@ def test_later_tokens_of_other_documents_count_nowhere(tmp_path: Path) -> None:
 
 @functools.cache
 def _reference(mask: str, options: tuple[tuple[str, Any], ...]) -> RunRecord:
-    return record_run(_masked(mask, **dict(options)), 3, 1)
+    return run_alone(_masked(mask, **dict(options)), 2)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +135,5 @@ def _reference(mask: str, options: tuple[tuple[str, Any], ...]) -> RunRecord:
     ],
 )
 def test_same_run(mask: str, model: dict[str, Any], name: str) -> None:
-    layout = Layout.parse(name)
-    run = record_run(layout.apply(_masked(mask, **model), 8), 3, layout.world_size)
+    run = run_in(name, _masked(mask, **model), 2)
     assert not compare(run, _reference(mask, tuple(model.items()))).excesses(TOLERANCES["fp64"])

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import Config, ParallelConfig, check_config
+from megalite.config import ParallelConfig, check_config
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from tests.live_ranks import record_run
-from tests.parity.models import GLOBAL_BATCH_SIZE, NUM_ITERATIONS, config_of, reference
+from tests.parity import test_layout_table as table
+from tests.parity.models import NUM_ITERATIONS, config_of, reference
 
 ALONE = ("pp2v2", "pp4zb", "pp2zbv", "pp2dpv")
 COMBINED = (
@@ -32,11 +32,6 @@ UNEVEN = {
 """Splits of four layers on two ranks; the last one has stages of the embedding or the loss alone."""
 
 
-def _excesses(config: Config, model: str, dtype: str, corpus: str, world_size: int) -> list[str]:
-    run = record_run(config, NUM_ITERATIONS, world_size)
-    return compare(run, reference(model, dtype, corpus)).excesses(TOLERANCES[dtype])
-
-
 ROWS = [
     (model, dtype, name)
     for model in ("gpt-tiny", "llama-tiny")
@@ -52,9 +47,7 @@ CORE = [("gpt-tiny", "fp64", "tp2pp2v2dp2"), ("llama-tiny", "fp64", "tp2pp2zbvdp
     [pytest.param(*row, marks=() if row in CORE else pytest.mark.slow) for row in ROWS],
 )
 def test_same_run(model: str, dtype: str, name: str, corpus: str) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(config_of(model, dtype, corpus), GLOBAL_BATCH_SIZE)
-    assert not _excesses(config, model, dtype, corpus, layout.world_size)
+    table.test_same_run(model, dtype, name, corpus)
 
 
 @pytest.mark.parametrize("split", ["given", "standalone", pytest.param("ends", marks=pytest.mark.slow)])
@@ -62,4 +55,5 @@ def test_uneven_stages(split: str, corpus: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **UNEVEN[split])
     config = replace(config_of("gpt-tiny", "fp64", corpus), parallel=parallel)
     check_config(config, 2)
-    assert not _excesses(config, "gpt-tiny", "fp64", corpus, 2)
+    run = record_run(config, NUM_ITERATIONS, 2)
+    assert not compare(run, reference("gpt-tiny", "fp64", corpus)).excesses(TOLERANCES["fp64"])

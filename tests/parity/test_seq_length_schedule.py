@@ -15,9 +15,8 @@ from megalite.data.mock_dataset import MockDataset
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.layouts import Layout
 from megalite.verify.record_run import RunRecord
-from tests.live_ranks import record_run
+from tests.parity.models import run_alone, run_in
 
 SHORT, LONG, GLOBAL_BATCH_SIZE, NUM_ITERATIONS = 16, 64, 8, 4
 VOCABULARY = 200
@@ -55,7 +54,7 @@ def _config(model: str, *options: str) -> Config:
 
 @functools.cache
 def _reference(model: str, *options: str) -> RunRecord:
-    return record_run(_config(model, *options), NUM_ITERATIONS, 1)
+    return run_alone(_config(model, *options), NUM_ITERATIONS)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +72,7 @@ def _reference(model: str, *options: str) -> RunRecord:
     ],
 )
 def test_same_run(model: str, name: str, options: tuple[str, ...]) -> None:
-    layout = Layout.parse(name)
-    config = layout.apply(_config(model, *options), GLOBAL_BATCH_SIZE)
-    run = record_run(config, NUM_ITERATIONS, layout.world_size)
+    run = run_in(name, _config(model, *options), NUM_ITERATIONS)
     assert not compare(run, _reference(model, *options)).excesses(TOLERANCES["fp64"])
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.verify.layouts import Layout
-from megalite.verify.record_run import RunRecord
-from tests.live_ranks import record_run
 from tests.parity import models
 from tests.parity import test_layout_table as table
 
@@ -40,12 +37,6 @@ def test_same_run_of_other_models(model: str, name: str, corpus: str) -> None:
     table.test_same_run(model, "fp64", name, corpus)
 
 
-def _run(name: str, dtype: str, corpus: str) -> RunRecord:
-    layout = Layout.parse(name)
-    config = layout.apply(models.config_of("gpt-tiny", dtype, corpus), models.GLOBAL_BATCH_SIZE)
-    return record_run(config, models.NUM_ITERATIONS, layout.world_size)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -56,8 +47,11 @@ def _run(name: str, dtype: str, corpus: str) -> RunRecord:
 )
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_zero_1_is_bitwise_the_run_without(dtype: str, name: str, corpus: str) -> None:
-    whole = _run(name, dtype, corpus)
-    for shared in (_run(f"{name}+zero1", dtype, corpus), _run(f"{name}+zero1+gather", dtype, corpus)):
+    config = models.config_of("gpt-tiny", dtype, corpus)
+    whole, *others = (
+        models.run_in(name + more, config, models.NUM_ITERATIONS) for more in ("", "+zero1", "+zero1+gather")
+    )
+    for shared in others:
         assert (shared.losses, shared.grad_norms) == (whole.losses, whole.grad_norms)
         for part in ("gradients", "weights"):
             expected, found = getattr(whole, part), getattr(shared, part)

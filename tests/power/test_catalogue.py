@@ -12,11 +12,11 @@ from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError
 from tests.power.measure import MODELS, PAGE, default_names, full_differences, measure
 
-SAMPLE = 20
+SAMPLE = 14
 """Number of errors of gpt to inject by default, each in the layout in which it acts."""
 
 
-SAMPLE_OF_SAVES = 2
+SAMPLE_OF_SAVES = 1
 """Number of such errors in evaluations, saves and resumes."""
 
 

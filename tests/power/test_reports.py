@@ -19,7 +19,7 @@ from megalite import (
 )
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout
-from megalite.verify.record_run import record_run
+from tests.live_ranks import record_run
 from tests.power.catalogue import CONTROL
 from tests.power.measure import GLOBAL_BATCH_SIZE, config_of, measure
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megalite.data.indexed_dataset import IndexedWriter
+from megalite.plan.launch.write_job import write_job
 from megalite.plan.scaling.measure_scaling import measure_scaling
-from megalite.plan.slurm.sbatch_request import write_job
 from tests.slurm.cluster import GPUS_PER_NODE, Slurm, missing_programs, slurm_cluster
 
 pytestmark = [

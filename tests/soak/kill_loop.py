@@ -74,7 +74,7 @@ class Plan:
     @property
     def train_iters(self) -> int:
         """Iterations that outlast the kills: each lets about an interval pass, and some miss their save."""
-        return (self.kills + 10) * (self.save_interval + 1)
+        return (self.kills + 6) * (self.save_interval + 1)
 
     def flags(self, folder: Path) -> list[str]:
         own = ["--train-iters", str(self.train_iters), "--save-interval", str(self.save_interval)]

@@ -24,7 +24,7 @@ from megalite.commands import (
     with_command_names,
 )
 from megalite.config import entry_point
-from megalite.config.command_line import TRAINED_BY
+from megalite.frontends.command_line import TRAINED_BY
 from megalite.plan.plan_report import answer
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.convert.hf_folder import HFFolder
-from megalite.config.command_line import parse
 from megalite.data.corpus_sources import _read_per_split
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_record
 from megalite.data.preprocessing.preprocessing_report import read_report
@@ -17,11 +16,11 @@ from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
 from megalite.errors import UserError
 from megalite.files import parse_json
+from megalite.frontends.command_line import parse
 from megalite.generate.prompts import read_prompts
 from megalite.plan.autotune.trial import Results
 from megalite.report.run_folder import _is_metrics
 from megalite.report.run_history import _row
-from megalite.report.trace_picture import read_trace
 
 DEEP = "[" * 50_000 + "]" * 50_000
 REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -29,7 +28,6 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "DeepSpeed's settings": ("ds.json", lambda file: parse(["--deepspeed_config", str(file)])),
     "the data of each split": ("split.json", lambda file: _read_per_split(str(file))),
     "a prompt": ("prompts.jsonl", lambda file: read_prompts(None, str(file))),
-    "a trace": ("trace.json", read_trace),
     "a tuning's results": ("results.json", lambda file: Results(file.parent, {})),
     "transformers' config": ("config.json", lambda file: HFFolder(file.parent)),
     "a tokenizer's settings": (

@@ -23,8 +23,8 @@ from megalite import torch_private
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
 from megalite.model.grouped_linear import GroupedGemm
-from megalite.recording.meta_tensors import fused_attention
-from megalite.recording.operator_log import _ATTENTION, OperatorLog
+from megalite.observe.meta_tensors import fused_attention
+from megalite.observe.operator_log import _ATTENTION, OperatorLog
 
 ROOT = Path(__file__).parents[2] / "megalite"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]

@@ -10,7 +10,7 @@ from megalite.checkpoint.convert.hf_tensors import FAMILIES
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
-from megalite.config.ranges import range_problems
+from megalite.config.validate import range_problems
 from megalite.errors import UserError, shortened
 
 HFConfig = Mapping[str, Any]

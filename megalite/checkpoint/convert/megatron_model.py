@@ -20,7 +20,7 @@ from megalite.checkpoint.convert.model_settings import (
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
-from megalite.config.model_fields import MODEL_OPTIONS
+from megalite.config.model_fields import MODEL_FIELDS
 from megalite.errors import UserError, few
 
 Arguments = Mapping[str, Any]
@@ -67,8 +67,8 @@ def model_of(arguments: Arguments, base: ModelConfig) -> dict[str, Any]:
     group_query = arguments.get("group_query_attention", False)
     fields: dict[str, Any] = {
         name: _tuple_of(arguments.get(name)) if name in _MANY else arguments.get(name)
-        for name, declared in MODEL_OPTIONS.items()
-        if declared.in_megatron
+        for name, field in MODEL_FIELDS.items()
+        if field.declared.in_megatron
     } | {
         "num_layers": arguments.get("num_layers") or arguments.get("encoder_num_layers"),
         "num_query_groups": arguments.get("num_query_groups") if group_query else None,

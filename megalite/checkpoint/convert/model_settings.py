@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml
-from megalite.config.command_line import NEEDED_TO_TRAIN, parse
 from megalite.config.data import TOKENIZER_FIELDS
 from megalite.config.flags import flag_of
 from megalite.config.model import ParamsDtype
@@ -19,6 +18,7 @@ from megalite.config.model_fields import inactive_options
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse
 from megalite.log import log
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES

@@ -23,8 +23,8 @@ from megalite.checkpoint.full_tensors import FullReader, check_averages, check_w
 from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError, few
+from megalite.frontends.command_line import parse
 
 
 class ConversionSource(Protocol):

@@ -10,7 +10,7 @@ from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
 from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import ModelConfig
-from megalite.config.rules.patterns import groups_name, pattern_problems
+from megalite.config.rules.model_rules import groups_name, pattern_problems
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.errors import Problem
 
@@ -55,25 +55,6 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
                 f"{flag}: layer {lonely[0]} has no layer before layer {first} with the same window and "
                 "rotation, whose keys it could share: pass fewer",
             )
-    width, tp = model.kv_shared_ffn_hidden_size, config.parallel.tp
-    if width is not None and width % tp:
-        yield Problem(
-            ("kv_shared_ffn_hidden_size", TP),
-            f"--kv-shared-ffn-hidden-size {width} is not divisible by --tp {tp}: use a multiple of it, such "
-            f"as {-(-width // tp) * tp}",
-        )
-    if model.has_recurrent_layers or model.hybrid_override_pattern is not None or model.mtp_num_layers:
-        names = ("recurrent_mixer", "hybrid_override_pattern", "mtp_num_layers")
-        others = [name for name in names if getattr(model, name) not in ("none", None, 0)]
-        yield Problem(
-            ("num_kv_shared_layers", *others),
-            f"{flag} with {' and '.join(map(flag_of, others))}: no keys are shared there; remove one",
-        )
-    if model.qk_clip:
-        yield Problem(
-            ("num_kv_shared_layers", "qk_clip"),
-            f"--qk-clip with {flag}: the scores of several layers depend on the same keys; remove one",
-        )
 
 
 def _shares(model: ModelConfig, number: int) -> bool:
@@ -230,3 +211,23 @@ def _exchanged_heads(config: Config, comm_type: CpCommType, kind: LayerKind) -> 
         f"--cp-comm-type {comm_type} with {flag}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
     )
+
+
+def latent_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that each head has its own keys in multi-latent attention, and that pairs are rotated."""
+    model = config.model
+    if not model.multi_latent_attention:
+        return
+    if model.qk_pos_emb_head_dim % 2:
+        size = model.qk_pos_emb_head_dim
+        yield Problem(
+            ("qk_pos_emb_head_dim",),
+            f"--qk-pos-emb-head-dim {size}: rotary positions rotate pairs, pass {size + 1}",
+        )
+    groups = model.num_query_groups
+    if groups not in (None, model.num_attention_heads):
+        yield Problem(
+            ("multi_latent_attention", "num_query_groups"),
+            f"--num-query-groups {groups} with --multi-latent-attention, where each head has its own keys: "
+            "remove it",
+        )

@@ -94,12 +94,6 @@ def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
     for name in [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])]:
         reason = "rearranges text" if name == "fim_rate" else f"is not needed: {flag} separates {kind}"
         yield Problem((field, name), f"{flag} with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
-    if data.sft and data.packs_documents:
-        yield Problem(
-            ("sft", "document_packing"),
-            "--sft with --document-packing best_fit: --sft packs conversations by itself; remove "
-            "--document-packing",
-        )
 
 
 def split(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -131,26 +125,6 @@ def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def resumed_schedule(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that at most one schedule is selected to resume with."""
-    override, keep = "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
-    if getattr(config.checkpoint, override) and getattr(config.checkpoint, keep):
-        yield Problem(
-            (override, keep),
-            f"{flag_of(override)} resumes with the flags' schedule and {flag_of(keep)} with the "
-            "checkpoint's: remove one",
-        )
-
-
-def checkpoint_model(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that --load names a checkpoint to read the model from."""
-    if config.checkpoint.use_checkpoint_args and config.checkpoint.load is None:
-        yield Problem(
-            ("use_checkpoint_args", "load"),
-            "--use-checkpoint-args reads the model from --load, which is missing: pass it, or remove both",
-        )
-
-
 def finetune(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that a new run does not save over the run that it loads."""
     checkpoint = config.checkpoint
@@ -171,25 +145,6 @@ def no_load_optim(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("load_optim", "save", "load"),
             "--no-load-optim would drop the optimizer state at every restart, since --save "
             f"{checkpoint.save} is also --load: pass another --save, or --no-save-optim too",
-        )
-
-
-def non_persistent(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that non-persistent saves have a folder, and that the run has persistent checkpoints too."""
-    checkpoint, interval = config.checkpoint, "non_persistent_save_interval"
-    if checkpoint.non_persistent_save_interval is None:
-        return
-    current = f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}"
-    if checkpoint.non_persistent_local_ckpt_dir is None:
-        yield Problem(
-            (interval, "non_persistent_local_ckpt_dir"),
-            f"{current} needs --non-persistent-local-ckpt-dir: pass a folder on each node's disk or in its "
-            "memory, for example /dev/shm/megalite",
-        )
-    if checkpoint.save is None:
-        yield Problem(
-            (interval, "save"),
-            f"{current} needs --save: pass the folder of persistent checkpoints, which the run falls back on",
         )
 
 

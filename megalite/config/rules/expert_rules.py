@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_with_value
-from megalite.config.rules.model_rules import divisors_near
-from megalite.config.rules.patterns import pattern_problems
+from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.config.training import iteration_range
 from megalite.errors import Problem
 
@@ -26,25 +25,6 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_router_topk", "num_experts"),
             f"--moe-router-topk {model.moe_router_topk} with {flag}: pass at most {model.num_experts}",
         )
-    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
-    if shared is not None and shared % tp:
-        yield Problem(
-            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-shared // tp) * tp}",
-        )
-    if model.moe_shared_expert_gate and shared is None:
-        yield Problem(
-            ("moe_shared_expert_gate", "moe_shared_expert_intermediate_size"),
-            "--moe-shared-expert-gate without a shared expert: pass --moe-shared-expert-intermediate-size "
-            "too, or remove it",
-        )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        yield Problem(
-            ("moe_router_enable_expert_bias", "moe_router_score_function"),
-            "--moe-router-enable-expert-bias adds to scores of --moe-router-score-function sigmoid, not "
-            f"{model.moe_router_score_function}: pass sigmoid, or remove it",
-        )
     yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
@@ -62,47 +42,11 @@ def options_without_experts(config: Config, world_size: int | None) -> Iterator[
     model, recompute = config.model, config.recompute
     if not model.has_experts:
         return
-    flag = f"--num-experts {model.num_experts}"
-    if model.mup_base_width is not None:
-        yield Problem(
-            ("num_experts", "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {flag}: muP has no rule for the router; remove it",
-        )
-    yield from _projections_and_mlps(config)
-    if config.training.fp8_format is not None:
-        yield Problem(
-            ("num_experts", "fp8_format"),
-            f"--fp8-format {config.training.fp8_format} with {flag}: experts have no 8-bit GEMMs; remove it",
-        )
     if "mlp_act" in recompute.modules:
         yield Problem(
             ("num_experts", "recompute_modules"),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with {flag}: mlp_act is a "
-            "part of an MLP; pass mlp",
-        )
-    if recompute.mlp_chunks > 1:
-        yield Problem(
-            ("num_experts", "mlp_chunks"),
-            f"--mlp-chunks {recompute.mlp_chunks} with {flag}: experts compute all their tokens at once; "
-            "remove it, and pass --recompute-granularity selective with --recompute-modules mlp",
-        )
-
-
-def _projections_and_mlps(config: Config) -> Iterator[Problem]:
-    """Check that experts with latents have no biases, and that an MLP beside experts has what it needs."""
-    model = config.model
-    if model.moe_beside_mlp and model.norm_position != "sandwich":
-        yield Problem(
-            ("moe_beside_mlp", "norm_position"),
-            f"--moe-beside-mlp normalizes outputs of blocks, and --norm-position {model.norm_position} does "
-            "not: pass --norm-position sandwich, or remove it",
-        )
-    if model.moe_beside_mlp and model.moe_shared_expert_intermediate_size is not None:
-        yield Problem(
-            ("moe_beside_mlp", "moe_shared_expert_intermediate_size"),
-            "--moe-shared-expert-intermediate-size "
-            f"{model.moe_shared_expert_intermediate_size} with --moe-beside-mlp, whose MLP computes all "
-            "tokens: remove one",
+            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with --num-experts "
+            f"{model.num_experts}: mlp_act is a part of an MLP; pass mlp",
         )
     if model.moe_shared_expert_gate and model.has_mlp_bias:
         yield Problem(
@@ -162,45 +106,16 @@ def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--moe-imbalance {factor:g} is above --moe-expert-capacity-factor {capacity:g}, which limits "
             f"every expert: pass at most --moe-imbalance {max(1.0, capacity):g}",
         )
-    if config.model.has_experts and config.model.moe_router_force_load_balancing and factor != 1:
-        yield Problem(
-            ("moe_imbalance", "moe_router_force_load_balancing"),
-            f"--moe-imbalance {factor:g} with --moe-router-force-load-balancing, which makes tokens even: "
-            "remove one",
-        )
 
 
 def recorded_routing(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the iterations to record are a range, and that a replay has no other source of experts."""
-    iterations, recorded = config.logging.record_routing_iterations, config.logging.record_routing
+    """Check that the iterations to record are a range."""
+    iterations = config.logging.record_routing_iterations
     if iterations is not None and iteration_range(iterations) is None:
         yield Problem(
             ("record_routing_iterations",),
             f"--record-routing-iterations {iterations} is not a range: pass FIRST:LAST counted from 1, as in "
             "5:6, or one iteration",
-        )
-    replayed = config.training.replay_routing_from
-    if config.training.seq_length_schedule is not None:
-        for name, folder in (("record_routing", recorded), ("replay_routing_from", replayed)):
-            if folder is not None:
-                yield Problem(
-                    (name, "seq_length_schedule"),
-                    f"{flag_with_value(name, folder)} with --seq-length-schedule, which cuts samples: files "
-                    "have the experts of whole samples; remove one",
-                )
-    if replayed is None:
-        return
-    if recorded is not None:
-        yield Problem(
-            ("record_routing", "replay_routing_from"),
-            f"--record-routing {recorded} and --replay-routing-from {replayed}: the run would record what it "
-            "replays; remove one",
-        )
-    if config.model.moe_router_force_load_balancing:
-        yield Problem(
-            ("replay_routing_from", "moe_router_force_load_balancing"),
-            f"--replay-routing-from {replayed} and --moe-router-force-load-balancing both select the experts "
-            "of tokens: remove one",
         )
 
 
@@ -219,7 +134,7 @@ def audited_experts(config: Config, world_size: int | None) -> Iterator[Problem]
 def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
     model, parallel = config.model, config.parallel
-    tp, ep, etp, width = parallel.tp, parallel.ep, parallel.etp, model.expert_ffn_size
+    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
     if not model.has_experts:
         if parallel.has_expert_axes:
             sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
@@ -234,13 +149,6 @@ def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             (_EP, "num_experts"),
             f"--ep {ep} does not divide --num-experts {model.num_experts}: each rank takes whole experts; "
             f"use --ep {fitting[-1]}",
-        )
-    if width % etp:
-        flag = "--etp" if parallel.expert_tensor_parallel_size else "--tp"
-        yield Problem(
-            ("moe_ffn_hidden_size", "num_experts", _TP, _ETP),
-            f"--moe-ffn-hidden-size {width} is not divisible by {flag} {etp}: "
-            f"use a multiple of it, such as {-(-width // etp) * etp}",
         )
     if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
         yield Problem(

@@ -11,13 +11,30 @@ from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
-from megalite.config.rules.patterns import groups_name, pattern_problems
 from megalite.errors import Problem
 
 MIN_BERT_LENGTH = 8
 """Minimum number of tokens of a sample: two short segments and the special tokens."""
 MIN_BERT_VOCABULARY = 8
 """Minimum vocabulary for random samples: the special tokens, and some others."""
+
+
+def pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
+    """Check that a pattern of layers is one number, or a 0 or 1 for each layer."""
+    num_layers, flag = config.model.num_layers, flag_with_value(name, pattern)
+    if len(pattern) not in (1, num_layers):
+        yield Problem(
+            (name, "num_layers"),
+            f"{flag} has {len(pattern)} numbers, not one for each of --num-layers {num_layers}: "
+            "change one of them",
+        )
+    elif len(pattern) > 1 and max(pattern) > 1:
+        yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
+
+
+def groups_name(kind: LayerKind) -> str:
+    """Return the field of the number of key/value heads in layers of a kind."""
+    return "num_query_groups" if kind.num_kv_heads is None else "full_attention_query_groups"
 
 
 def divisors_near(number: int, wanted: int) -> str:
@@ -179,81 +196,14 @@ def shared_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def qk_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a norm over all heads is an RMSNorm."""
-    model = config.model
-    if model.qk_layernorm and model.qk_layernorm_width == "all_heads" and model.normalization != "RMSNorm":
-        yield Problem(
-            ("qk_layernorm", "qk_layernorm_width", "normalization"),
-            f"--qk-layernorm-width all_heads with --normalization {model.normalization}: pass "
-            "--normalization RMSNorm, or --qk-layernorm-width head",
-        )
-
-
-def mup(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the model and the optimizer have rules for muP."""
-    model, optimizer = config.model, config.optimizer
-    if model.mup_base_width is None:
-        return
-    current = flag_with_value("mup_base_width", model.mup_base_width)
-    if model.architecture != "gpt":
-        yield Problem(
-            ("mup_base_width", "architecture"),
-            f"{current} with a {model.architecture}, whose heads muP does not scale here: remove it",
-        )
-    if optimizer.optimizer == "muon" and optimizer.muon_scale_mode == "spectral":
-        yield Problem(
-            ("mup_base_width", "optimizer", "muon_scale_mode"),
-            f"{current} with --muon-scale-mode spectral, whose updates grow with the width: pass "
-            "--muon-scale-mode unit_rms_norm or shape_scaling",
-        )
-    if model.mup_base_head_dim is not None and model.query_pre_attn_scalar is not None:
-        yield Problem(
-            ("mup_base_head_dim", "query_pre_attn_scalar"),
-            f"{flag_with_value('mup_base_head_dim', model.mup_base_head_dim)} and "
-            f"{flag_with_value('query_pre_attn_scalar', model.query_pre_attn_scalar)} both set the scale of "
-            "attention scores: remove one",
-        )
-
-
 def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that queries and keys depend on their weights' size, and that the update can scale these."""
-    model, optimizer = config.model, config.optimizer
-    if not model.qk_clip:
-        return
-    for name in ("qk_layernorm", "clip_qkv"):
-        if getattr(model, name):
-            yield Problem(
-                ("qk_clip", name),
-                f"--qk-clip with {flag_of(name)}, which bounds the scores itself: remove one of them",
-            )
-    if model.attention_backend not in ("auto", "unfused", "local"):
-        yield Problem(
-            ("qk_clip", "attention_backend"),
-            f"--qk-clip with --attention-backend {model.attention_backend}, which does not return the "
-            "largest scores: pass --attention-backend auto",
-        )
-    if model.keys_as_values != "none":
-        yield Problem(
-            ("qk_clip", "keys_as_values"),
-            f"--qk-clip with --keys-as-values {model.keys_as_values}: scaled keys would scale the values; "
-            "remove one of them",
-        )
-    if len({model.for_kind(kind) for kind in model.head_kinds}) > 1:
+    """Check that all layers whose scores bound the update have heads of one size."""
+    model = config.model
+    if model.qk_clip and len({model.for_kind(kind) for kind in model.head_kinds}) > 1:
         yield Problem(
             ("qk_clip", "full_attention_kv_channels", "full_attention_query_groups"),
             "--qk-clip with --full-attention-kv-channels or --full-attention-query-groups: it scales layers "
             "of one size; remove one of them",
-        )
-    if config.training.compile:
-        yield Problem(("qk_clip", "compile"), "--qk-clip with --compile is not supported: remove one of them")
-    if optimizer.offloads_optimizer:
-        name = "optimizer_cpu_offload" if optimizer.optimizer_cpu_offload else "optimizer_nvme_offload"
-        flag = flag_with_value(name, getattr(optimizer, name))
-        yield Problem(
-            ("qk_clip", name),
-            f"--qk-clip with {flag}: weights are only scaled on the device; remove {flag}, and pass "
-            "--zero-stage 1 to shard the optimizer state",
         )
 
 
@@ -262,20 +212,9 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     model = config.model
     size, skipped = model.window_size, model.window_attn_skip_freq
     if size is None:
-        if skipped is not None:
-            yield Problem(
-                ("window_attn_skip_freq", "window_size"),
-                f"{flag_with_value('window_attn_skip_freq', skipped)} without --window-size: pass both, or "
-                "remove it",
-            )
         return
     flag = flag_with_value("window_size", size)
-    if not model.is_causal:
-        yield Problem(
-            ("window_size", "architecture"),
-            f"{flag} with a {model.architecture}, whose attention is bidirectional: remove it",
-        )
-    elif size[1:] != (0,):
+    if size[1:] != (0,):
         yield Problem(
             ("window_size",),
             f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
@@ -296,36 +235,6 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("window_attn_skip_freq", "window_size"),
             f"{pattern} leaves no layer with the window: remove both it and --window-size",
-        )
-
-
-def attention_backend(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the attention backend supports dropout, capped scores and sinks.
-
-    Only our own backends have counter-based masks.
-    """
-    model = config.model
-    own = ("auto", "triton", "unfused", "local")
-    if model.attention_dropout > 0.0 and model.attention_backend not in own:
-        yield Problem(
-            ("attention_backend", "attention_dropout"),
-            f"--attention-backend {model.attention_backend} with --attention-dropout "
-            f"{model.attention_dropout}: only triton and unfused have dropout that is the same in any "
-            "layout; pass --attention-backend auto, or --attention-dropout 0",
-        )
-    if model.attn_logit_softcapping is not None and model.attention_backend not in (*own, "flex"):
-        yield Problem(
-            ("attention_backend", "attn_logit_softcapping"),
-            f"--attention-backend {model.attention_backend} cannot cap scores, and "
-            f"{flag_with_value('attn_logit_softcapping', model.attn_logit_softcapping)} is set: pass "
-            "--attention-backend auto, or remove it",
-        )
-    if model.softmax_type != "vanilla" and model.attention_backend not in (*own, "flex"):
-        yield Problem(
-            ("attention_backend", "softmax_type"),
-            f"--attention-backend {model.attention_backend} has no sinks in its softmax, and "
-            f"{flag_with_value('softmax_type', model.softmax_type)} adds them: pass --attention-backend "
-            "auto, or remove it",
         )
 
 
@@ -362,13 +271,7 @@ def gradient_messages(config: Config, world_size: int | None) -> Iterator[Proble
     """Check that the precision of gradient communication can hold the gradients."""
     weights, messages = config.model.params_dtype, config.parallel.grad_communication_dtype
     fields = ("params_dtype", "grad_communication_dtype")
-    if messages is not None and weights == "fp64":
-        yield Problem(
-            fields,
-            f"--grad-communication-dtype {messages} with --params-dtype fp64, which is meant to verify "
-            "layouts: remove --grad-communication-dtype",
-        )
-    elif messages == "fp16" and weights != "fp16":
+    if messages == "fp16" and weights != "fp16":
         yield Problem(
             fields,
             f"--grad-communication-dtype fp16 with --params-dtype {weights}: without fp16 weights, no loss "
@@ -381,12 +284,6 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
     if fp8_format is None:
         return
-    if model.params_dtype != "bf16":
-        yield Problem(
-            ("fp8_format", "params_dtype"),
-            f"--fp8-format {fp8_format} with --params-dtype {model.params_dtype}: everything but the 8-bit "
-            "GEMMs is in bf16; pass --bf16",
-        )
     dimensions = [
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
         (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
@@ -415,3 +312,26 @@ def _head_features(
     yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
     flags = f"--num-attention-heads, {flag_of(head)}"
     yield ("num_attention_heads", head), f"the {heads} features of all heads ({flags})", heads, tp
+
+
+def multi_token_prediction(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a sample has tokens for the modules of multi-token prediction."""
+    model = config.model
+    if model.mtp_num_layers >= model.seq_length:
+        yield Problem(
+            ("mtp_num_layers", "seq_length"),
+            f"{flag_with_value('mtp_num_layers', model.mtp_num_layers)} needs more tokens in a sample than "
+            f"--seq-length {model.seq_length}: change one of them",
+        )
+
+
+def per_layer_embedding(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the gate of embeddings for each layer has the function of a gated activation."""
+    model, name = config.model, "hidden_size_per_layer_input"
+    if model.hidden_size_per_layer_input is not None and not model.is_gated:
+        yield Problem(
+            (name, "activation"),
+            f"{flag_with_value(name, model.hidden_size_per_layer_input)} with --activation "
+            f"{model.activation}: its gate has the function of a gated activation; pass a gated one, such as "
+            "geglu or swiglu",
+        )

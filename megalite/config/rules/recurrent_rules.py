@@ -1,4 +1,4 @@
-"""Rules for layers with a recurrent mixer in the place of attention."""
+"""Rules for recurrent mixers, and for layers with one block, by --hybrid-override-pattern."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.rules.model_rules import divisors_near
-from megalite.config.rules.patterns import pattern_problems
+from megalite.config.layer_kind import HYBRID_KINDS
+from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.errors import Problem
 
 _MIXER, _FREQ = "recurrent_mixer", "linear_attention_freq"
@@ -21,11 +21,6 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
     if model.recurrent_mixer == "none":
         return
     setting = flag_with_value(_MIXER, model.recurrent_mixer)
-    if not model.is_causal:
-        yield Problem(
-            (_MIXER, "architecture"),
-            f"{setting} with a {model.architecture}, whose tokens also see later ones: remove it",
-        )
     if model.linear_attention_freq is None:
         return
     pattern = flag_with_value(_FREQ, model.linear_attention_freq)
@@ -38,8 +33,8 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
 
 
 def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that key heads serve equal numbers of value heads, and that tp divides the key heads."""
-    model, tp = config.model, config.parallel.tp
+    """Check that key heads serve equal numbers of value heads."""
+    model = config.model
     if model.recurrent_mixer != "gated_delta_net":
         return
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
@@ -49,12 +44,6 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}: pass "
             f"--linear-num-value-heads {-(-values // keys) * keys}, or --linear-num-key-heads "
             f"{divisors_near(values, keys)}",
-        )
-    if keys % tp:
-        yield Problem(
-            (_KEYS, "tensor_model_parallel_size"),
-            f"--linear-num-key-heads {keys} is not divisible by --tp {tp}: pass --tp "
-            f"{divisors_near(keys, tp)}; each rank takes whole key heads with their value heads",
         )
 
 
@@ -75,26 +64,52 @@ def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterato
     )
 
 
-def recurrent_features(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Refuse features that recurrent layers do not have."""
-    model, training = config.model, config.training
-    if not model.has_recurrent_layers:
+PATTERN = "hybrid_override_pattern"
+
+
+def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the pattern has one known letter for each layer."""
+    model, pattern = config.model, config.model.hybrid_override_pattern
+    if pattern is None:
         return
-    name = "hybrid_override_pattern" if model.has_mamba else _MIXER
-    setting = flag_with_value(name, getattr(model, name))
-    if training.compile:
+    setting = flag_with_value(PATTERN, pattern)
+    if unknown := sorted({*pattern} - HYBRID_KINDS.keys()):
         yield Problem(
-            (name, "compile"),
-            f"--compile with {setting}: recurrences are not compiled; remove --compile",
+            (PATTERN,),
+            f"{setting} has {' '.join(unknown)}: its letters are M (Mamba-2), * (attention), - (MLP) and E "
+            "(experts)",
         )
-    if training.fp8_format is not None:
+    elif len(pattern) != model.num_layers:
         yield Problem(
-            (name, "fp8_format"),
-            f"--fp8-format {training.fp8_format} with {setting}: its decays need more than 8 bits; remove it",
+            (PATTERN, "num_layers"),
+            f"{setting} has {len(pattern)} letters, not one for each of --num-layers {model.num_layers}: "
+            f"pass --num-layers {len(pattern)}, or another pattern",
         )
-    if model.mup_base_width is not None:
+    if ("E" in pattern) != model.has_experts:
         yield Problem(
-            (name, "mup_base_width"),
-            f"--mup-base-width {model.mup_base_width} with {setting}: muP has no rule for its decays; remove "
-            "it",
+            (PATTERN, "num_experts"),
+            f"{setting} has layers with experts: pass --num-experts"
+            if "E" in pattern
+            else f"{setting} leaves no layer with experts: remove --num-experts {model.num_experts}",
+        )
+
+
+def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that groups have equal numbers of heads."""
+    model = config.model
+    if not model.has_mamba:
+        return
+    sizes = model.mamba
+    if model.mamba_num_heads is None and 2 * model.hidden_size % sizes.head_dim:
+        yield Problem(
+            ("mamba_head_dim", "hidden_size", PATTERN),
+            f"--mamba-head-dim {sizes.head_dim} does not divide twice --hidden-size {model.hidden_size}: "
+            f"pass --mamba-head-dim {divisors_near(2 * model.hidden_size, sizes.head_dim)}, or "
+            "--mamba-num-heads",
+        )
+    elif sizes.num_heads % sizes.num_groups:
+        yield Problem(
+            ("mamba_num_groups", "mamba_num_heads", "mamba_head_dim", "hidden_size", PATTERN),
+            f"--mamba-num-groups {sizes.num_groups} does not divide the {sizes.num_heads} heads of Mamba-2: "
+            f"pass --mamba-num-groups {divisors_near(sizes.num_heads, sizes.num_groups)}",
         )

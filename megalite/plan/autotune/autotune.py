@@ -12,11 +12,11 @@ import torch
 
 import megalite
 from megalite.commands import command_name
-from megalite.config.command_line import parse
-from megalite.config.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import to_yaml
 from megalite.errors import UserError
 from megalite.files import replace_file
+from megalite.frontends.command_line import parse
+from megalite.frontends.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags

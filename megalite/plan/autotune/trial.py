@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import CheckpointConfig, Config, LoggingConfig
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import to_yaml
 from megalite.errors import UserError
 from megalite.files import parse_json, replace_file
 from megalite.plan.autotune.local_run import Outcome, run_program

@@ -13,24 +13,24 @@ import torch
 
 from megalite.commands import command_name
 from megalite.config import Config
-from megalite.config.command_line import parse
-from megalite.config.tool_parser import ToolParser, local_path
-from megalite.config.yaml_writer import to_yaml
+from megalite.config.yaml_file import to_yaml
 from megalite.errors import UserError, counted
+from megalite.frontends.command_line import parse
+from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
 from megalite.plan.autotune.trial import Length, Trial, read_measured, run_trial, trial_config
 from megalite.plan.estimate import RunPlan
-from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
-from megalite.plan.scaling.scaling_plan import ScaledRun, ScalingPoint, scaled_runs
-from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
-from megalite.plan.slurm.sbatch_request import (
+from megalite.plan.launch.job_files import batch_script
+from megalite.plan.launch.write_job import (
     add_slurm_flags,
     as_word,
     checked_warning,
     slurm_job,
     write_script,
 )
-from megalite.plan.slurm.sbatch_script import batch_script
+from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
+from megalite.plan.scaling.scaling_plan import ScaledRun, ScalingPoint, scaled_runs
+from megalite.plan.scaling.scaling_table import as_objects, save_scaling_svg, scaling_title, table_lines
 
 CONFIG_FILE, METRICS_FILE, SCRIPT_FILE = "config.yaml", "metrics.jsonl", "job.sbatch"
 _SLURM_FLAGS = ("partition", "account", "exclude", "cpus_per_task", "sbatch", "setup")

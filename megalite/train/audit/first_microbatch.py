@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from megalite.distributed.collectives import largest_of_all
 from megalite.loss_terms import WithTerms
 from megalite.model.stage import Stage
+from megalite.observe.recorder import Reader, watch_modules
 from megalite.optim.flat_buffers import BucketEntry
 from megalite.optim.gradient_buckets import GradientBuffer
 from megalite.train.audit.checksum import checksum, checksum_of
@@ -208,39 +208,41 @@ def _recorded(trainer: Trainer) -> Iterator[Results]:
     Schedules run the microbatches of a chunk in order, so the first result of each name belongs to the first
     microbatch; recomputation comes later.
     """
-    results: Results = {}
-    device = trainer.topology.device
+    reader = _FirstResults(trainer.topology.device)
+    modules = (each for chunk in trainer.chunks for each in chunk.named_modules())
+    if trainer.config.training.compile:  # a hook would change compiled layers
+        modules = (("", chunk) for chunk in trainer.chunks)
+    reducer = trainer.optimizer.reducer
+    with watch_modules(reader, modules):
+        reducer.on_gradient = reader.note_gradient
+        try:
+            yield reader.results
+        finally:
+            reducer.on_gradient = None
 
-    def note_output(name: str, depth: float, module: nn.Module, inputs: object, output: Any) -> None:
-        if name not in results and (values := [*_tensors(output)]):
-            results[name] = _Result(False, depth, len(results), checksum_of(map(checksum, values), device))
 
-    def note_gradient(buffer: GradientBuffer, entry: BucketEntry) -> None:
-        if (name := f"the gradient of {entry.name}") not in results:
+class _FirstResults(Reader):
+    """Checksums of the first result of each name: outputs of modules and gradients of parameters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.results: Results = {}
+        self._device = device
+
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
+        text, depth = f"the output of {name}", _depth(name)
+        if isinstance(module, Stage):
+            text = "the loss" if module.is_last else f"the output of the stage with {_layers(module)}"
+            depth = math.inf if module.is_last else max(map(int, module.layers), default=-1) + 0.5
+        if text not in self.results and (values := [*_tensors(output)]):
+            total = checksum_of(map(checksum, values), self._device)
+            self.results[text] = _Result(False, depth, len(self.results), total)
+
+    def note_gradient(self, buffer: GradientBuffer, entry: BucketEntry) -> None:
+        if (name := f"the gradient of {entry.name}") not in self.results:
             # Small gradients of 16 bits are held, and a bucket's last one is in its buffer, in fp32, already.
             # Which one is last depends on the other microbatches in flight.
             gradient = checksum(buffer.accumulated(entry).to(buffer.dtype))
-            results[name] = _Result(True, -_depth(entry.name), len(results), gradient)
-
-    reducer = trainer.optimizer.reducer
-    handles = []
-    for chunk in trainer.chunks:
-        for name, module in chunk.named_modules():
-            if not name:
-                text = "the loss" if chunk.is_last else f"the output of the stage with {_layers(chunk)}"
-                depth = math.inf if chunk.is_last else max(map(int, chunk.layers), default=-1) + 0.5
-            elif trainer.config.training.compile:
-                continue  # a hook would change the compiled layer
-            else:
-                text, depth = f"the output of {name}", _depth(name)
-            handles.append(module.register_forward_hook(partial(note_output, text, depth)))
-    reducer.on_gradient = note_gradient
-    try:
-        yield results
-    finally:
-        reducer.on_gradient = None
-        for handle in handles:
-            handle.remove()
+            self.results[name] = _Result(True, -_depth(entry.name), len(self.results), gradient)
 
 
 def _layers(chunk: Stage) -> str:

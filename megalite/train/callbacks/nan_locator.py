@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,8 @@ from megalite.log import THIS_RANK, log
 from megalite.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
 from megalite.microbatch import Microbatch
 from megalite.model.compiled import run_as_written
+from megalite.model.stage import Stage
+from megalite.observe.recorder import Reader, watch_modules
 from megalite.train.anomaly_check import Anomaly
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop
@@ -92,44 +93,20 @@ class NanLocator:
         """Return the largest magnitude of each part's output, ``[parts, microbatches]``; inf for NaN."""
         num_columns = plan.num_microbatches * self._topology.sample_ranks.size
         table = torch.zeros(len(self._rows), num_columns, dtype=torch.float64, device=self._topology.device)
-        with run_as_written(self._is_compiled), self._hooked(table, plan):
+        watched = [
+            (name, module)
+            for stage in self._stages
+            for name, module in stage.named_modules()
+            if not name or name in self._rows
+        ]
+        reader = _Magnitudes(table, self._rows, plan, self._micro_batch_size)
+        with run_as_written(self._is_compiled), watch_modules(reader, watched):
             self._pipeline.evaluate(
                 plan.num_microbatches,
                 partial(self._load, plan.first_sample),
                 hidden_shape(self._config, plan.seq_length),
             )
         return self._topology.to_host(largest_of_all(table, self._topology))
-
-    @contextmanager
-    def _hooked(self, table: Tensor, plan: IterationPlan) -> Iterator[None]:
-        """Write each part's largest output into the column of the microbatch that its stage runs."""
-        column = 0
-
-        def enter(_: nn.Module, arguments: tuple[Microbatch, Tensor | None]) -> None:
-            nonlocal column
-            sample = int(arguments[0].sample_numbers[0]) // plan.sequences_per_sample
-            column = (sample - plan.first_sample) // self._micro_batch_size
-
-        def note(row: int, _: nn.Module, __: object, output: Tensor | tuple[Any, ...]) -> None:
-            first = output if isinstance(output, Tensor) else output[0]  # a norm returns the residual too
-            if isinstance(output, WithTerms) and output.hidden is None:
-                first = largest_total(output.terms)
-            largest = first.detach().abs().amax().double()
-            table[row, column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
-
-        handles = []
-        for stage in self._stages:
-            handles.append(stage.register_forward_pre_hook(enter))
-            for name, module in stage.named_modules():
-                if name in self._rows:
-                    handles.append(module.register_forward_hook(partial(note, self._rows[name])))
-            if stage.is_last:
-                handles.append(stage.register_forward_hook(partial(note, self._rows["loss"])))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _spike(self, table: Tensor, first_sample: int) -> str:
         """Name the microbatch of the largest loss, and the first part whose output stands out for it."""
@@ -206,6 +183,33 @@ class NanLocator:
             for dp_rank in (dp_ranks[0], dp_ranks[-1])
         )
         return f"(sample {first[0]})" if first[0] == last[-1] else f"(samples {first[0]} to {last[-1]})"
+
+
+class _Magnitudes(Reader):
+    """Largest outputs of modules, each in the column of the microbatch that its stage runs."""
+
+    def __init__(
+        self, table: Tensor, rows: Mapping[str, int], plan: IterationPlan, micro_batch_size: int
+    ) -> None:
+        self._table, self._rows, self._plan = table, rows, plan
+        self._micro_batch_size = micro_batch_size
+        self._column = 0
+
+    def enters(self, name: str, module: nn.Module | None, args: tuple[Any, ...], *_: Any) -> None:
+        if not name:  # a stage
+            microbatch: Microbatch = args[0]
+            sample = int(microbatch.sample_numbers[0]) // self._plan.sequences_per_sample
+            self._column = (sample - self._plan.first_sample) // self._micro_batch_size
+
+    def leaves(self, name: str, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
+        if output is None or (isinstance(module, Stage) and not module.is_last):
+            return
+        first = output if isinstance(output, Tensor) else output[0]  # a norm returns the residual too
+        if isinstance(output, WithTerms) and output.hidden is None:
+            first = largest_total(output.terms)
+        largest = first.detach().abs().amax().double()
+        row = self._rows[name or "loss"]
+        self._table[row, self._column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _parts(num_layers: int) -> list[str]:

@@ -16,9 +16,9 @@ from megalite.config import Config
 from megalite.distributed.observer import PROFILER, EventStack
 from megalite.distributed.topology import Topology
 from megalite.model.blockwise_attention import attend, attend_backward
-from megalite.recording.operator_log import kernel_kind, kind_by_name
-from megalite.recording.unit_record import ATTENTION, KERNEL_KINDS, KernelKind
-from megalite.torch_private import EagerMode
+from megalite.observe.operator_log import kernel_kind, kind_by_name
+from megalite.observe.recorder import Reader
+from megalite.observe.unit_record import ATTENTION, KERNEL_KINDS, MEMORY_BOUND, KernelKind
 
 
 class KernelTimer(Protocol):
@@ -38,38 +38,35 @@ class KernelTimer(Protocol):
         """Return the seconds inside the block that the measurement itself took."""
 
 
-class OperatorTimer(EagerMode):
-    """Measures the operators of a CPU, whose result exists when an operator returns.
+class OperatorTimer(Reader):
+    """Seconds of the operators of a CPU, whose result exists when an operator returns.
 
     Unfused attention is several operators.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.overhead = 0.0
         self._seconds = dict.fromkeys(KERNEL_KINDS, 0.0)
-        self._kinds: dict[Any, KernelKind | None] = {}
+        self._kinds: dict[Any, KernelKind] = {}  # of the operators that launch kernels
+        self._kind: KernelKind = MEMORY_BOUND  # of the operator that runs
+        self._began = 0.0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        entered = time.perf_counter()
-        if func not in self._kinds:
-            self._kinds[func] = kernel_kind(func)
-        kind = self._kinds[func]
-        if kind is not None and _is_in_unfused_attention():
-            kind = ATTENTION
-        began = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        ended = time.perf_counter()
+    def reads(self, func: Any) -> bool:
+        kind = kernel_kind(func)
         if kind is not None:
-            self._seconds[kind] += ended - began
-        self.overhead += began - entered + time.perf_counter() - ended
-        return out
+            self._kinds[func] = kind
+        return kind is not None
+
+    def before(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        entered = time.perf_counter()
+        self._kind = ATTENTION if _is_in_unfused_attention() else self._kinds[func]
+        self._began = time.perf_counter()
+        self.overhead += self._began - entered
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        ended = time.perf_counter()
+        self._seconds[self._kind] += ended - self._began
+        self.overhead += time.perf_counter() - ended
 
     def seconds(self) -> Mapping[KernelKind, float]:
         return self._seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megalite.distributed.axes import coordinates_text
-from megalite.recording.unit_record import ATTENTION, GEMMS, KERNEL_KINDS, MEMORY_BOUND, KernelKind
+from megalite.observe.unit_record import ATTENTION, GEMMS, KERNEL_KINDS, MEMORY_BOUND, KernelKind
 
 COMPUTE, LAUNCHES = "compute", "kernel launches"
 COMPUTING = (COMPUTE, *KERNEL_KINDS, LAUNCHES)

@@ -158,18 +158,18 @@ def run_config(folder: Path, way: tuple[int, int, int, str], is_async: bool) -> 
 
 def train(topology, config: Config, resumes: bool) -> tuple[int, list[float]]:
     """Three iterations and a save, or what it saved; then the losses of three more."""
-    trainer = start_trainer(config, topology)
-    if resumes:
-        assert trainer.load()
-    first = trainer.progress.iteration
-    with trainer.saver.training_from(first):
-        if not resumes:
-            for _ in range(3):
-                trainer.step()
-            trainer.save_local()
-        losses = [trainer.step().loss for _ in range(3)]
-        trainer.saver.finish()
-    return first, losses
+    with start_trainer(config, topology) as trainer:
+        if resumes:
+            assert trainer.load()
+        first = trainer.progress.iteration
+        with trainer.saver.training_from(first):
+            if not resumes:
+                for _ in range(3):
+                    trainer.step()
+                trainer.save_local()
+            losses = [trainer.step().loss for _ in range(3)]
+            trainer.saver.finish()
+        return first, losses
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ from megalite.train.model_chunks import named_parameters, saved_buffers
 from megalite.train.module_costs import module_costs
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import compare
-from megalite.verify.record_run import record_run
-from tests.live_ranks import run_ranks
+from tests.live_ranks import record_run, run_ranks
 
 Layout = dict[str, Any]
 TP2: Layout = {"tensor_model_parallel_size": 2}

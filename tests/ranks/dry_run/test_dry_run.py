@@ -26,7 +26,7 @@ from megalite.train.run_datasets import build_data
 from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 
-MICROBATCHES, B = 3, 2
+MICROBATCHES, B = 2, 2
 LAYOUTS = [
     ("tp2+sp", "fp32", {"attention_dropout": 0.0}),
     ("pp2v2", "bf16", {"position_embedding_type": "alibi"}),

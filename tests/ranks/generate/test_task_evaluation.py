@@ -45,12 +45,12 @@ def scores(topology: Topology, config: Config) -> tuple[list[tuple[float, bool]]
         nonlocal num_runs
         num_runs += 1
 
-    trainer = start_trainer(config, topology)
-    trainer.step()
-    if config.checkpoint.save:
-        trainer.save(is_last=True)
-    found = TrainingModel(trainer, ByteTokenizer(), count).scores(WINDOWS)
-    return found, trainer.step().loss, num_runs
+    with start_trainer(config, topology) as trainer:
+        trainer.step()
+        if config.checkpoint.save:
+            trainer.save(is_last=True)
+        found = TrainingModel(trainer, ByteTokenizer(), count).scores(WINDOWS)
+        return found, trainer.step().loss, num_runs
 
 
 @pytest.fixture(scope="module")

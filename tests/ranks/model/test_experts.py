@@ -9,7 +9,7 @@ import pytest
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout, layouts_named
-from megalite.verify.record_run import record_run
+from tests.live_ranks import record_run
 from tests.ranks.model.test_expert_dispatch import CONFIG
 
 

@@ -18,7 +18,7 @@ from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
 from megalite.model.attention_backends import BACKENDS, build_core
 from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
-from megalite.recording.traffic import Traffic, ring_bytes
+from megalite.observe.collectives import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_ranks import run_ranks
 

@@ -1,6 +1,7 @@
 """A whole model has one set of weights, masks, losses and gradients, over however many ranks it is spread."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def initial_weights(topology, cases, layers=None):
     """Of each model and dtype, this stage's part of them in full."""
     results = {}
     for name, dtype in cases:
-        config = ModelConfig(**{**vars(config_of(name)), "params_dtype": dtype})
+        config = replace(config_of(name), params_dtype=dtype)
         results[name, dtype] = gather(build(topology, config, layers), topology)
     return results
 

@@ -55,19 +55,19 @@ def used_weights(trainer: Trainer) -> Tensors:
 
 def train(topology, config: Config):
     """Evaluates the averages after each iteration, if there are any; returns what each iteration had."""
-    trainer = start_trainer(config, topology)
-    losses, history, in_use, evaluated = [], [], {}, []
-    for _ in range(NUM_ITERATIONS):
-        losses.append(trainer.step().loss)
-        history.append(pieces_of(trainer))
-        if trainer.optimizer.averages is not None:
-            before = used_weights(trainer)
-            with trainer.averaged_weights():
-                evaluated.append(trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"])
-                in_use = used_weights(trainer)
-            assert all(weight.equal(before[name]) for name, weight in used_weights(trainer).items())
-            trainer.optimizer.check_state()
-    return losses, history, in_use, evaluated
+    with start_trainer(config, topology) as trainer:
+        losses, history, in_use, evaluated = [], [], {}, []
+        for _ in range(NUM_ITERATIONS):
+            losses.append(trainer.step().loss)
+            history.append(pieces_of(trainer))
+            if trainer.optimizer.averages is not None:
+                before = used_weights(trainer)
+                with trainer.averaged_weights():
+                    evaluated.append(trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"])
+                    in_use = used_weights(trainer)
+                assert all(weight.equal(before[name]) for name, weight in used_weights(trainer).items())
+                trainer.optimizer.check_state()
+        return losses, history, in_use, evaluated
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,17 @@ def test_the_average_is_the_mean_of_the_weights_and_costs_no_bit(
 
 def losses_of_averages(topology, config: Config):
     """The evaluated loss of the averages, and of a model whose weights are set to them."""
-    trainer = start_trainer(config, topology)
-    for _ in range(NUM_ITERATIONS):
-        trainer.step()
-    with trainer.averaged_weights():
-        found = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
-        averages = used_weights(trainer)
-    other = start_trainer(config, topology)
-    for chunk in other.chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.data.copy_(averages[name])
-    return found, other.evaluate(other.datasets.valid, 0)["lm_loss"]
+    with start_trainer(config, topology) as trainer:
+        for _ in range(NUM_ITERATIONS):
+            trainer.step()
+        with trainer.averaged_weights():
+            found = trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+            averages = used_weights(trainer)
+        with start_trainer(config, topology) as other:
+            for chunk in other.chunks:
+                for name, parameter in chunk.named_parameters():
+                    parameter.data.copy_(averages[name])
+            return found, other.evaluate(other.datasets.valid, 0)["lm_loss"]
 
 
 def test_the_evaluated_loss_is_that_of_the_averages_in_any_layout(tmp_path: Path) -> None:
@@ -131,17 +131,17 @@ def test_the_evaluated_loss_is_that_of_the_averages_in_any_layout(tmp_path: Path
 
 def skipping(topology, config: Config):
     """Return whether the averages keep their bits in each iteration after the first; the third is skipped."""
-    trainer = start_trainer(config, topology)
-    averages = []
-    for number in range(1, 5):
-        allowed = torch.tensor(False) if number == 3 else None
-        trainer.train_step.check.allows = lambda *_, allowed=allowed: allowed  # type: ignore[method-assign]
-        trainer.step()
-        trainer.optimizer.finish_weights()
-        assert trainer.optimizer.averages is not None
-        shards = trainer.optimizer.averages.shards()
-        averages.append({name: shard.tensor.clone() for name, shard in shards.items()})
-    return [all(one[name].equal(other[name]) for name in one) for one, other in pairwise(averages)]
+    with start_trainer(config, topology) as trainer:
+        averages = []
+        for number in range(1, 5):
+            allowed = torch.tensor(False) if number == 3 else None
+            trainer.train_step.check.allows = lambda *_, allowed=allowed: allowed  # type: ignore[method-assign]
+            trainer.step()
+            trainer.optimizer.finish_weights()
+            assert trainer.optimizer.averages is not None
+            shards = trainer.optimizer.averages.shards()
+            averages.append({name: shard.tensor.clone() for name, shard in shards.items()})
+        return [all(one[name].equal(other[name]) for name in one) for one, other in pairwise(averages)]
 
 
 @pytest.mark.parametrize("place", ["device", "memory"])
@@ -152,16 +152,16 @@ def test_a_skipped_update_leaves_the_averages(place: str, tmp_path: Path) -> Non
 
 
 def interrupted(topology, config: Config):
-    trainer = start_trainer(config, topology)
-    trainer.step()
-    before = used_weights(trainer)
+    with start_trainer(config, topology) as trainer:
+        trainer.step()
+        before = used_weights(trainer)
 
-    def stop() -> None:
-        raise Stopped(Stop("an urgent signal"))
+        def stop() -> None:
+            raise Stopped(Stop("an urgent signal"))
 
-    with pytest.raises(Stopped), trainer.averaged_weights():
-        trainer.evaluate(trainer.datasets.valid, 0, stop)
-    return all(weight.equal(before[name]) for name, weight in used_weights(trainer).items())
+        with pytest.raises(Stopped), trainer.averaged_weights():
+            trainer.evaluate(trainer.datasets.valid, 0, stop)
+        return all(weight.equal(before[name]) for name, weight in used_weights(trainer).items())
 
 
 def test_an_interrupted_evaluation_restores_the_weights(tmp_path: Path) -> None:

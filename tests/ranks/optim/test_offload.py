@@ -29,36 +29,36 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def copies_of(topology, config: Config):
     """Return how many gradients were copied when backward ended, of how many, and what each update waited."""
-    trainer = start_trainer(config, topology)
-    optimizer = trainer.optimizer
-    offload = optimizer.offload
-    assert offload is not None and offload._gradients is not None
-    finish_gradients, num_copied = optimizer.finish_gradients, []
-    began, waited, num_calls = threading.Event(), [], 0
+    with start_trainer(config, topology) as trainer:
+        optimizer = trainer.optimizer
+        offload = optimizer.offload
+        assert offload is not None and offload._gradients is not None
+        finish_gradients, num_copied = optimizer.finish_gradients, []
+        began, waited, num_calls = threading.Event(), [], 0
 
-    def count_and_finish(scale=None):
-        num_copied.append(len(offload._gradients.copied))
-        return finish_gradients(scale)
+        def count_and_finish(scale=None):
+            num_copied.append(len(offload._gradients.copied))
+            return finish_gradients(scale)
 
-    def update_after_forward_began(*tensors, **settings):
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls % len(offload.storage.ranges) == 0:  # the last range of an update
-            waited.append(began.wait(30))
-        return adamw_(*tensors, **settings)
+        def update_after_forward_began(*tensors, **settings):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls % len(offload.storage.ranges) == 0:  # the last range of an update
+                waited.append(began.wait(30))
+            return adamw_(*tensors, **settings)
 
-    optimizer.finish_gradients = count_and_finish
-    offload_module.adamw_ = update_after_forward_began
-    try:
-        trainer.step()
-        first, _ = next(trainer.chunks[0].units())
-        first.register_forward_pre_hook(lambda *_: began.set())
-        trainer.step()
-        optimizer.finish_weights()
-    finally:
-        offload_module.adamw_ = adamw_
-    num_summed_later = sum(not optimizer._is_complete(state) for state in optimizer.adamw.states)
-    return num_copied, offload.count - num_summed_later, waited
+        optimizer.finish_gradients = count_and_finish
+        offload_module.adamw_ = update_after_forward_began
+        try:
+            trainer.step()
+            first, _ = next(trainer.chunks[0].units())
+            first.register_forward_pre_hook(lambda *_: began.set())
+            trainer.step()
+            optimizer.finish_weights()
+        finally:
+            offload_module.adamw_ = adamw_
+        num_summed_later = sum(not optimizer._is_complete(state) for state in optimizer.adamw.states)
+        return num_copied, offload.count - num_summed_later, waited
 
 
 @pytest.mark.parametrize(

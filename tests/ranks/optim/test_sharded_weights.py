@@ -27,15 +27,16 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
+from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.optim.flat_buffers import ALIGNMENT
+from megalite.pipeline.schedules import Action
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
-from megalite.verify.record_run import record_run
 from tests.live_bytes import LiveBytes
-from tests.live_ranks import run_ranks
+from tests.live_ranks import record_run, run_ranks
 from tests.traffic import Traffic, by_bytes, ring_bytes
 
 LAYERS, H, VOCAB, S, MICROBATCHES = 3, 64, 512, 16, 2
@@ -86,8 +87,7 @@ def num_parameters(trainer: Trainer) -> tuple[int, list[int]]:
 
 def memory(topology: Topology, config: Config) -> tuple[int, int, int, list[int]]:
     """Bytes of all tensors before and after a step, parameters, and layers that are whole at a time."""
-    with LiveBytes() as live:
-        trainer = trainer_of(topology, config)
+    with LiveBytes() as live, trainer_of(topology, config) as trainer:
         before = live.settled_count()
         blocks = list(trainer.chunks[0].layers.values())
         seen: list[int] = []
@@ -115,13 +115,13 @@ def test_memory_is_what_the_formula_says(dp: int, dtype: str) -> None:
 
 
 def traffic(topology: Topology, config: Config) -> tuple[Counter, float, int, list[int]]:
-    trainer = trainer_of(topology, config)
-    trainer.step()
-    with Traffic(topology) as counted:
+    with trainer_of(topology, config) as trainer:
         trainer.step()
-    calls = by_bytes(counted.calls)
-    moved = ring_bytes(calls, "dp", topology.dp.size)
-    return calls, moved, *num_parameters(trainer)
+        with Traffic(topology) as counted:
+            trainer.step()
+        calls = by_bytes(counted.calls)
+        moved = ring_bytes(calls, "dp", topology.dp.size)
+        return calls, moved, *num_parameters(trainer)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +191,15 @@ def pieces(trainer: Trainer, *, splits: bool) -> list[Piece]:
 
 
 def pipeline_traffic(topology: Topology, config: Config) -> tuple[Counter, list[Piece]]:
-    trainer = trainer_of(topology, config)
-    trainer.step()
-    with Traffic(topology) as counted:
+    with trainer_of(topology, config) as trainer:
         trainer.step()
-    calls = by_bytes(counted.calls)
-    splits = config.parallel.schedule.startswith("zb")
-    return Counter({call: count for call, count in calls.items() if call[0] == "dp"}), pieces(
-        trainer, splits=splits
-    )
+        with Traffic(topology) as counted:
+            trainer.step()
+        calls = by_bytes(counted.calls)
+        splits = config.parallel.schedule.startswith("zb")
+        return Counter({call: count for call, count in calls.items() if call[0] == "dp"}), pieces(
+            trainer, splits=splits
+        )
 
 
 def expected_traffic(pieces: list[Piece], number: int, *, keeps: bool) -> Counter:
@@ -271,26 +271,27 @@ def test_only_a_plan_keeps_weights_by_default() -> None:
 
 def weights_in_use(topology: Topology, config: Config) -> tuple[list[int], int]:
     """Layers of this rank that are whole at each action's end, and after the step."""
-    trainer = trainer_of(topology, config)
-    blocks = [block for chunk in trainer.chunks for block in chunk.layers.values()]
-    seen: list[int] = []
+    with trainer_of(topology, config) as trainer:
+        blocks = [block for chunk in trainer.chunks for block in chunk.layers.values()]
+        seen: list[int] = []
 
-    def count() -> int:
-        return sum(is_full(block) for block in blocks)
+        def count() -> int:
+            return sum(is_full(block) for block in blocks)
 
-    class Look:
-        def begins(self, what: object) -> None:
-            pass
+        class Look:
+            def begins(self, what: object) -> None:
+                pass
 
-        def ends(self, what: object) -> None:
-            seen.append(count())
+            def ends(self, what: object) -> None:
+                if isinstance(what, Action):
+                    seen.append(count())
 
-    trainer.pipeline.observers.append(Look())
-    trainer.step()
-    after_step = count()
-    trainer.evaluate(trainer.datasets.train, 0)
-    trainer.step()
-    return seen, after_step
+        with observing(topology.observers, Look()):
+            trainer.step()
+            after_step = count()
+            trainer.evaluate(trainer.datasets.train, 0)
+            trainer.step()
+        return seen, after_step
 
 
 @pytest.mark.parametrize(("choice", "num_whole"), [("always", 0), ("never", 2)])
@@ -320,15 +321,15 @@ def test_rows_need_not_divide(hidden_size: int) -> None:
 
 def figures(topology: Topology, config: Config) -> tuple[float, int, list[str], list[str]]:
     """Norm and zeros of a step, and which gradients are bad and are reported, one on the last rank."""
-    trainer = trainer_of(topology, config)
-    trainer.step()
-    norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()
-    spoilt = []
-    if topology.dp.is_last:
-        name, gradient = next(pair for pair in trainer.optimizer._named_gradients() if pair[1].numel())
-        gradient[0] = torch.nan
-        spoilt.append(name)
-    return norm, zeros, spoilt, trainer.optimizer.bad_gradients()
+    with trainer_of(topology, config) as trainer:
+        trainer.step()
+        norm, zeros = trainer.optimizer.params_norm(), trainer.optimizer.num_zeros()
+        spoilt = []
+        if topology.dp.is_last:
+            name, gradient = next(pair for pair in trainer.optimizer._named_gradients() if pair[1].numel())
+            gradient[0] = torch.nan
+            spoilt.append(name)
+        return norm, zeros, spoilt, trainer.optimizer.bad_gradients()
 
 
 @pytest.mark.parametrize(("dp", "shard"), [(3, None), (4, 2)])
@@ -351,24 +352,24 @@ def test_figures_are_those_of_whole_weights(dp: int, shard: int | None) -> None:
 
 def meet_overflow(topology: Topology, config: Config) -> list[tuple[bool, float]]:
     """In fp16, one rank's loss is scaled beyond its range in the second of three iterations."""
-    trainer = trainer_of(topology, config)
-    told = []
-    for iteration in range(3):
-        trainer.optimizer.begin(1)
-        scale = trainer.optimizer.scaler.scale
-        if iteration == 1 and topology.dp.is_last:
-            scale *= 1e30
-        (model,) = trainer.chunks
-        tokens = torch.arange(S)[None]
-        before = trainer.optimizer.weight("layers.0.mlp.up.weight")
-        microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
-        (model(microbatch, None) * scale).backward()
-        norm = trainer.optimizer.finish_gradients()
-        trainer.optimizer.step(1e-2, 0.1, norm)
-        trainer.optimizer.scaler.update(overflowed=not norm.isfinite())
-        updated = not torch.equal(before, trainer.optimizer.weight("layers.0.mlp.up.weight"))
-        told.append((updated, trainer.optimizer.scaler.scale))
-    return told
+    with trainer_of(topology, config) as trainer:
+        told = []
+        for iteration in range(3):
+            trainer.optimizer.begin(1)
+            scale = trainer.optimizer.scaler.scale
+            if iteration == 1 and topology.dp.is_last:
+                scale *= 1e30
+            (model,) = trainer.chunks
+            tokens = torch.arange(S)[None]
+            before = trainer.optimizer.weight("layers.0.mlp.up.weight")
+            microbatch = Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64))
+            (model(microbatch, None) * scale).backward()
+            norm = trainer.optimizer.finish_gradients()
+            trainer.optimizer.step(1e-2, 0.1, norm)
+            trainer.optimizer.scaler.update(overflowed=not norm.isfinite())
+            updated = not torch.equal(before, trainer.optimizer.weight("layers.0.mlp.up.weight"))
+            told.append((updated, trainer.optimizer.scaler.scale))
+        return told
 
 
 def test_an_overflow_on_one_rank_brings_the_scale_down_on_all() -> None:

@@ -105,8 +105,8 @@ def _train(topology: Topology, config: Config) -> tuple[list[float], dict[str, T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_chunks, "check_device", lambda *_: None)  # torch._scaled_mm runs on a CPU
         patch.setattr(fp8, "in_fp8", counted)
-        trainer = start_trainer(config, topology)
-        results = [trainer.step() for _ in range(2)]
+        with start_trainer(config, topology) as trainer:
+            results = [trainer.step() for _ in range(2)]
     trainer.optimizer.finish_weights()
     weights = {name: trainer.optimizer.weight(name).clone() for name in trainer.optimizer.weights()}
     return [figure for each in results for figure in (each.loss, each.grad_norm)], weights, num_rounded

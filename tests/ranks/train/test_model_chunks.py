@@ -36,12 +36,12 @@ def trainer_of(topology, config):
 
 
 def describe(topology, config):
-    trainer = trainer_of(topology, config)
-    chunks = [(chunk.is_first, chunk.is_last, list(chunk.layers)) for chunk in trainer.chunks]
-    edges = [chunk for chunk in trainer.chunks if chunk.is_first or chunk.is_last]
-    tables = {id(chunk.get_parameter("embedding.word.weight")) for chunk in edges}
-    names = [name for name, _ in named_parameters(trainer.chunks)]
-    return chunks, len(tables), names
+    with trainer_of(topology, config) as trainer:
+        chunks = [(chunk.is_first, chunk.is_last, list(chunk.layers)) for chunk in trainer.chunks]
+        edges = [chunk for chunk in trainer.chunks if chunk.is_first or chunk.is_last]
+        tables = {id(chunk.get_parameter("embedding.word.weight")) for chunk in edges}
+        names = [name for name, _ in named_parameters(trainer.chunks)]
+        return chunks, len(tables), names
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_chunks_of_ranks(schedule, chunks, num_tables):
 
 
 def evaluate(topology, config):
-    trainer = trainer_of(topology, config)
-    return trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
+    with trainer_of(topology, config) as trainer:
+        return trainer.evaluate(trainer.datasets.valid, 0)["lm_loss"]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
@@ -79,12 +79,12 @@ def test_an_evaluation_is_one_ranks(schedule):
 
 
 def train(topology, config, num_steps, save):
-    trainer = trainer_of(topology, config)
-    trainer.load()
-    losses = [trainer.step().loss for _ in range(num_steps)]
-    if save:
-        trainer.save()
-    return losses
+    with trainer_of(topology, config) as trainer:
+        trainer.load()
+        losses = [trainer.step().loss for _ in range(num_steps)]
+        if save:
+            trainer.save()
+        return losses
 
 
 def test_a_checkpoint_of_chunks_resumes(tmp_path):

@@ -39,30 +39,30 @@ def trainer_of(topology, config: Config) -> Trainer:
 
 
 def train_and_save(topology, config: Config):
-    trainer = trainer_of(topology, config)
-    for _ in range(NUM_ITERATIONS):
-        trainer.step()
-    trainer.save()
-    return {name: piece_of(tensor, topology.tp.rank) for name, tensor in trainer.tensors().items()}
+    with trainer_of(topology, config) as trainer:
+        for _ in range(NUM_ITERATIONS):
+            trainer.step()
+        trainer.save()
+        return {name: piece_of(tensor, topology.tp.rank) for name, tensor in trainer.tensors().items()}
 
 
 def load_and_train(topology, config: Config, saves: bool):
-    trainer = trainer_of(topology, config)
-    try:
-        assert trainer.load()
-    except UserError as error:
-        return str(error)
-    if saves:
-        trainer.save()
-    pieces = {name: piece_of(tensor, topology.tp.rank) for name, tensor in trainer.tensors().items()}
-    progress = trainer.progress
-    results = [trainer.step() for _ in range(NUM_ITERATIONS)]
-    return (
-        pieces,
-        progress,
-        [result.loss for result in results],
-        [result.plan.learning_rate for result in results],
-    )
+    with trainer_of(topology, config) as trainer:
+        try:
+            assert trainer.load()
+        except UserError as error:
+            return str(error)
+        if saves:
+            trainer.save()
+        pieces = {name: piece_of(tensor, topology.tp.rank) for name, tensor in trainer.tensors().items()}
+        progress = trainer.progress
+        results = [trainer.step() for _ in range(NUM_ITERATIONS)]
+        return (
+            pieces,
+            progress,
+            [result.loss for result in results],
+            [result.plan.learning_rate for result in results],
+        )
 
 
 def saved_by(config: Config) -> Tensors:

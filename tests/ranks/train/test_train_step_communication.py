@@ -69,12 +69,12 @@ def config_of(world_size, recompute=None, num_layers=LAYERS, **parallel):
 def second_iteration(topology, config):
     """The traffic of an iteration that has others before and after it."""
     check_config(config, topology.world_size)
-    trainer = start_trainer(config, topology)
-    trainer.step()
-    with Traffic(topology) as traffic:
+    with start_trainer(config, topology) as trainer:
         trainer.step()
-    num_parameters = sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters())
-    return {"calls": by_bytes(traffic.calls), "num_parameters": num_parameters}
+        with Traffic(topology) as traffic:
+            trainer.step()
+        num_parameters = sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters())
+        return {"calls": by_bytes(traffic.calls), "num_parameters": num_parameters}
 
 
 @functools.cache

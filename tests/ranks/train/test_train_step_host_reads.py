@@ -95,33 +95,33 @@ def count_reads(topology: Topology, config: Config, num_iterations: int) -> list
 
     The loss scaler's tensors do not count.
     """
-    trainer = start_trainer(config, topology)
-    of_scaler = {
-        value.untyped_storage().data_ptr()
-        for value in vars(trainer.optimizer.scaler).values()
-        if isinstance(value, torch.Tensor)
-    }
-    packed: list[AsyncValues] = []
+    with start_trainer(config, topology) as trainer:
+        of_scaler = {
+            value.untyped_storage().data_ptr()
+            for value in vars(trainer.optimizer.scaler).values()
+            if isinstance(value, torch.Tensor)
+        }
+        packed: list[AsyncValues] = []
 
-    class Noted(AsyncValues):
-        def __init__(self, values: torch.Tensor) -> None:
-            super().__init__(values)
-            packed.append(self)
+        class Noted(AsyncValues):
+            def __init__(self, values: torch.Tensor) -> None:
+                super().__init__(values)
+                packed.append(self)
 
-    counts = []
-    for _ in range(num_iterations):
-        packed.clear()
-        with pytest.MonkeyPatch.context() as patch, HostReads() as reads:
-            patch.setattr(train_step, "AsyncValues", Noted)
-            for name in METHODS:
-                patch.setattr(torch.Tensor, name, reads.recording(getattr(torch.Tensor, name)))
-            result = trainer.step()
-        assert not result.skipped, result
-        (one,) = packed
-        place = one._values.untyped_storage().data_ptr()
-        others = [each for each in reads.seen if each != place and each not in of_scaler]
-        counts.append((reads.seen.count(place), len(others)))
-    return counts
+        counts = []
+        for _ in range(num_iterations):
+            packed.clear()
+            with pytest.MonkeyPatch.context() as patch, HostReads() as reads:
+                patch.setattr(train_step, "AsyncValues", Noted)
+                for name in METHODS:
+                    patch.setattr(torch.Tensor, name, reads.recording(getattr(torch.Tensor, name)))
+                result = trainer.step()
+            assert not result.skipped, result
+            (one,) = packed
+            place = one._values.untyped_storage().data_ptr()
+            others = [each for each in reads.seen if each != place and each not in of_scaler]
+            counts.append((reads.seen.count(place), len(others)))
+        return counts
 
 
 @pytest.mark.parametrize("case", CASES)

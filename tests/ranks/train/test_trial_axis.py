@@ -93,27 +93,26 @@ def _run(topology: Topology, config: Config) -> Found:
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
     record = record_rank(topology, config, 2)
-    trainer = start_trainer(config, topology)
-    straggler = straggler_log(config.logging, topology)
-    with pipeline_trace(trainer) as trace:
-        for number in (1, 2):
-            with straggler.iteration(number), trace.iteration(number):
-                result = trainer.step()
-                for axis in topology.axes.values():
-                    all_reduce(torch.ones(1), axis)
-            trace.after(number)
-    optimizer = trainer.optimizer
-    norms = {**optimizer_norms(optimizer), "params": optimizer.params_norm()}
-    norms |= layer_grad_norms(optimizer, 2, result.grad_norm, topology)
-    norms["zeros"] = optimizer.num_zeros()
-    trainer.save()
-    saved = _bytes(trainer.tensors())
-    trainer.step()
-    assert _bytes(trainer.tensors()) != saved
-    assert trainer.load()
-    assert _bytes(trainer.tensors()) == saved
-    trainer.close()
-    return Found(topology.coordinates, record, norms, saved, lines)
+    with start_trainer(config, topology) as trainer:
+        straggler = straggler_log(config.logging, topology)
+        with pipeline_trace(trainer) as trace:
+            for number in (1, 2):
+                with straggler.iteration(number), trace.iteration(number):
+                    result = trainer.step()
+                    for axis in topology.axes.values():
+                        all_reduce(torch.ones(1), axis)
+                trace.after(number)
+        optimizer = trainer.optimizer
+        norms = {**optimizer_norms(optimizer), "params": optimizer.params_norm()}
+        norms |= layer_grad_norms(optimizer, 2, result.grad_norm, topology)
+        norms["zeros"] = optimizer.num_zeros()
+        trainer.save()
+        saved = _bytes(trainer.tensors())
+        trainer.step()
+        assert _bytes(trainer.tensors()) != saved
+        assert trainer.load()
+        assert _bytes(trainer.tensors()) == saved
+        return Found(topology.coordinates, record, norms, saved, lines)
 
 
 def _bytes(tensors: dict[str, Any]) -> dict[str, bytes]:

@@ -67,8 +67,8 @@ def train(topology: Topology, config: Config) -> tuple[list[float], dict[str, Te
             patch.setattr(linear, name, counted(getattr(linear, name)))
         patch.setattr(GradientBuffer, "begin", begin_with_nan)
         patch.setattr(weight_gradients, "has_widening_gemm", lambda *_: True)
-        trainer = start_trainer(config, topology)
-        results = [trainer.step() for _ in range(NUM_ITERATIONS)]
+        with start_trainer(config, topology) as trainer:
+            results = [trainer.step() for _ in range(NUM_ITERATIONS)]
     figures = [figure for result in results for figure in (result.loss, result.grad_norm)]
     trainer.optimizer.finish_weights()
     names = trainer.optimizer.weights()

@@ -19,11 +19,10 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.fields import ConfigField, config_fields
-from megalite.config.model_fields import MAMBA_OPTIONS, MODEL_OPTIONS
-from megalite.config.option import OnResume
+from megalite.config.fields import ConfigField, config_fields, fields_by_name
+from megalite.config.model_fields import MAMBA_OPTIONS
+from megalite.config.option import OnResume, Range
 from megalite.config.parameter_schedules import OptimizerSchedules
-from megalite.config.resume_rules import RESUME_RULES
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 
@@ -326,43 +325,21 @@ def test_a_converted_checkpoint_is_compared_in_what_it_has(compare) -> None:
 
 
 Changes = dict[str, dict[str, Any]]
-FP16: Changes = {"model": {"params_dtype": "fp16"}}
 IN_SAMPLES: Changes = {"training": {"train_iters": None, "train_samples": 800}}
 CONSTANT: Changes = {"optimizer": {"lr_decay_style": "constant"}}
-WSD: Changes = {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9}}
 RISING: Changes = {
     "optimizer": {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
 }
-EXPERTS: Changes = {"model": {"num_experts": 4, "add_bias_linear": False}}
 BY_CONTEXT: list[tuple[str, Changes]] = [
-    *(
-        (name, {"model": {declared.only_with[0]: declared.only_with[1][0]}})
-        for name, declared in MODEL_OPTIONS.items()
-        if declared.only_with is not None and declared.only_with[1]
-    ),
-    *(
-        (name, EXPERTS)
-        for name, declared in MODEL_OPTIONS.items()
-        if declared.only_with is not None and not declared.only_with[1]
-    ),
     (
         " ".join(MAMBA_OPTIONS),
         {"model": {"hybrid_override_pattern": "M*-M", "mamba_head_dim": 16, "add_bias_linear": False}},
     ),
-    ("moe_router_group_scores", {"model": {**EXPERTS["model"], "moe_router_num_groups": 2}}),
-    ("moe_token_drop_policy", {"model": {**EXPERTS["model"], "moe_expert_capacity_factor": 1.0}}),
-    ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
-    ("window_rotary_base", {"model": {"position_embedding_type": "rope", "window_size": (4, 0)}}),
-    ("window_rope_scaling", {"model": {"rope_scaling": "linear", "window_size": (4, 0)}}),
     ("kv_shared_ffn_hidden_size", {"model": {"num_kv_shared_layers": 1}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
-    ("mup_base_head_dim", {"model": {"mup_base_width": 32}}),
+    ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
     ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
-    ("lr_wsd_decay_style lr_wsd_decay_iters", WSD),
     ("start_weight_decay end_weight_decay weight_decay_incr_iters", RISING),
-    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", FP16),
-    ("fim_spm_rate fim_prefix_token fim_middle_token fim_suffix_token", {"data": {"fim_rate": 0.1}}),
-    ("spiky_loss_factor", {"training": {"check_for_spiky_loss": True}}),
     ("lr_decay_samples lr_warmup_samples", IN_SAMPLES),
     ("train_iters", CONSTANT),
     ("train_samples", IN_SAMPLES | CONSTANT),
@@ -371,7 +348,7 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
     ("decoupled_min_lr", {"optimizer": {"decoupled_lr": 1e-2}}),
 ]
 CONTEXT_OF = {name: context for names, context in BY_CONTEXT for name in names.split()}
-"""What a field needs other fields to be to have an effect."""
+"""What a field needs other fields to be to have an effect, besides the conditions that it declares."""
 REFUSED_AS = {
     OnResume.MODEL: "has another model",
     OnResume.RUN: "belongs to another run",
@@ -395,10 +372,23 @@ def another(field: ConfigField, value: Any) -> Any:
     return (value or 1) + 1 if field.kind.item is int else (value or 0) / 2 + 0.3
 
 
+def with_effect(field: ConfigField, config: Config) -> Config:
+    """Return the config with other fields changed so that the conditions of a field are met."""
+    for needed in field.declared.only_with:
+        other = fields_by_name()[needed.field]
+        value = getattr(getattr(config, other.group), other.name)
+        if not needed.is_met(value):
+            is_listed = isinstance(needed.values, tuple) and not isinstance(needed.values, Range)
+            met = needed.values[0] if is_listed else another(other, value)
+            config = changed(other.group, {other.name: met}, config)
+        config = with_effect(other, config)
+    return config
+
+
 @pytest.mark.parametrize("field", config_fields(), ids=lambda field: field.name)
 def test_every_field_is_treated_by_its_rule(compare, field: ConfigField) -> None:
-    rule = RESUME_RULES[field.name]
-    saved = CONFIG
+    rule = field.on_resume
+    saved = with_effect(field, CONFIG)
     for group, values in CONTEXT_OF.get(field.name, {}).items():
         saved = changed(group, values, saved)
     value = another(field, getattr(getattr(saved, field.group), field.name))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.ladder import main
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
 from megalite.ladder.sizes import ScalingRules, scaling_parameters
 from tests.unit.ladder.test_finished_runs import finish, write_ladder
 

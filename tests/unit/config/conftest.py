@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError
+from megalite.frontends.command_line import parse
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, ModelConfig, TrainingConfig, check_config, to_yaml
-from megalite.config.command_line import parse
 from megalite.config.unused_options import unused_options
 from megalite.errors import ConfigError
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "
@@ -49,7 +49,7 @@ def test_megatrons_flags() -> None:
         ),
         (
             "--load A --no-load-optim --override-opt-param-scheduler",
-            "--override-opt-param-scheduler has no effect: with --no-load-optim the flags' schedule",
+            "--override-opt-param-scheduler has no effect: --no-load-optim is set",
         ),
         (
             "--weight-decay-incr-iters 5",
@@ -70,9 +70,9 @@ def test_what_has_no_effect_is_told(line: str, message: str) -> None:
     [
         (
             "--load A --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-            "--override-opt-param-scheduler resumes with the flags' schedule and --use-checkpoint-opt-param-",
+            "--override-opt-param-scheduler with --use-checkpoint-opt-param-scheduler: one resumes",
         ),
-        ("--use-checkpoint-args", "--use-checkpoint-args reads the model from --load, which is missing"),
+        ("--use-checkpoint-args", "--use-checkpoint-args without --load, from which it reads"),
         (
             "--load A --save A --finetune",
             "--finetune starts a new run at iteration 0, but --save A is",
@@ -168,8 +168,8 @@ LOCAL = ("--non-persistent-save-interval", "2", "--non-persistent-local-ckpt-dir
 
 def test_non_persistent_saves_need_a_place_and_a_run() -> None:
     text = "\n".join(mistakes_of(ENOUGH + "--non-persistent-save-interval 2"))
-    assert "--non-persistent-save-interval 2 needs --non-persistent-local-ckpt-dir" in text
-    assert "--non-persistent-save-interval 2 needs --save" in text
+    assert "--non-persistent-save-interval 2 without --non-persistent-local-ckpt-dir" in text
+    assert "--non-persistent-save-interval 2 without --save" in text
 
 
 @pytest.mark.parametrize("kind", ["global", "in_memory"])

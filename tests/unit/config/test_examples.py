@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megalite.config import check_config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

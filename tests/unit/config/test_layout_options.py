@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.command_line import parse_run
 from megalite.config.fields import config_fields
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.validate import problems_in_any_layout
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse_run
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 
@@ -75,7 +75,7 @@ def test_a_printed_config_leaves_the_same_options_open(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "--layout auto needs --global-batch-size"),
+        ("", "--layout auto without --global-batch-size"),
         ("--global-batch-size 8 --fp8 --bf16", "--layout auto with --fp8-format hybrid"),
         ("--global-batch-size 8 --dry-run", "--layout auto with --dry-run"),
         ("--global-batch-size 8 --verify-layouts all", "--layout auto with --verify-layouts all"),

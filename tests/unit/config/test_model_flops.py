@@ -11,8 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megalite.config import ModelConfig
-from megalite.config.layer_weights import layer_weights
-from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention, mean_visible_keys
+from megalite.config.model_flops import (
+    flops_per_token,
+    flops_per_token_by_convention,
+    layer_weights,
+    mean_visible_keys,
+)
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.plan.units import whole_model

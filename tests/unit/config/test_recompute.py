@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from megalite.config import RecomputeConfig, check_config
-from megalite.config.command_line import parse
 from megalite.errors import ConfigError
+from megalite.frontends.command_line import parse
 
 
 def recompute(line):

@@ -15,7 +15,7 @@ from megalite.distributed.axes import AXES, MODEL, AxisEntry, Factoring, MeshOpt
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.recording.traffic import CollectiveCall, Traffic
+from megalite.observe.collectives import CollectiveCall, Traffic
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
 PP, DP, CP, TP = MODEL.axes
@@ -124,7 +124,7 @@ def test_zero_shards_over_the_replicas_of_two_axes(rank: int) -> None:
         assert replicas.replicate is not None
         assert replicas.replicate.ranks == replicas.ranks[replicas.rank % 4 :: 4]
         assert [part.name for part in replicas.parts] == ["dp_cp", "dp_cp_replicate", "dp_cp_shard"]
-        assert all(part.observers is replicas.observers for part in replicas.parts)
+        assert all(each.observers is topology.observers for each in (*topology.groups(), *replicas.parts))
 
 
 @pytest.mark.parametrize("rank", [0, 9, 23])

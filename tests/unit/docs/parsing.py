@@ -14,9 +14,9 @@ from torch.distributed.run import get_args_parser
 
 from megalite.commands import COMMANDS
 from megalite.config import check_config
-from megalite.config.command_line import known_flags, parse
 from megalite.config.fields import normalised
-from megalite.config.tool_parser import ToolParser
+from megalite.frontends.command_line import known_flags, parse
+from megalite.frontends.tool_parser import ToolParser
 from megalite.plan.plan_request import planning_flags
 
 ROOT = Path(__file__).parents[3]

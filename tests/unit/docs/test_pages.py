@@ -74,7 +74,7 @@ def test_functions_named_in_contributing_exist() -> None:
     )
     spans = re.findall(r"`([^`\n]+)`", guide)
     named = {name for span in spans for name in re.findall(r"\b([A-Za-z_]+)\(", span)} - {"launch", "p"}
-    assert {"flags", "new_parameter"} <= named
+    assert {"option", "new_parameter"} <= named
     assert [name for name in sorted(named) if not re.search(rf"(def |class |import .*){name}\b", code)] == []
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for module in re.findall(r"\"(megalite\.[a-z_.]+)\.[a-z_]+\"", settings):

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.config.validate import problems_of
 from megalite.dry_run.dry_run import dry_run
 from megalite.dry_run.dry_run_report import summarize_actions
 from megalite.errors import ConfigError, UserError
+from megalite.frontends.command_line import parse
 from megalite.model.transformer_stage import GPT
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.units import whole_model
 from megalite.pretraining import pretrain
-from tests.unit.config.compatibility.lines import example_scripts
+from tests.unit.frontends.megatron.lines import example_scripts
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 1000 --mock-data"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.dry_run.dry_run import dry_run
+from megalite.frontends.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program

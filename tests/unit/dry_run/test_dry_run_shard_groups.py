@@ -9,11 +9,11 @@ import pytest
 
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
+from megalite.observe.collectives import CollectiveCall
 from megalite.plan.iteration_time import exchange_seconds, gradient_bytes, sharing_of
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program
 from megalite.plan.rank_memory import rank_memories
-from megalite.recording.traffic import CollectiveCall
 from megalite.verify.layouts import Layout
 from tests.ranks.dry_run.test_dry_run import MICROBATCHES, config_of
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config.command_line import parse
 from megalite.distributed.topology import Topology
 from megalite.dry_run import counts as counting
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.repetition import repetition_of
-from megalite.recording.meta_tensors import meta_tensors
+from megalite.frontends.command_line import parse
+from megalite.observe.meta_tensors import meta_tensors
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
 

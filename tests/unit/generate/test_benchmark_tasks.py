@@ -10,7 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, manager
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -191,8 +191,11 @@ def test_task_of_a_folder(
     assert "verses" in table_of(results)
 
 
-def test_unknown_task(folder: Path, one_rank: Topology, tmp_path: Path) -> None:
-    """A task of the harness and one of the folder are known."""
+def test_unknown_task(
+    folder: Path, one_rank: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of the harness and one of the folder are known. Of the harness's own, only ARC's are read."""
+    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "arc" / "manager.py"))
     write_task(tmp_path)
     trained, tokenizer = loaded(folder, one_rank)
     options = TaskOptions(["arc_easy", "verses", "no_such_task"], tmp_path, None, None, 2)

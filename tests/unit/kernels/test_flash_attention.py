@@ -81,10 +81,10 @@ CASES = {
     "a slice over blocks": Case(210, d=16, n=1, g=1, queries=slice(70, 200)),
     "a slice, both sides": Case(50, documents=True, both_sides=True, p=0.3, queries=slice(13, 40)),
     "a slice, everything": Case(
-        45, d=40, n=4, alibi=True, documents=True, window=11, p=0.3, cap=1.5, queries=slice(9, 36)
+        45, d=40, g=1, alibi=True, documents=True, window=11, p=0.3, cap=1.5, queries=slice(9, 36)
     ),
     "everything": Case(45, d=40, n=4, alibi=True, documents=True, p=0.3),
-    "everything, rows of four": Case(44, d=40, n=4, alibi=True, documents=True, p=0.3, has_sinks=True),
+    "everything, rows of four": Case(44, d=40, g=1, alibi=True, documents=True, p=0.3, has_sinks=True),
 }
 
 

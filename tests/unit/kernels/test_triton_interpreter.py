@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -24,18 +25,23 @@ LONG = {
 """Tests of each operator: not those in bf16, to which the interpreter truncates."""
 
 
+def selection(names: Mapping[str, str]) -> tuple[str, ...]:
+    """Return pytest's arguments that run the named tests of some operators in one process."""
+    selected = " or ".join(f"(test_{name}.py and ({tests}))" for name, tests in names.items())
+    return "-k", selected, *(f"tests/unit/kernels/test_{name}.py" for name in names)
+
+
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed: pip install triton==3.7.1")
 @pytest.mark.parametrize(
-    ("name", "selected"),
+    "selected",
     [
-        *SHORT.items(),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in LONG.items()),
+        pytest.param(SHORT, id="short"),
+        *(pytest.param({name: LONG[name]}, id=name, marks=pytest.mark.slow) for name in LONG),
     ],
 )
-def test_kernels_pass_the_operators_tests(name: str, selected: str) -> None:
-    program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-k", selected]
-    done = subprocess.run(
-        [*program, f"tests/unit/kernels/test_{name}.py"], cwd=ROOT, capture_output=True, text=True
-    )
+def test_kernels_pass_the_operators_tests(selected: Mapping[str, str]) -> None:
+    program = [sys.executable, "-m", "tests.unit.kernels.interpreted", "-rp", *selection(selected)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert " passed" in done.stdout
+    for name in selected:
+        assert f"PASSED tests/unit/kernels/test_{name}.py::" in done.stdout

@@ -11,8 +11,8 @@ import pytest
 
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli.ladder import main
-from megalite.config.command_line import parse_run
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse_run
 from megalite.ladder.finished_runs import METRICS_FILE, TooFewRuns, read_planned_run, read_runs
 from megalite.ladder.sizes import LadderRun, ScalingRules
 from megalite.ladder.write_configs import ladder_runs, write_configs

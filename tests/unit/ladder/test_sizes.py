@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.config.command_line import parse
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.config.validate import problems_of
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.ladder.sizes import (
     LadderRun,
     ScalingRules,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.ladder import main
-from megalite.config.command_line import parse, parse_run
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse, parse_run
 from megalite.ladder.sizes import ScalingRules
 from megalite.ladder.write_configs import ladder_lines, ladder_runs, write_configs
 

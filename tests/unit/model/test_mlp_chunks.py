@@ -13,8 +13,8 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.loss_terms import WithTerms
 from megalite.microbatch import Microbatch
-from megalite.recording.record_unit import record_unit
-from megalite.recording.unit_key import UnitKey
+from megalite.observe.record_unit import record_unit
+from megalite.observe.unit_record import UnitKey
 from tests.live_bytes import LargestTensor
 from tests.stages import build_stage
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config import OptimizerConfig
-from megalite.config.command_line import parse
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.validate import problems_of
+from megalite.frontends.command_line import parse
 from megalite.optim.loss_scaler import LossScaler, build_loss_scaler
 
 

@@ -12,7 +12,7 @@ from megalite.pipeline.messages import Batch, compute_times, plan_steps, source_
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, StageMap, actions_by_rank, peak_in_flight
 from megalite.pipeline.simulator import run_steps, simulate
 
-SIZES = st.tuples(st.integers(1, 8), st.integers(1, 20), st.integers(2, 4))
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(2, 4))
 """Ranks, microbatches, chunks of a schedule that lets the user choose."""
 
 

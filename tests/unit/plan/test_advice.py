@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes, divided_further
 from megalite.plan.layout_fields import with_layout

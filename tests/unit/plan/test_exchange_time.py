@@ -13,6 +13,7 @@ from megalite.config.presets import PRESETS
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
+from megalite.observe.unit_record import CollectiveCall
 from megalite.plan.communication import PROTOCOLS, Group
 from megalite.plan.exchange_time import ep_seconds
 from megalite.plan.iteration_time import time_iteration
@@ -21,7 +22,6 @@ from megalite.plan.layout_fields import layout_flags, layout_name
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import OWN, own_program, program_named
 from megalite.plan.rank_memory import RankMemory, rank_memories
-from megalite.recording.unit_record import CollectiveCall
 from megalite.verify.layouts import Layout
 
 MODEL = replace(

@@ -22,9 +22,9 @@ from megalite.plan.goodput import (
     young_interval,
 )
 from megalite.plan.goodput_plan import GoodputPlan
+from megalite.plan.launch.write_job import write_job
 from megalite.plan.plan_report import answer, goodput_of
 from megalite.plan.plan_request import read_request
-from megalite.plan.slurm.sbatch_request import write_job
 from tests.programs import run_program
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

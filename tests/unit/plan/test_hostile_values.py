@@ -12,10 +12,9 @@ import yaml
 
 from megalite.config.arguments import split_tokens
 from megalite.errors import UserError
-from megalite.plan.kubernetes.pytorch_job import Kubernetes, pytorch_job
-from megalite.plan.slurm import sbatch_script
-from megalite.plan.slurm.sbatch_request import write_job
-from megalite.plan.slurm.sbatch_script import Slurm, batch_script
+from megalite.plan.launch import job_files
+from megalite.plan.launch.job_files import Kubernetes, Slurm, batch_script, pytorch_job
+from megalite.plan.launch.write_job import write_job
 
 PIECES = [
     *(
@@ -140,7 +139,7 @@ def test_a_batch_script_passes_on_every_value_and_runs_nothing_else(
     if whole:
         values = ["", *("".join(PIECES[i : i + 12]) for i in range(0, len(PIECES), 12)), "".join(LINES)]
     for value in values:
-        monkeypatch.setattr(sbatch_script, "_python", lambda value=value: f"/{value}")
+        monkeypatch.setattr(job_files, "_python", lambda value=value: f"/{value}")
         scripts.append(_script(SLURM, [] if value else tokens, value or None))
     found = _started(tmp_path, scripts) if whole else _assigned(tmp_path, scripts)
     for value, words in zip(values, found, strict=True):

@@ -76,19 +76,21 @@ def test_zero_3_and_fp32_keep_main_weights_on_the_gpu() -> None:
 
 
 def test_a_search_offloads_only_where_nothing_else_fits() -> None:
+    model = f"{MODEL} --micro-batch-size 1"
+
     def commands(flags: str) -> list[str]:
-        (line,) = answer(["--json", *f"{MODEL} {flags} --search --top 3".split()])
+        (line,) = answer(["--json", *f"{model} {flags} --search --top 3".split()])
         return [each["command"] for each in json.loads(line)["layouts"]]
 
     assert all("--optimizer-cpu-offload" in command for command in commands("--world-size 1"))
-    text = "\n".join(answer(f"{MODEL} --world-size 1 --search --top 1".split()))
+    text = "\n".join(answer(f"{model} --world-size 1 --search --top 1".split()))
     assert "note: no layout fits with the optimizer state on the GPU" in text
     assert not any("offload" in command for command in commands("--world-size 8"))
     with pytest.raises(UserError, match="no layout fits"):  # a node has no room for this state
         list(answer(f"--preset gpt3-175b --bf16 --gpu a100-80 --world-size 8 {SEARCH}".split()))
 
 
-SEARCH = "--global-batch-size 8 --attention-dropout 0 --search"
+SEARCH = "--global-batch-size 8 --micro-batch-size 1 --attention-dropout 0 --search"
 
 
 def test_the_text_says_where_it_is_and_what_moves() -> None:

@@ -13,9 +13,9 @@ from megalite.config import Config
 from megalite.errors import UserError
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import Length, Trial
+from megalite.plan.launch.write_job import write_job
 from megalite.plan.own_program import model_of
 from megalite.plan.plan_report import answer
-from megalite.plan.slurm.sbatch_request import write_job
 
 ROOT = Path(__file__).parents[3]
 OWN = ROOT / "examples" / "own_model.py"
@@ -87,7 +87,7 @@ def test_measured_layouts_run_the_program(tmp_path: Path, monkeypatch: pytest.Mo
 
 MODEL = """
 import megalite
-from tests.unit.recording import own_models
+from tests.unit.observe import own_models
 class Model(own_models.{base}):
     pass
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import get_args
 import pytest
 
 from megalite.cli.plan import main
-from megalite.config.command_line import parse
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.log import ProgressLine
 from megalite.plan.layout_fields import legend_lines, with_even_stages
 from megalite.plan.plan_report import answer
@@ -42,6 +42,8 @@ GPT = (
     "--padded-vocab-size 51200 --bf16 --global-batch-size 64"
 )
 SMALL = f"--gpu a100-80 --world-size 16 {GPT}"
+FEW = f"{SMALL} --micro-batch-size 1 --tp 2"
+"""A search of few layouts."""
 
 
 def plan(text: str):
@@ -226,7 +228,7 @@ def test_figures_of_a_gpu_can_be_others() -> None:
 
 
 def test_the_search_begins_with_the_simplest_and_its_command_plans_alike() -> None:
-    found = plan(f"{SMALL} --search --top 5")
+    found = plan(f"{FEW} --search --top 5")
     layouts = found["layouts"]
     assert len(layouts) == 5
     assert all(each["fits"] for each in layouts)
@@ -240,8 +242,8 @@ def test_the_search_begins_with_the_simplest_and_its_command_plans_alike() -> No
 
 
 def test_a_plan_of_the_layout_that_training_chooses() -> None:
-    (found,) = plan(f"{SMALL} --layout auto")["layouts"]
-    chosen, fastest, *_ = plan(f"{SMALL} --search --top 3")["layouts"]
+    (found,) = plan(f"{FEW} --layout auto")["layouts"]
+    chosen, fastest, *_ = plan(f"{FEW} --search --top 3")["layouts"]
     assert found["command"] == chosen["command"].replace(" --search", "").replace("--top 3", "")
     assert not found["tight"]
     assert found["iteration_time_s"] <= 1.03 * fastest["iteration_time_s"]
@@ -249,7 +251,7 @@ def test_a_plan_of_the_layout_that_training_chooses() -> None:
     assert "--layout" not in words
     again = plan(f"--gpu a100-80 --world-size 16 {words}")
     assert again["iteration_time_s"] == found["iteration_time_s"]
-    assert len(plan(f"{SMALL} --layout auto --top 3")["layouts"]) == 3
+    assert len(plan(f"{FEW} --layout auto --top 3")["layouts"]) == 3
 
 
 def test_a_plan_of_a_chosen_layout_needs_the_batch() -> None:
@@ -260,7 +262,7 @@ def test_a_plan_of_a_chosen_layout_needs_the_batch() -> None:
 
 def test_the_command_of_a_file_that_lets_the_program_choose_keeps_the_plan(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("layout: auto\n")
-    (found,) = plan(f"{SMALL} --config {tmp_path / 'run.yaml'}")["layouts"]
+    (found,) = plan(f"{FEW} --config {tmp_path / 'run.yaml'}")["layouts"]
     assert "--layout manual" in found["command"]
 
 
@@ -289,6 +291,7 @@ def test_the_search_leaves_alone_what_was_given() -> None:
 
 def test_a_cluster_that_holds_no_layout_is_told_what_would() -> None:
     words = "--gpu a100-80 --world-size 8 --preset bloom-176b --global-batch-size 64 --bf16 --search"
+    words += " --micro-batch-size 1"
     with pytest.raises(UserError, match=r"no layout fits 8 GPUs of 85\.3 GB") as caught:
         list(answer(words.split()))
     text = str(caught.value)
@@ -364,8 +367,8 @@ COSTS = "--train-tokens 15e12 --watts 600 --price-per-gpu-hour 1.5"
 
 
 def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
-    layouts = plan(f"{SMALL} --search --top 2 {COSTS}")["layouts"]
-    table = lines(f"{SMALL} --search --top 2 {COSTS}").splitlines()
+    layouts = plan(f"{FEW} --search --top 2 {COSTS}")["layouts"]
+    table = lines(f"{FEW} --search --top 2 {COSTS}").splitlines()
     (header,) = [line for line in table if "s/iter" in line]
     assert header.split()[4:] == ["days", "MWh", "price", "layout"]
     rows = table[table.index(header) + 1 :][:2]
@@ -373,7 +376,7 @@ def test_a_search_tells_the_days_and_the_price_of_each_layout() -> None:
         found = [float(word.replace(",", "")) for word in row.split()[4:7]]
         assert found == pytest.approx([layout[key] for key in ("days", "energy_mwh", "price")], rel=1e-3)
     assert "for 15 trillion tokens; price in the currency of --price-per-gpu-hour 1.5" in "\n".join(table)
-    assert "days" not in lines(f"{SMALL} --search --top 2")
+    assert "days" not in lines(f"{FEW} --search --top 2")
 
 
 @pytest.mark.parametrize(
@@ -461,10 +464,11 @@ def test_tables_and_commands_fit_a_terminal(flags: str, width: int) -> None:
 
 def test_a_search_names_the_fastest_layout_beside_the_simplest() -> None:
     """Recomputed modules let a layout of larger microbatches be 1.6% faster, with two options more."""
-    first, *others = plan(f"{LLAMA} --search --top 4")["layouts"]
+    search = f"{LLAMA} --tp 1 --pp 1 --search"
+    first, *others = plan(f"{search} --top 4")["layouts"]
     fastest = min(each["iteration_time_s"] for each in others)
     assert fastest < first["iteration_time_s"] < 1.03 * fastest
-    text = " ".join(lines(f"{LLAMA} --search --top 1").split())
+    text = " ".join(lines(f"{search} --top 1").split())
     assert "first row: the simplest layout within 3% of the fastest" in text
     assert f" at {fastest:.3f} s" in text and f"{first['iteration_time_s'] / fastest - 1:.1%} faster" in text
     assert "iteration: 512 samples of 8,192 tokens, 4.194 million in all" in text

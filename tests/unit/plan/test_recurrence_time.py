@@ -10,11 +10,11 @@ import pytest
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.hardware.gpus import GPUS
+from megalite.observe.recurrence_call import RecurrenceCall
 from megalite.plan.layer_time import memory_bandwidth, phase_work
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program
 from megalite.plan.recurrence_time import recurrence_seconds
-from megalite.recording.recurrence_call import RecurrenceCall
 
 GPU = GPUS["h100-80"]
 DELTA_NET = {

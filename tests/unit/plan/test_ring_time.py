@@ -10,9 +10,9 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
 from megalite.model.ring_attention import ring_steps, slices_of_ranks
+from megalite.observe.unit_record import AttentionCall
 from megalite.plan.programs import own_program
 from megalite.plan.ring_time import ring_slices
-from megalite.recording.unit_record import AttentionCall
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

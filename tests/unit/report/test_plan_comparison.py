@@ -57,7 +57,7 @@ def test_a_run_loses_what_the_plan_does_not_expect(
     assert {"GEMMs", "kernel launches", "data"} <= {line.split("  ")[0] for line in printed}
     assert printed[-2].startswith("data cost 1000.0 ms (100%)")
     page = Path(printed[-1]).read_text()
-    assert '"waterfall"' in page
+    assert 'class="waterfall"' in page
     assert "data cost 1000.0 ms" in page
 
 

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megalite.cli.where import main
-from megalite.config.command_line import parse
 from megalite.data.batch_loader import microbatch_samples
 from megalite.data.build_datasets import num_samples_per_split
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.train.trace_sample import trace_iteration
 from tests.corpora import build_datasets
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.distributed.axes import Slice
+from megalite.observe.collectives import Collective
 from megalite.tensor_parallel.placement import Box
-from megalite.verify.collective_list import Collective
 from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
 from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 

@@ -96,24 +96,29 @@ def _break(trainer: Trainer, module: str, sample: int, change: Change) -> None:
     stage.get_submodule(module).register_forward_hook(leave)
 
 
+Break = tuple[str, int, Change]
+"""A module, a sample and how the module's output changes for the microbatch that holds it."""
+
+
 def _run(
-    topology: Topology, config: Config, module: str, sample: int, change: Change, num_iterations: int = 3
+    topology: Topology, config: Config, breaks: tuple[Break, ...], num_iterations: int = 3
 ) -> tuple[list[tuple[StepResult, str | None]], bool]:
     """Return result and anomaly of each iteration, and whether the weights changed only in its updates."""
     with (  # the flag is enough here
         mock.patch.object(model_chunks, "compile_layers"),
         mock.patch.object(model_chunks, "check_compiler"),
+        start_trainer(config, topology) as trainer,
     ):
-        trainer = start_trainer(config, topology)
-    _break(trainer, module, sample, change)
-    results, texts, as_reported = [], [], True
-    for _ in range(num_iterations):
-        before = _weights(trainer)
-        results.append(trainer.step())
-        texts.append(_anomaly_text(trainer, results[-1]))
-        moved = not all(torch.equal(old, new) for old, new in zip(before, _weights(trainer), strict=True))
-        as_reported = as_reported and moved is not results[-1].skipped
-    counts = (trainer.progress.num_skipped, trainer.progress.num_nan)
+        for each in breaks:
+            _break(trainer, *each)
+        results, texts, as_reported = [], [], True
+        for _ in range(num_iterations):
+            before = _weights(trainer)
+            results.append(trainer.step())
+            texts.append(_anomaly_text(trainer, results[-1]))
+            moved = not all(torch.equal(old, new) for old, new in zip(before, _weights(trainer), strict=True))
+            as_reported = as_reported and moved is not results[-1].skipped
+        counts = (trainer.progress.num_skipped, trainer.progress.num_nan)
     return list(zip(results, texts, strict=True)), as_reported and counts == _counts(results)
 
 
@@ -138,43 +143,37 @@ def _counts(results: list[StepResult]) -> tuple[int, int]:
 
 
 def _results(
-    layout: str, module: str, sample: int, change: Change, num_iterations: int = 3, **training: object
+    layout: str, breaks: tuple[Break, ...], num_iterations: int = 3, **training: object
 ) -> list[tuple[StepResult, str | None]]:
     """Return result and anomaly of each iteration; they are the same on all ranks."""
     config = _config(layout, **training)
-    num_ranks = _num_ranks(layout)
-    ranks = run_ranks(_run, config.parallel.mesh, num_ranks, config, module, sample, change, num_iterations)
+    ranks = run_ranks(_run, config.parallel.mesh, _num_ranks(layout), config, breaks, num_iterations)
     assert all(as_reported for _, as_reported in ranks)
     assert all(repr(results) == repr(ranks[0][0]) for results, _ in ranks)  # a NaN is no other NaN's equal
     return ranks[0][0]
-
-
-def _faults(layout: str, module: str, sample: int, change: Change, **training: object) -> list[str | None]:
-    return [text for _, text in _results(layout, module, sample, change, **training)]
 
 
 @pytest.mark.parametrize(
     ("layout", "module"), [*((layout, "layers.1.mlp") for layout in LAYOUTS), ("tp1", "layers.0.attention")]
 )
 def test_the_first_bad_part_and_microbatch_are_named(layout: str, module: str) -> None:
-    """Test sample 13: it is in the third pair of the second iteration, samples 8 to 15."""
+    """Test a loss that sample 13 makes bad, and a gradient that sample 29 does.
+
+    They are in the third pairs of the second iteration, samples 8 to 15, and of the fourth.
+    """
+    breaks = (module, 13, _with_nan), (module, 29, _with_nan_gradient)
+    texts = [text for _, text in _results(layout, breaks, 5)]
     place = "microbatch 1 of data-parallel rank 0" if "dp2" in layout else "microbatch 2"
-    assert _faults(layout, module, 13, _with_nan) == [
+    assert texts[:3] == [
         None,
         f"the loss is nan, first in {module} in {place} (samples 12 to 13); the update was skipped",
         None,
     ]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_gradient_alone_that_is_bad_names_its_parameter(layout: str) -> None:
-    samples = "microbatch 1 (samples 12 to 15)" if "dp2" in layout else "microbatch 2 (samples 12 to 13)"
-    texts = _faults(layout, "layers.1.mlp", 13, _with_nan_gradient)
-    assert texts[0] is None
-    assert texts[2] is None
-    assert texts[1] is not None
-    assert texts[1].startswith("the grad norm is nan, first in the gradient of layers.1.mlp.")
-    assert texts[1].endswith(f" in {samples}; the update was skipped")
+    samples = "microbatch 1 (samples 28 to 31)" if "dp2" in layout else "microbatch 2 (samples 28 to 29)"
+    assert texts[3] is not None
+    assert texts[3].startswith(f"the grad norm is nan, first in the gradient of {module}.")
+    assert texts[3].endswith(f" in {samples}; the update was skipped")
+    assert texts[4] is None
 
 
 def _faults_of_spoilt_weights(
@@ -230,7 +229,8 @@ def test_layers_that_add_terms_to_the_loss_are_named() -> None:
     terms = {"num_experts": 4, "moe_layer_freq": (1, 0), "mtp_num_layers": 1}
     config = replace(config, model=replace(config.model, **terms))
     place = "layers.1.mlp in microbatch 2 (samples 12 to 13)"
-    for found, as_reported in run_ranks(_run, config.parallel.mesh, 2, config, "layers.1.mlp", 13, _with_nan):
+    breaks = (("layers.1.mlp", 13, _with_nan),)
+    for found, as_reported in run_ranks(_run, config.parallel.mesh, 2, config, breaks):
         assert as_reported
         texts = [text for _, text in found]
         assert texts == [None, f"the loss is nan, first in {place}; the update was skipped", None]
@@ -238,7 +238,8 @@ def test_layers_that_add_terms_to_the_loss_are_named() -> None:
 
 def test_a_spike_names_the_microbatch_and_what_stands_out_in_it() -> None:
     """Test sample 85: it is in the eleventh iteration, the first with ten losses before it."""
-    results = _results("pp2", "final_norm", 85, _grown, 12, check_for_spiky_loss=True, spiky_loss_factor=1.5)
+    breaks = (("final_norm", 85, _grown),)
+    results = _results("pp2", breaks, 12, check_for_spiky_loss=True, spiky_loss_factor=1.5)
     texts = [text for _, text in results]
     assert texts[:10] == [None] * 10
     assert texts[10] is not None
@@ -267,13 +268,12 @@ def _nan_once(x: Tensor) -> Tensor:
     ],
 )
 def test_a_loss_that_is_bad_once(compiles: bool, cause: str) -> None:
-    assert _faults("tp1", "layers.1.mlp", 13, _nan_once, compile=compiles)[1] == (
-        f"the loss is nan, {cause}; the update was skipped"
-    )
+    results = _results("tp1", (("layers.1.mlp", 13, _nan_once),), compile=compiles)
+    assert results[1][1] == f"the loss is nan, {cause}; the update was skipped"
 
 
 def test_with_the_check_off_a_bad_gradient_still_changes_nothing() -> None:
-    results = _results("tp1", "layers.1.mlp", 13, _with_nan, check_for_nan_in_loss_and_grad=False)
+    results = _results("tp1", (("layers.1.mlp", 13, _with_nan),), check_for_nan_in_loss_and_grad=False)
     assert [(result.skipped, text) for result, text in results] == [
         (False, None),
         (True, None),
@@ -283,7 +283,7 @@ def test_with_the_check_off_a_bad_gradient_still_changes_nothing() -> None:
 
 def test_iterations_to_skip_consume_their_samples() -> None:
     """Test that later iterations have the samples of a run without the flag."""
-    results = _results("dp2", "layers.1.mlp", 13, _with_nan, iterations_to_skip=("2",))
+    results = _results("dp2", (("layers.1.mlp", 13, _with_nan),), iterations_to_skip=("2",))
     assert [(result.plan.is_excluded, result.skipped, text) for result, text in results] == [
         (False, False, None),
         (True, True, None),

@@ -34,14 +34,14 @@ def _lines(topology: Topology, config: Config, slow: int) -> list[str]:
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    trainer = start_trainer(config, topology)
-    if topology.rank == slow:
-        trainer.chunks[0].register_forward_pre_hook(_compute)
-    straggler = straggler_log(config.logging, topology)
-    for number in range(1, NUM_ITERATIONS + 1):
-        with straggler.iteration(number):
-            trainer.step()
-    return lines
+    with start_trainer(config, topology) as trainer:
+        if topology.rank == slow:
+            trainer.chunks[0].register_forward_pre_hook(_compute)
+        straggler = straggler_log(config.logging, topology)
+        for number in range(1, NUM_ITERATIONS + 1):
+            with straggler.iteration(number):
+                trainer.step()
+        return lines
 
 
 def _compute(*_: Any) -> None:

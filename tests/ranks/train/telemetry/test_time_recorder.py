@@ -26,7 +26,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
-from megalite.recording.unit_record import KERNEL_KINDS
+from megalite.observe.unit_record import KERNEL_KINDS
 from megalite.report.run_history import read_history
 from megalite.torch_private import EagerMode
 from megalite.train.callbacks import default_callbacks
@@ -60,7 +60,7 @@ def _sleep(*_: Any) -> None:
 
 
 @dataclass
-class SlowWait(Observer[Any]):
+class SlowWait(Observer):
     """Makes each wait along an axis longer, on every rank, as a slow link does."""
 
     axis: str
@@ -86,8 +86,7 @@ def _slow_rank(trainer: Trainer) -> None:
 
 def _slow_link(trainer: Trainer) -> None:
     axis = _axis(trainer)
-    for observers in trainer.observer_lists():
-        observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
+    trainer.topology.observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
 
 
 def _starved_loader(trainer: Trainer) -> None:

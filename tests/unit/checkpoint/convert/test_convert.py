@@ -28,9 +28,9 @@ from megalite.checkpoint.manifest import damage_of, read_manifest
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig
-from megalite.config.command_line import parse
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import spec_of
 from tests.live_bytes import LiveBytes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.config.rules.conflicts import conflicts
 from megalite.config.rules.expert_rules import (
     audited_experts,
     expert_parallel,
@@ -16,8 +17,14 @@ from megalite.config.rules.expert_rules import (
     options_without_experts,
     recorded_routing,
 )
-from megalite.config.rules.parallel_rules import world
+from megalite.config.rules.parallel_rules import tensor_parallel, world
 from megalite.config.unused_options import unused_options
+from megalite.errors import Problem
+
+
+def _problems(config: Config) -> list[Problem]:
+    rules = (conflicts, options_without_experts, imbalance, recorded_routing)
+    return [problem for rule in rules for problem in rule(config, None)]
 
 
 @pytest.mark.parametrize(
@@ -40,9 +47,9 @@ from megalite.config.unused_options import unused_options
     ],
 )
 def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
-    model = ModelConfig(num_experts=8, moe_ffn_hidden_size=12)
+    model = ModelConfig(num_attention_heads=16, num_experts=8, moe_ffn_hidden_size=12)
     config = Config(model=model, parallel=ParallelConfig(**changes))
-    problems = [problem.text for problem in expert_parallel(config, None)]
+    problems = [problem.text for problem in (*expert_parallel(config, None), *tensor_parallel(config, None))]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 
@@ -67,7 +74,10 @@ def test_a_group_has_the_scores_of_its_experts(scores: int, num_groups: int, exp
     ("changes", "expected"),
     [
         ({"moe_beside_mlp": True, "norm_position": "sandwich"}, ""),
-        ({"moe_beside_mlp": True}, "--norm-position pre does not: pass --norm-position sandwich"),
+        (
+            {"moe_beside_mlp": True},
+            "--moe-beside-mlp with --norm-position pre, .* pass --norm-position sandwich",
+        ),
         (
             {
                 **{"moe_beside_mlp": True, "norm_position": "sandwich"},
@@ -88,7 +98,7 @@ def test_a_group_has_the_scores_of_its_experts(scores: int, num_groups: int, exp
 )
 def test_experts_have_these_options(changes: dict[str, Any], expected: str) -> None:
     model = ModelConfig(num_experts=8, **{"add_bias_linear": False, **changes})
-    problems = [problem.text for problem in options_without_experts(Config(model=model), None)]
+    problems = [problem.text for problem in _problems(Config(model=model))]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 
@@ -107,8 +117,10 @@ def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
 def test_even_tokens_are_not_planned_as_uneven() -> None:
     model = ModelConfig(num_experts=8, moe_router_force_load_balancing=True)
     for factor, number in ((1.0, 0), (1.5, 1)):
-        config = Config(model=model, parallel=ParallelConfig(moe_imbalance=factor))
-        problems = [problem.text for problem in imbalance(config, None)]
+        config = Config(
+            model=model, parallel=ParallelConfig(moe_imbalance=factor, expert_model_parallel_size=2)
+        )
+        problems = [problem.text for problem in _problems(config)]
         assert len(problems) == number
         assert all(text.startswith("--moe-imbalance 1.5 with --moe-router-force") for text in problems)
 
@@ -131,9 +143,11 @@ def test_an_imbalance_between_ranks_needs_several(ep: int, number: int) -> None:
 
 
 def test_a_gate_needs_a_shared_expert() -> None:
-    model = ModelConfig(num_experts=8, moe_shared_expert_gate=True)
-    (problem,) = experts(Config(model=model), None)
-    assert problem.text.startswith("--moe-shared-expert-gate without a shared expert: pass --moe-shared")
+    model = ModelConfig(num_experts=8, moe_shared_expert_gate=True, add_bias_linear=False)
+    (problem,) = _problems(Config(model=model))
+    assert problem.text.startswith(
+        "--moe-shared-expert-gate without --moe-shared-expert-intermediate-size: pass"
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,9 +160,9 @@ def test_a_gate_needs_a_shared_expert() -> None:
             {"record_routing": "a"},
             "b",
             False,
-            "--record-routing a and --replay-routing-from b: ",
+            "--record-routing a with --replay-routing-from b: ",
         ),
-        ({}, "b", True, "b and --moe-router-force-load-balancing both select the experts of tokens"),
+        ({}, "b", True, "b with --moe-router-force-load-balancing: both select the experts of tokens"),
     ],
 )
 def test_a_run_has_one_source_of_experts(
@@ -159,7 +173,7 @@ def test_a_run_has_one_source_of_experts(
         logging=LoggingConfig(**logs),
         training=TrainingConfig(replay_routing_from=replayed),
     )
-    problems = [problem.text for problem in recorded_routing(config, None)]
+    problems = [problem.text for problem in _problems(config)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 
@@ -176,8 +190,10 @@ def test_files_have_no_experts_of_cut_samples() -> None:
         model=ModelConfig(num_experts=8),
         training=TrainingConfig(replay_routing_from="a", seq_length_schedule=("0:512", "1M:1024")),
     )
-    (problem,) = recorded_routing(config, None)
-    assert "--replay-routing-from a with --seq-length-schedule, which cuts samples" in problem.text
+    (problem,) = _problems(config)
+    assert (
+        "--replay-routing-from a with --seq-length-schedule 0:512 1M:1024, which cuts samples" in problem.text
+    )
 
 
 @pytest.mark.parametrize(

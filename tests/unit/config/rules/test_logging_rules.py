@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megalite.config import LoggingConfig, check_config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
@@ -23,8 +23,8 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
         ),
         ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is not a range"),
         ("--trace-pipeline 5:6", "--trace-pipeline has no folder to write to: pass --tensorboard-dir"),
-        ("--profile --use-pytorch-profiler", "--profile --use-pytorch-profiler needs --tensorboard-dir"),
-        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler: remove one"),
+        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler without --tensorboard-dir"),
+        ("--profile --profile-execution --tensorboard-dir t", "both start the profiler; remove one"),
         (
             "--profile --profile-step-start 8 --profile-step-end 8",
             "--profile-step-start 8 and --profile-step-end 8 leave no iteration to profile",
@@ -44,15 +44,15 @@ def test_what_is_refused(line: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("--timing-log-option max", "--timing-log-option max has no effect: no timers are logged"),
+        ("--timing-log-option max", "--timing-log-option max has no effect: --timing-log-level is not set"),
         (
             "--trace-pipeline-path x",
             "--trace-pipeline-path x has no effect: --trace-pipeline is not set",
         ),
         ("--trace-pipeline 101:102 --save s", "has no effect: the run ends at --train-iters 100"),
-        ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is off"),
-        ("--profile-ranks 1", "--profile-ranks 1 has no effect: --profile is off"),
-        ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is off"),
+        ("--profile-step-end 13", "--profile-step-end 13 has no effect: --profile is not set"),
+        ("--profile-ranks 1", "--profile-ranks 1 has no effect: neither --profile nor"),
+        ("--use-pytorch-profiler", "--use-pytorch-profiler has no effect: --profile is not set"),
         ("--profile --profile-name x", "--profile-name x has no effect: PyTorch's profiler is off"),
         (
             "--profile --pytorch-profiler-collect-shapes",

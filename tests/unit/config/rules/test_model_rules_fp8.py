@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from megalite.config import check_config
-from megalite.config.command_line import parse
 from megalite.config.unused_options import unused_options
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.plan_request import read_request
 from tests.command_line import mistakes_of
 
@@ -72,7 +72,7 @@ def test_a_plan_of_it_is_refused_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "reason"),
     [
-        ("", 1, "GEMMs are not in FP8"),
+        ("", 1, "--fp8-format is not set"),
         ("--fp8 --zero-stage 3", 2, "with --zero-stage 3 full weights are not kept"),
         ("--fp8 --compile", 1, "compiled layers round weights for each microbatch"),
         ("--fp8 --compile --tp 2", 2, ""),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import check_config
-from megalite.config.command_line import parse
+from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
 BASE = "--preset gpt-tiny --vocab-size 100 --mock-data --train-iters 2 --lr 1e-3 --dp 2"
@@ -31,7 +31,7 @@ def test_gathered_weights_are_kept_with_stage_3_only() -> None:
     assert notices == []
     _, notices = parse(shlex.split(f"{BASE} --zero-stage 2 --fsdp-reshard-after-forward always"))
     (notice,) = notices
-    assert notice.startswith("--fsdp-reshard-after-forward always has no effect: only --zero-stage 3")
+    assert notice.startswith("--fsdp-reshard-after-forward always has no effect: --zero-stage is 2, not 3")
 
 
 def test_stage_3_goes_with_tensor_and_sequence_parallelism() -> None:
@@ -163,7 +163,7 @@ def test_groups_that_cannot_be(flags: str, message: str) -> None:
         ),
         (
             "--num-distributed-optimizer-instances 1",
-            "--num-distributed-optimizer-instances 1 has no effect: with --zero-stage 0 nothing is sharded",
+            "--num-distributed-optimizer-instances 1 has no effect: --zero-stage is 0",
         ),
     ],
 )

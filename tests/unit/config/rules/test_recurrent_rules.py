@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
-from megalite.config.command_line import parse
 from megalite.config.model_fields import resolved_fields
 from megalite.config.validate import problems_of
+from megalite.frontends.command_line import parse
 
 RUN = (
     "--preset llama-tiny --mock-data --vocab-size 256 --train-iters 1 --lr 1e-3 "

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megalite.cli import autotune as tool
-from megalite.config.command_line import parse
 from megalite.config.validate import problems_of
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.plan.autotune import autotune as tuning
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import DONE, Length, Trial, trial_config

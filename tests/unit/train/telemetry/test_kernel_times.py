@@ -18,7 +18,7 @@ from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.model.attention_core import _BlockwiseAttention
 from megalite.model.blockwise_attention import Blocking
-from megalite.recording.operator_log import _ATTENTION, _GEMMS, kernel_kind, kind_by_name
+from megalite.observe.operator_log import _ATTENTION, _GEMMS, kernel_kind, kind_by_name
 from megalite.torch_private import EagerMode
 from megalite.train.telemetry.kernel_times import KernelProfile, OperatorTimer, kernel_seconds, kernel_timer
 

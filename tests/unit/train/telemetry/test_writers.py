@@ -16,9 +16,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.config import LoggingConfig, ParallelConfig
-from megalite.config.command_line import parse
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
+from megalite.frontends.command_line import parse
 from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
 from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads

@@ -1,0 +1,215 @@
+"""Read settings from YAML files (--config, the model in a checkpoint), and write a config as one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.config.arguments import Diagnostics, UserSetting, parse_value
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.config import Config
+from megalite.config.fields import ConfigField, config_fields, fields_by_flag, nearest, normalised
+from megalite.errors import UserError
+from megalite.files import read_regular
+
+if TYPE_CHECKING:
+    import yaml
+
+_MAP, _SEQ, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "null"))
+_GROUPS = tuple(group.name for group in fields(Config))
+_CHECKPOINT = re.compile(r"iter_[0-9]{7,18}")
+_MAX_CONFIG_BYTES = 1 << 24
+
+
+def read_yaml(path: str, diagnostics: Diagnostics) -> dict[str, UserSetting]:
+    """Return the settings in a YAML file, by field. Grouping the fields is optional.
+
+    Scalars are parsed like the values of flags: `1e-5` and `220_000_000` mean the same in both.
+    """
+    try:
+        root = _compose(path)
+    except UserError as error:
+        diagnostics.add_problem(str(error))
+        return {}
+    if root is None:
+        return {}
+    return diagnostics.by_field(_settings(root, None, path, diagnostics))
+
+
+def _compose(path: str) -> yaml.Node | None:
+    """Return the syntax tree of a YAML file; None if the file is empty.
+
+    Raises:
+        UserError: the file or the YAML library is missing, or the file is not YAML.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise UserError(
+            f"--config {path} needs PyYAML: pip install pyyaml, or pass the settings as flags"
+        ) from None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--config {path} cannot be read: {reason}") from None
+    except RecursionError:
+        raise UserError(f"--config {path} is not a settings file: it is nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    assert root is None or isinstance(root, yaml.Node)
+    return root
+
+
+def _settings(
+    node: yaml.Node, group: str | None, path: str, diagnostics: Diagnostics
+) -> Iterator[UserSetting]:
+    """Yield the settings of a mapping of fields, or of groups of fields if `group` is None."""
+    if node.tag != _MAP:
+        parent = "at the top level" if group is None else f"under {group}"
+        diagnostics.add_problem(f"{_line(node, path)}: expected `key: value` lines {parent}")
+        return
+    seen: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        name = str(key.value)
+        if seen.setdefault(name, key) is not key:
+            line = seen[name].start_mark.line + 1
+            diagnostics.add_problem(f"{_line(key, path)}: {name} is already in line {line}: remove one", name)
+        elif group is None and _is_group(name, value):
+            if not _is_null(value):  # it is null if all lines of the group are commented out
+                yield from _settings(value, name, path, diagnostics)
+        elif _is_field(name, group):
+            field = fields_by_flag()[f"--{normalised(name)}"]
+            try:
+                yield UserSetting(field, _value(field, value), f"{_line(key, path)}: {name}")
+            except ValueError as error:
+                diagnostics.add_problem(f"{_line(key, path)}: {name} {error}", field.name)
+        else:
+            known = [field.name for field in config_fields() if group in (None, field.group)]
+            guess = nearest(name.replace("-", "_"), known)
+            parent, hint = f" of {group}" if group else "", f"; nearest is {guess!r}" if guess else ""
+            if _is_field(name, None):
+                hint = f", but of {fields_by_flag()[f'--{normalised(name)}'].group}"
+            diagnostics.add_problem(
+                f"{_line(key, path)}: {name!r} is not a field{parent}{hint}", *((guess,) if guess else ())
+            )
+
+
+def _value(field: ConfigField, node: yaml.Node) -> Any:
+    if _is_null(node):
+        if not field.kind.is_optional:
+            raise ValueError("cannot be null: write a value, or remove the line")
+        return None
+    items = node.value if node.tag == _SEQ and field.kind.is_many else [node]
+    if any(not isinstance(item.value, str) for item in items):
+        raise ValueError("takes a list of plain values" if field.kind.is_many else "takes one plain value")
+    return parse_value(field, [item.value for item in items]) if items else ()
+
+
+def _is_field(name: str, group: str | None) -> bool:
+    flag = f"--{normalised(name)}"
+    field = fields_by_flag().get(flag)
+    return field is not None and flag in field.flags and group in (None, field.group)
+
+
+def _is_group(name: str, value: yaml.Node) -> bool:
+    """Return whether a top-level key names a group. `optimizer` with a plain value is a field."""
+    return name in _GROUPS and (
+        not isinstance(value.value, str) or _is_null(value) or not _is_field(name, None)
+    )
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == _NULL)
+
+
+def _line(node: yaml.Node, path: str) -> str:
+    return f"{path} line {node.start_mark.line + 1}"
+
+
+def read_checkpoint_model(checkpoint: CheckpointConfig, diagnostics: Diagnostics) -> dict[str, UserSetting]:
+    """Return the model's settings in the checkpoint that --load names, for --use-checkpoint-args.
+
+    They are read from the resolved config in the checkpoint, whose data, layout and so on are not used. If
+    there is no checkpoint, the result is empty, and a notice says so.
+    """
+    if checkpoint.load is None:
+        return {}  # reported by a rule of the config
+    folder = _find_checkpoint(Path(checkpoint.load), checkpoint.load_iteration)
+    if folder is None:
+        diagnostics.notices.append(
+            f"--use-checkpoint-args: there is no checkpoint in --load {checkpoint.load} yet, so the flags "
+            "define the model"
+        )
+        return {}
+    settings = read_yaml(str(folder / "config.yaml"), diagnostics)
+    return {name: setting for name, setting in settings.items() if setting.field.group == "model"}
+
+
+def _find_checkpoint(folder: Path, iteration: int | None) -> Path | None:
+    """Return the checkpoint to load, chosen by name alone; loading checks its content later."""
+    if iteration is not None:
+        names = [f"iter_{iteration:07d}"]
+    else:
+        try:
+            latest = read_regular(folder / "latest", 256).decode().strip()
+        except (OSError, UnicodeError):
+            latest = ""
+        names = [latest, *sorted((path.name for path in folder.glob("iter_*")), reverse=True)]
+    for name in names:
+        file = folder / name / "config.yaml"
+        if _CHECKPOINT.fullmatch(name) and file.is_file() and file.stat().st_size <= _MAX_CONFIG_BYTES:
+            return file.parent
+    return None
+
+
+_UNPRINTABLE = re.compile("[^\x20-\x7e]")
+
+
+def to_yaml(config: Config, unset: Collection[str] = ()) -> str:
+    """Return the config as YAML, grouped by sub-config; `--config` reads it back to an equal config.
+
+    Fields in `unset` are omitted, since a field in the file counts as set; they must have their defaults.
+
+    Writing a checkpoint must not need a YAML library, so scalars and lists are written as JSON, a subset of
+    YAML. Floats are the exception: YAML 1.1 needs a point before the exponent.
+    """
+    lines: list[str] = []
+    for group in fields(config):
+        part = getattr(config, group.name)
+        values = [
+            f"  {field.name}: {yaml_value(getattr(part, field.name))}"
+            for field in fields(part)
+            if field.name not in unset
+        ]
+        lines += [f"{group.name}:", *values] if values else []
+    return "\n".join(lines) + "\n"
+
+
+def yaml_value(value: Any) -> str:
+    """Return a scalar or a tuple of scalars as YAML in one line."""
+    if isinstance(value, float):
+        return _float(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        # YAML's escapes are not limited to 16 bits as JSON's are.
+        return _UNPRINTABLE.sub(
+            lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False)
+        )
+    return json.dumps(value)
+
+
+def _float(value: float) -> str:
+    if not math.isfinite(value):
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}[str(value)]
+    mantissa, exponent_mark, exponent = repr(value).partition("e")
+    if exponent_mark and "." not in mantissa:
+        mantissa += ".0"
+    return mantissa + exponent_mark + exponent

@@ -1,0 +1,313 @@
+"""Parse the command line of training into a config."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megalite.commands import command_name
+from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
+from megalite.config.batch_size import schedule_steps
+from megalite.config.config import Config
+from megalite.config.entry_point import is_first_rank
+from megalite.config.fields import fields_by_flag, nearest, nearest_hint
+from megalite.config.layout_options import unset_options
+from megalite.config.model import Architecture, ModelConfig
+from megalite.config.presets import PRESETS
+from megalite.config.unused_options import unused_options
+from megalite.config.validate import problems_of
+from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
+from megalite.errors import ConfigError, one_line
+from megalite.frontends.deepspeed.file import DeepSpeedFile
+from megalite.frontends.help import full_help, short_help
+from megalite.frontends.megatron.conversions import (
+    TOKEN_FLAGS,
+    fsdp_settings,
+    latent_rotary_settings,
+    with_token_counts,
+)
+from megalite.frontends.megatron.rules import (
+    REMARKS,
+    CommandLine,
+    accepted_flags,
+    megatron_rules,
+    rule_of,
+)
+
+_HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
+_OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"
+_PROGRAM_FLAGS = (
+    "--config",
+    "--preset",
+    "--print-config",
+    _OVERRIDE,
+    _DEEPSPEED,
+    *TOKEN_FLAGS,
+    *_HELP,
+    _HELP_ALL,
+)
+_ALSO_SETS = {"--activations-checkpoint-method": ("--recompute-granularity", "full")}
+"""Flags of earlier versions of Megatron-LM that set a second option."""
+TRAINED_BY: Mapping[Architecture, str] = {"gpt": "train", "bert": "train-bert"}
+"""The command that trains each architecture."""
+NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
+"""Fields that only training needs: other programs pass them to `parse` as `unneeded`."""
+
+
+class ParsedRun(NamedTuple):
+    """Holds a parsed command line.
+
+    Attributes:
+        notices: messages to log once, without those of `unused_options`.
+        set_fields: fields that a flag or a file sets.
+    """
+
+    config: Config
+    notices: list[str]
+    set_fields: frozenset[str]
+
+
+def parse(
+    argv: Sequence[str], unneeded: Collection[str] = (), architecture: Architecture | None = None
+) -> tuple[Config, list[str]]:
+    """Parse a command line as `parse_run` does.
+
+    Returns:
+        The config, and notices to log once: options that have no effect, and why.
+    """
+    config, notices, _ = parse_run(argv, unneeded, architecture)
+    unused = unused_options(config, config.dry_run.world_size or _world_size())
+    return config, [*notices, *map(one_line, unused)]
+
+
+def parse_run(
+    argv: Sequence[str], unneeded: Collection[str] = (), architecture: Architecture | None = None
+) -> ParsedRun:
+    """Parse a command line: flags override the YAML file of --config, which overrides the model of --preset.
+
+    The config is not validated yet, since validation needs the number of ranks: call `check_config`.
+
+    Args:
+        argv: the arguments, without the program's name.
+        unneeded: fields that the caller does not need: an error elsewhere does not report them as missing.
+        architecture: the only architecture that the caller accepts; None for any.
+
+    Raises:
+        ConfigError: with all errors in the command line, and in the config as far as it could be read.
+        SystemExit: after printing --help, --help-all or --print-config.
+    """
+    diagnostics = Diagnostics()
+    flags, stray = split_tokens(argv)
+    flags, after_override = _override(flags)
+    if any(flag.flag == _HELP_ALL for flag in flags):
+        _print_and_exit(full_help(Path(sys.argv[0]).name))
+    if any(flag.flag in _HELP for flag in flags):
+        _print_and_exit(short_help(Path(sys.argv[0]).name, architecture or "gpt"))
+    for token in [*stray, *after_override]:
+        diagnostics.add_problem(f"{token!r} does not follow a flag: put its flag in front of it")
+    config, set_fields = _config(flags, architecture or "gpt", diagnostics)
+    if config.model.architecture != (architecture or config.model.architecture):
+        program = command_name(TRAINED_BY[config.model.architecture])
+        diagnostics.add_problem(
+            f"the model is a {config.model.architecture}, which {program} trains: run it, or choose a "
+            f"{architecture}'s --preset or --config"
+        )
+    _check_megatron_flags(flags, config, diagnostics)
+    if diagnostics.problems:
+        of_config = problems_of(config, _world_size(), diagnostics.invalid_fields.union(unneeded))
+        raise ConfigError([one_line(problem) for problem in (*diagnostics.problems, *of_config)])
+    if any(flag.flag == "--print-config" for flag in flags):
+        unset = unset_options(config, set_fields)
+        remark = "# The other options of the layout are chosen when the run starts.\n" if unset else ""
+        _print_and_exit(remark + to_yaml(config, unset))
+    return ParsedRun(config, [one_line(notice) for notice in diagnostics.notices], set_fields)
+
+
+def known_flags() -> list[str]:
+    """Return every flag that `parse` knows, with dashes."""
+    return [*fields_by_flag(), *megatron_rules(), *_PROGRAM_FLAGS]
+
+
+def _override(flags: Sequence[FlagTokens]) -> tuple[list[FlagTokens], list[str]]:
+    """Apply --override-flags: flags after it silently replace flags before it that set the same field.
+
+    Returns:
+        The remaining flags, and any values after --override-flags, which takes none.
+    """
+    kept: list[FlagTokens] = []
+    stray: list[str] = []
+    for is_override, group in itertools.groupby(flags, lambda flag: flag.flag == _OVERRIDE):
+        later = list(group)
+        if is_override:
+            stray += [token for flag in later for token in flag.values]
+        else:
+            replaced = {_option_of(flag) for flag in later}
+            kept = [flag for flag in kept if _option_of(flag) not in replaced] + later
+    return kept, stray
+
+
+def _option_of(flag: FlagTokens) -> str:
+    """Return the field that a flag sets, or the flag itself if it is not a field's."""
+    field = fields_by_flag().get(flag.flag)
+    return flag.flag if field is None else field.name
+
+
+def _config(
+    flags: Sequence[FlagTokens], architecture: Architecture, diagnostics: Diagnostics
+) -> tuple[Config, frozenset[str]]:
+    """Apply preset or checkpoint, YAML file and flags, in this order; return the fields that are set too."""
+    base = _preset(_program_value("--preset", flags, diagnostics), architecture, diagnostics)
+    path = _program_value("--config", flags, diagnostics)
+    from_file = {} if path is None else read_yaml(path, diagnostics)
+    from_flags = list(_settings(flags, diagnostics))
+    deepspeed = _deepspeed_file(flags, diagnostics)
+    if deepspeed is not None:
+        from_deepspeed = deepspeed.settings(diagnostics)
+        diagnostics.by_field([*from_file.values(), *from_deepspeed])  # report contradictions of the YAML file
+        from_flags = [*from_deepspeed, *from_flags]
+        soft = {each.field.name: each for each in deepspeed.soft_settings(diagnostics)}
+        from_file = {**soft, **from_file}
+    by_flags = diagnostics.by_field(from_flags)
+    settings = {**from_file, **by_flags}
+    config = _with_full_batch(_with(base, settings))
+    if config.checkpoint.use_checkpoint_args:
+        model = read_checkpoint_model(config.checkpoint, diagnostics)
+        config = _with_full_batch(_with(base, {**model, **settings}))
+        if any(flag.flag == "--preset" for flag in flags):
+            diagnostics.add_problem("--preset and --use-checkpoint-args both set the whole model: remove one")
+    of_megatron = {
+        **latent_rotary_settings(config.model, by_flags, flags, diagnostics),
+        **fsdp_settings(by_flags, flags, diagnostics),
+    }
+    config, settings = _with(config, of_megatron), {**settings, **of_megatron}
+    if deepspeed is not None:
+        config = deepspeed.completed(config, _world_size(), diagnostics)
+    # A DeepSpeed file sets some fields by their differences. None is the default of its field.
+    defaults = Config().values()
+    changed = {name for name, value in config.values().items() if value != defaults[name]}
+    passed = {name for name, setting in settings.items() if setting.value is not None}
+    return with_token_counts(config, flags, diagnostics), frozenset(changed | passed)
+
+
+def _deepspeed_file(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> DeepSpeedFile | None:
+    """Return the file of --deepspeed_config, or None if there is none or it cannot be read."""
+    path = _program_value(_DEEPSPEED, flags, diagnostics)
+    return None if path is None else DeepSpeedFile.read(path, diagnostics)
+
+
+def _with_full_batch(config: Config) -> Config:
+    """Return the config with the last size of --step-batch-size-schedule as the global batch size."""
+    training = config.training
+    steps = schedule_steps(training.step_batch_size_schedule, 1)
+    if not steps or training.global_batch_size is not None:
+        return config
+    return replace(config, training=replace(training, global_batch_size=steps[-1][1]))
+
+
+def _settings(flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> Iterator[UserSetting]:
+    """Yield the values of the flags that set a field; report unknown flags."""
+    before: FlagTokens | None = None
+    for flag in flags:
+        field = fields_by_flag().get(flag.flag)
+        if (
+            before is not None
+            and not flag.name.startswith("--")
+            and flag.flag not in _HELP
+            and _lacks_value(before)
+        ):
+            diagnostics.problems[-1] += f": write {before.name}={flag.tokens[0]}"
+        elif field is None:
+            if flag.flag not in _PROGRAM_FLAGS and rule_of(flag.flag) is None:
+                supported = [*fields_by_flag(), *accepted_flags(), *_PROGRAM_FLAGS]
+                meant = fields_by_flag().get(nearest(flag.flag, supported) or "")
+                diagnostics.add_problem(
+                    f"unknown flag {flag.name}{nearest_hint(flag.flag, supported)} (--help-all lists all)",
+                    *((meant.name,) if meant else ()),
+                )
+        elif flag.flag in field.sets and flag.values:
+            values = " ".join(flag.values)
+            diagnostics.add_problem(f"{flag.name} takes no value, but got {values}", field.name)
+        elif flag.flag in field.sets:
+            yield UserSetting(field, field.sets[flag.flag], flag.name)
+        else:
+            try:
+                yield UserSetting(field, parse_value(field, flag.values), flag.name)
+            except ValueError as error:
+                diagnostics.add_problem(f"{flag.name} {error}", field.name)
+        if flag.flag in _ALSO_SETS:
+            other, value = _ALSO_SETS[flag.flag]
+            yield UserSetting(fields_by_flag()[other], value, flag.name)
+        before = flag
+
+
+def _lacks_value(flag: FlagTokens) -> bool:
+    """Return whether a flag of a field has no value, but needs one."""
+    field = fields_by_flag().get(flag.flag)
+    return (
+        field is not None and flag.flag not in field.sets and not flag.values and field.kind.item is not bool
+    )
+
+
+def _program_value(name: str, flags: Sequence[FlagTokens], diagnostics: Diagnostics) -> str | None:
+    """Return the one value of --config, --preset or --deepspeed_config."""
+    values = [value for flag in flags if flag.flag == name for value in flag.values]
+    if len(values) == 1:
+        return values[0]
+    if any(flag.flag == name for flag in flags):
+        diagnostics.add_problem(f"{name} takes one value, but got {' '.join(values) or 'none'}")
+    return None
+
+
+def _preset(name: str | None, architecture: Architecture, diagnostics: Diagnostics) -> Config:
+    if name is None:
+        return Config(model=ModelConfig(architecture=architecture))
+    if name not in PRESETS:
+        guess = nearest_preset(name)
+        hint = f"; nearest is {guess}" if guess else ""
+        diagnostics.add_problem(
+            f"--preset {name} is not known: choose one of {', '.join(PRESETS)}{hint}",
+            *(field.name for field in fields(Config().model)),
+        )
+        return Config()
+    return Config(model=PRESETS[name])
+
+
+def nearest_preset(name: str) -> str | None:
+    """Return the preset that a name means, as in `llama3` or `Qwen/Qwen3-8B`; None if no name is similar."""
+    known = {"".join(filter(str.isalnum, preset)): preset for preset in PRESETS}
+    model = "".join(filter(str.isalnum, name.rpartition("/")[2].lower()))
+    return known.get(nearest(model, known) or "")
+
+
+def _with(base: Config, settings: Mapping[str, UserSetting]) -> Config:
+    changes: dict[str, dict[str, object]] = {}
+    for name, setting in settings.items():
+        changes.setdefault(setting.field.group, {})[name] = setting.value
+    return replace(
+        base, **{group: replace(getattr(base, group), **values) for group, values in changes.items()}
+    )
+
+
+def _check_megatron_flags(flags: Sequence[FlagTokens], config: Config, diagnostics: Diagnostics) -> None:
+    line = CommandLine(config, {flag.flag: flag for flag in flags})
+    for flag in line.flags.values():
+        is_own = flag.flag in fields_by_flag() or flag.flag in _PROGRAM_FLAGS
+        if rule := REMARKS.get(flag.flag) if is_own else rule_of(flag.flag):
+            rule(flag, line, diagnostics)
+
+
+def _world_size() -> int | None:
+    """Return the number of ranks that the launcher started, or None without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _print_and_exit(text: str) -> None:
+    if is_first_rank():
+        sys.stdout.write(text)
+    raise SystemExit(0)

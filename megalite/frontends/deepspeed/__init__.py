@@ -1,0 +1,1 @@
+"""Settings of a DeepSpeed JSON file."""

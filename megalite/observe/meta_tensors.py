@@ -1,0 +1,169 @@
+"""Run a training iteration on meta tensors: with fake reads, a GPU's attention and cached results."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.library import NAMESPACE
+from megalite.observe.recorder import Reader, reading
+from megalite.torch_private import (
+    efficient_attention,
+    flash_attention,
+    read_scalar,
+    schema_of,
+    scoped_library,
+    storage_number,
+    unfused_attention,
+)
+
+FIGURE = 1.0
+"""Value of every number that the host reads from the device, such as a loss or a norm."""
+
+
+@contextmanager
+def meta_tensors() -> Iterator[None]:
+    """Let the training code run on meta tensors in this block, without changes to that code."""
+    with scoped_library("aten", "IMPL") as library, reading(_meta_operators()):
+        library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
+        yield
+
+
+class _Like(NamedTuple):
+    """Size, stride and dtype of a meta tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def new(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+
+
+_ITSELF = _Like((), (), torch.float32)
+"""Marks an in-place operator, whose result is its first argument: it does nothing on meta tensors."""
+
+
+class _MetaOperators(Reader):
+    """Operators on meta tensors: reads return `FIGURE`, and each result is cached for the same sizes.
+
+    torch's meta implementations are Python code, which takes a hundred times as long as a look-up. Layers and
+    microbatches repeat the same operators.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[_Like | None] | _Like] = {}
+        self._repeatable: dict[Any, bool] = {}
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is read_scalar and args[0].is_meta:
+            return type(args[0].new_empty((), device="cpu").item())(FIGURE)
+        if func not in self._repeatable:
+            self._repeatable[func] = _is_repeatable(func)
+        if not self._repeatable[func]:
+            return func(*args, **kwargs)
+        try:
+            key = func, _key(args), _key(tuple(kwargs.items()))
+        except _HasValuesError:
+            return func(*args, **kwargs)
+        if key in self._known:
+            known = self._known[key]
+            if known is _ITSELF:
+                return args[0]
+            if isinstance(known, _Like):
+                return known.new()
+            return tuple(each and each.new() for each in known)
+        out = func(*args, **kwargs)
+        self._learn(key, args, out)
+        return out
+
+    def _learn(self, key: Hashable, args: Sequence[Any], out: Any) -> None:
+        """Cache a result, unless it shares the memory of an input or contains anything but meta tensors."""
+        if args and out is args[0]:
+            self._known[key] = _ITSELF
+            return
+        results = out if isinstance(out, tuple) else (out,)
+        input_storages = {storage_number(each.untyped_storage()) for each in args if isinstance(each, Tensor)}
+        likes: list[_Like | None] = []
+        for each in results:
+            if each is not None:
+                if (
+                    not isinstance(each, Tensor)
+                    or not each.is_meta
+                    or storage_number(each.untyped_storage()) in input_storages
+                ):
+                    return
+                likes.append(_Like(tuple(each.shape), each.stride(), each.dtype))
+            else:
+                likes.append(None)
+        if isinstance(out, tuple):
+            self._known[key] = likes
+        elif likes[0] is not None:
+            self._known[key] = likes[0]
+
+
+@cache
+def _meta_operators() -> _MetaOperators:
+    """Return the operators of this process, so that runs share their results."""
+    return _MetaOperators()
+
+
+class _HasValuesError(Exception):
+    """Raised if the result can depend on the values of an argument."""
+
+
+def _is_repeatable(func: Any) -> bool:
+    """Return whether an operator only creates new tensors, or only changes its first argument."""
+    schema = schema_of(func)
+    if func.namespace not in ("aten", NAMESPACE):
+        return False
+    if schema.name in _IN_PLACE:
+        return True
+    return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+
+
+_IN_PLACE = {f"aten::{name}_" for name in ("add", "mul", "copy", "zero", "fill", "div", "sub")}
+
+
+def _key(argument: Any) -> Hashable:
+    """Return everything that the sizes of a result can depend on."""
+    if isinstance(argument, Tensor):
+        if not argument.is_meta:
+            raise _HasValuesError
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_key, argument))
+    return type(argument), argument
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run the attention kernel that torch would choose on a GPU, so that the same tensors are saved.
+
+    For meta tensors, torch would choose the unfused attention, which saves the scores.
+    """
+    has_one_size = value.shape[-1] == query.shape[-1]
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and has_one_size:
+        flash = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        return flash[0]
+    if query.dtype == torch.float64 or enable_gqa:  # no GPU kernel supports these
+        out = unfused_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,281 @@
+"""Sort the operators that run into GEMMs, attention, collectives and other kernels."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite import torch_private
+from megalite.distributed.topology import Topology
+from megalite.kernels.recurrence import block_size, sizes_for
+from megalite.observe.collectives import Traffic, is_collective
+from megalite.observe.recorder import Reader, tensors_in
+from megalite.observe.recurrence_call import RecurrenceCall
+from megalite.observe.unit_record import (
+    ATTENTION,
+    GEMMS,
+    MEMORY_BOUND,
+    AttentionCall,
+    GemmCall,
+    JoinedCollective,
+    KernelKind,
+    PhaseRecord,
+)
+from megalite.torch_private import schema_of, storage_number
+
+_ATEN, _OURS = torch.ops.aten, torch.ops.megalite
+
+
+def _mm(a: Tensor, b: Tensor) -> GemmCall:
+    return GemmCall(a.shape[0], b.shape[1], a.shape[1], 1, a.element_size())
+
+
+def _bmm(a: Tensor, b: Tensor) -> GemmCall:
+    return GemmCall(a.shape[1], b.shape[2], a.shape[2], a.shape[0], a.element_size())
+
+
+def _weight_gradient(total: Tensor, grad: Tensor, x: Tensor, *_: Any) -> GemmCall:
+    return GemmCall(grad.shape[1], x.shape[1], x.shape[0], 1, x.element_size(), True)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any) -> GemmCall:
+    """Return the GEMMs of groups of equal size: of the rows of `a`, or of the dim over which they sum."""
+    num_groups = len(ends)
+    if b.dim() == 3:
+        return GemmCall(
+            math.ceil(a.shape[0] / num_groups), b.shape[2], b.shape[1], num_groups, a.element_size()
+        )
+    return GemmCall(a.shape[0], b.shape[1], math.ceil(a.shape[1] / num_groups), num_groups, a.element_size())
+
+
+_GEMMS: dict[Any, Callable[..., GemmCall]] = {
+    _ATEN.mm: _mm,
+    _ATEN.addmm: lambda bias, a, b, *_: _mm(a, b),
+    _ATEN.addmm_: lambda total, a, b, *_: _mm(a, b),
+    _ATEN.bmm: _bmm,
+    _ATEN.baddbmm: lambda total, a, b, *_: _bmm(a, b),
+    _ATEN.baddbmm_: lambda total, a, b, *_: _bmm(a, b),
+    _OURS.add_weight_gradient_: _weight_gradient,
+    torch_private.grouped_mm: _grouped_mm,
+}
+
+
+def _attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, p: float, back: bool
+) -> AttentionCall:
+    b, heads, queries, size = q.shape
+    sizes = size, v.shape[3]
+    return AttentionCall(
+        kernel, b * heads, b * k.shape[1], queries, k.shape[2], *sizes, is_causal, p > 0.0, back
+    )
+
+
+class _AttentionOperator(NamedTuple):
+    """Describes the positions of the arguments of an operator of fused attention.
+
+    Attributes:
+        first: index of the queries; keys and values are next.
+        is_causal, dropout: index of the argument.
+    """
+
+    kernel: str
+    first: int
+    is_causal: int
+    dropout: int
+
+    def call(self, args: Sequence[Any], options: Mapping[str, Any]) -> AttentionCall:
+        q, k, v = args[self.first : self.first + 3]
+        p = args[self.dropout] if len(args) > self.dropout else 0.0
+        if self.kernel == "triton":  # its argument is the end of each query's document, if it sees all of it
+            return _attention("triton", q, k, v, args[self.is_causal] is None, p, self.first > 0)
+        is_causal = bool(args[self.is_causal]) if len(args) > self.is_causal else False
+        return _attention("sdpa", q, k, v, is_causal, p, self.first > 0)
+
+
+_ATTENTION = {
+    torch_private.flash_attention: _AttentionOperator("sdpa", 0, 4, 3),
+    torch_private.flash_attention_backward: _AttentionOperator("sdpa", 1, 11, 10),
+    torch_private.efficient_attention: _AttentionOperator("sdpa", 0, 6, 5),
+    torch_private.efficient_attention_backward: _AttentionOperator("sdpa", 1, 11, 9),
+    _OURS.flash_attention: _AttentionOperator("triton", 0, 5, 9),
+    _OURS.flash_attention_backward: _AttentionOperator("triton", 1, 8, 12),
+}
+_FIRST_OF_RECURRENCE = {_OURS.recurrence: 0, _OURS.recurrence_backward: 2}
+"""Index of the queries among the arguments of the operators of recurrences; keys and values are next."""
+_LAUNCH_NOTHING = {
+    _ATEN.empty,
+    _ATEN.new_empty,
+    _ATEN.empty_strided,
+    _ATEN.new_empty_strided,
+    _ATEN.empty_like,
+}
+_GEMM_NAMES = {
+    *(str(packet).replace(".", "::") for packet in _GEMMS),
+    f"aten::{torch_private.scaled_mm.__name__}",  # a record has GEMMs in 16 bits instead
+}
+
+
+def recurrence_call(func: Any, args: Sequence[Any]) -> RecurrenceCall | None:
+    """Return what a call of an operator computes if it is one of recurrences."""
+    first = _FIRST_OF_RECURRENCE.get(func.overloadpacket)
+    if first is None:
+        return None
+    q, _, v = args[first : first + 3]
+    (b, g, s, d), (r, e), sizes = q.shape, (v.shape[2], v.shape[4]), sizes_for(q)
+    return RecurrenceCall(
+        b * g * r,
+        b * g,
+        s,
+        d,
+        e,
+        sizes.tokens,
+        block_size(sizes.columns, v),
+        q.element_size(),
+        is_delta=args[-1],
+        is_backward=first > 0,
+    )
+
+
+def kind_by_name(operator: str) -> KernelKind:
+    """Return the kind of the kernels of an operator with this name, such as "aten::mm".
+
+    The planner's operators of attention, and those of cuDNN and of CPUs, have "attention" in their names.
+    """
+    if operator in _GEMM_NAMES:
+        return GEMMS
+    return ATTENTION if "attention" in operator else MEMORY_BOUND
+
+
+def kernel_kind(func: Any) -> KernelKind | None:
+    """Return the kind of an operator's kernels; None for a view, an allocation or a collective."""
+    schema = schema_of(func)
+    aliases = [value.alias_info for value in schema.returns if value.alias_info is not None]
+    is_view = any(not alias.is_write for alias in aliases)
+    if is_collective(func) or func.overloadpacket in _LAUNCH_NOTHING or is_view:
+        return None
+    return kind_by_name(schema.name)
+
+
+class OperatorLog(Reader):
+    """Log of the operators that run in this block; `take` returns it and starts a new one.
+
+    Args:
+        window: window of the attention that runs, which is not an argument of the operators.
+    """
+
+    def __init__(self, topology: Topology, window: int | None = None) -> None:
+        self._traffic = Traffic(topology)
+        self._window = window
+        self._clear()
+
+    def _clear(self) -> None:
+        self._gemms: list[GemmCall] = []
+        self._attention: list[AttentionCall] = []
+        self._collectives: list[JoinedCollective] = []
+        self._recurrences: list[RecurrenceCall] = []
+        self._bytes = self._kernels = self._operators = 0
+        self._products = _StorageMap()  # index of the GEMM that made a storage
+        self._gathered = _StorageMap()  # (index of its collective, GEMMs before it) for a gathered storage
+
+    def take(self) -> PhaseRecord:
+        """Return what has run since the last call."""
+        found = PhaseRecord(
+            tuple(self._gemms),
+            tuple(self._attention),
+            self._bytes,
+            self._kernels,
+            self._operators,
+            tuple(self._collectives),
+            tuple(self._recurrences),
+        )
+        self._clear()
+        return found
+
+    def after(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        self._operators += 1
+        packet = func.overloadpacket
+        if is_collective(func):
+            self._add_collective(func, args)
+        elif packet in _GEMMS:
+            self._add_gemm(_GEMMS[packet](*args), args, out)
+        elif packet in _ATTENTION:
+            call = _ATTENTION[packet].call(args, kwargs)
+            self._attention.append(call._replace(window=self._window))
+        elif recurrence := recurrence_call(func, args):
+            self._recurrences.append(recurrence)
+        elif packet not in _LAUNCH_NOTHING and not _is_view(func, args, out):
+            self._kernels += 1
+            read = (args, kwargs) if packet is not _ATEN.embedding else (args[1], out)
+            written = tensors_in(out) or _overwritten(func, args)
+            self._bytes += sum(map(_num_bytes, tensors_in(read))) + sum(map(_num_bytes, written))
+
+    def _add_gemm(self, call: GemmCall, args: Sequence[Any], out: Any) -> None:
+        index = len(self._gemms)
+        for operand in tensors_in(args):
+            gathered = self._gathered.pop(operand)
+            if gathered is not None:
+                number, before = gathered
+                joined = self._collectives[number]
+                self._collectives[number] = joined._replace(gemm=index, is_hidden=index > before)
+        self._gemms.append(call)
+        if isinstance(out, Tensor):
+            self._products.put(out, index)
+
+    def _add_collective(self, func: Any, args: Sequence[Any]) -> None:
+        call = self._traffic.call_of(func, args)
+        gemm = None
+        if call.kind == "all-gather":
+            (whole, *_) = tensors_in(args[0])
+            self._gathered.put(whole, (len(self._collectives), len(self._gemms)))
+        else:
+            (operand, *_) = tensors_in(args[0] if call.kind == "all-reduce" else args[1])
+            gemm = self._products.pop(operand)
+        self._collectives.append(JoinedCollective(call, gemm, False))
+
+
+class _StorageMap:
+    """Maps storages to values, and forgets a storage when it is freed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Any]] = {}
+
+    def put(self, tensor: Tensor, value: Any) -> None:
+        storage = tensor.untyped_storage()
+        self._known[storage_number(storage)] = weakref.ref(storage), value
+
+    def pop(self, tensor: Tensor) -> Any:
+        """Return the value of a tensor's storage, and forget it; None if there is none."""
+        reference, value = self._known.pop(storage_number(tensor.untyped_storage()), (lambda: None, None))
+        return None if reference() is None else value
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes to read a tensor, whose elements may be the same ones many times."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _overwritten(func: Any, args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that an operator without results writes its results to."""
+    arguments = zip(schema_of(func).arguments, args, strict=False)
+    return tensors_in([arg for value, arg in arguments if value.alias_info and value.alias_info.is_write])
+
+
+def _is_view(func: Any, args: Sequence[Any], out: Any) -> bool:
+    """Return whether an operator's results share the memory of its arguments, and nothing is written."""
+    if _writes(func):
+        return False
+    inputs = {storage_number(each.untyped_storage()) for each in tensors_in(args)}
+    results = tensors_in(out)
+    return all(storage_number(each.untyped_storage()) in inputs for each in results)
+
+
+@cache
+def _writes(func: Any) -> bool:
+    """Return whether an operator writes to one of its arguments."""
+    return any(value.alias_info and value.alias_info.is_write for value in schema_of(func).arguments)

@@ -1,0 +1,167 @@
+"""Records of units, from memory, from the disk, or by running the unit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megalite.config import LayerKind
+from megalite.observe.unit_record import PhaseRecord, SavedPart, UnitKey, UnitRecord, as_json, from_json
+
+_PACKAGES = ("config", "distributed", "kernels", "model", "observe", "tensor_parallel")
+"""Packages that determine what a record contains."""
+_MAX_BYTES = 32 << 20
+"""Size of a file of records from which on it is written anew."""
+
+
+@lru_cache(maxsize=8192)
+def unit_record(key: UnitKey) -> UnitRecord:
+    """Return what the unit of a key does for one microbatch.
+
+    Everything that a unit does grows by the same amount with each sample of a microbatch. Therefore only
+    microbatches of one and two samples run.
+
+    Raises:
+        UserError: the program's own model cannot run on meta tensors.
+    """
+    if key.micro_batch_size > 2:
+        one, two = (unit_record(replace(key, micro_batch_size=size)) for size in (1, 2))
+        extended = _extended(one, two, key.micro_batch_size)
+        if extended is not None:
+            return extended
+    found = _load(key)
+    if found is not None:
+        with suppress(KeyError, TypeError, ValueError):
+            return from_json(found)
+    from megalite.observe.record_unit import record_unit  # imports torch
+
+    record = record_unit(key)
+    _store(key, as_json(record))
+    return record
+
+
+@lru_cache(maxsize=64)
+def kinds_of_layers(key: UnitKey) -> tuple[int, ...]:
+    """Return, for each layer of the model, the number of the first layer of its kind."""
+    if key.provider is not None:
+        from megalite.observe.record_unit import layer_kinds  # imports torch
+
+        return layer_kinds(key)
+    first: dict[LayerKind, int] = {}
+    return tuple(first.setdefault(kind, number) for number, kind in enumerate(key.model.layer_kinds))
+
+
+def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:
+    """Return the record of `size` samples; None if the unit runs other operators for two than for one."""
+
+    def at(first: float, second: float) -> Any:
+        return first + (second - first) * (size - 1)
+
+    def phase(first: PhaseRecord, second: PhaseRecord) -> PhaseRecord:
+        gemms = zip(first.gemms, second.gemms, strict=True)
+        calls = zip(first.attention, second.attention, strict=True)
+        collectives = zip(first.collectives, second.collectives, strict=True)
+        recurrences = zip(first.recurrences, second.recurrences, strict=True)
+        return PhaseRecord(
+            gemms=tuple(type(a)(*map(at, a, b)) for a, b in gemms),
+            attention=tuple(
+                a._replace(heads=at(a.heads, b.heads), kv_heads=at(a.kv_heads, b.kv_heads)) for a, b in calls
+            ),
+            recurrences=tuple(
+                a._replace(heads=at(a.heads, b.heads), key_heads=at(a.key_heads, b.key_heads))
+                for a, b in recurrences
+            ),
+            kernel_bytes=at(first.kernel_bytes, second.kernel_bytes),
+            num_kernels=first.num_kernels,
+            num_operators=first.num_operators,
+            collectives=tuple(
+                a._replace(call=a.call._replace(num_bytes=at(a.call.num_bytes, b.call.num_bytes)))
+                for a, b in collectives
+            ),
+        )
+
+    def parts(record: UnitRecord) -> list[str]:
+        return [each.part for each in record.saved]
+
+    if [each.num_operators for each in one.phases()] != [each.num_operators for each in two.phases()]:
+        return None
+    if parts(one) != parts(two):
+        return None
+    forward, backward, weight = map(phase, one.phases(), two.phases())
+    return UnitRecord(
+        one.weights,
+        forward,
+        backward,
+        weight,
+        at(one.input_bytes, two.input_bytes),
+        tuple(
+            SavedPart(a.part, at(a.num_bytes, b.num_bytes)) for a, b in zip(one.saved, two.saved, strict=True)
+        ),
+        at(one.workspace_bytes, two.workspace_bytes),
+    )
+
+
+def _load(key: UnitKey) -> Any:
+    return _known().get(_name(key)) if _is_kept(key) else None
+
+
+def _store(key: UnitKey, found: Any) -> None:
+    if not _is_kept(key):
+        return
+    path = _path()
+    with suppress(OSError):  # a read-only home directory
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_full = path.exists() and path.stat().st_size > _MAX_BYTES
+        line = json.dumps([_name(key), found]) + "\n"
+        with path.open("w" if is_full else "a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _is_kept(key: UnitKey) -> bool:
+    """Return whether the disk keeps a record: not of a program's own model, and not by a rank of a run."""
+    distributed = sys.modules.get("torch.distributed")
+    return key.provider is None and not (distributed and distributed.is_initialized())
+
+
+def _name(key: UnitKey) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+@cache
+def _known() -> dict[str, Any]:
+    return dict(_lines(_path()))
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError, TypeError):  # a line that two processes wrote at once
+                name, found = json.loads(line)
+                yield name, found
+
+
+@cache
+def _path() -> Path:
+    """Return the file of this version's records."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megalite"
+    return folder / f"records-{_code_version()}.jsonl"
+
+
+def _code_version() -> str:
+    """Return a hash of the code that makes records: torch's version, and the sources' sizes and times."""
+    root = Path(__file__).parents[1]
+    hashed = hashlib.sha256(metadata.version("torch").encode())
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            status = path.stat()
+            hashed.update(f"{path} {status.st_size} {status.st_mtime_ns}".encode())
+    return hashed.hexdigest()[:16]

@@ -1,0 +1,301 @@
+"""Work of a unit of a model (embedding, layer or head) for one microbatch on one rank.
+
+A key has everything that the work depends on. `record_unit` runs the real module of a key, and makes a
+record. These classes need no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from megalite.config import ModelConfig
+from megalite.config.cp_comm_type import CpCommType
+from megalite.config.recompute import Module
+from megalite.distributed.axes import MODEL
+from megalite.observe.recurrence_call import RecurrenceCall
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+@dataclass(frozen=True)
+class UnitKey:
+    """Everything that the work of a unit on one microbatch depends on.
+
+    Attributes:
+        unit: EMBEDDING, HEAD or the number of a layer.
+        tp: tensor-parallel size.
+        positions: positions of a sample on a rank.
+        cp: number of ranks that hold the positions of a sample, if the unit exchanges tokens for heads with
+            them, as recurrent layers do; otherwise 1.
+        has_documents: attention stays within documents.
+        splits_backward: weight gradients are computed after the rest of backward.
+        recomputed_modules: parts of a layer that backward recomputes.
+        recomputes_head: backward recomputes whole modules of multi-token prediction, which the head runs.
+        cross_entropy_chunks: number of parts in which the head computes the loss.
+        ep, etp: sizes of the axes of experts; without such axes, ep is 1 and etp is None.
+        moe_imbalance: rows for the rank's experts, relative to even ones.
+        moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
+        mlp_chunks: number of parts of the sequence in which a layer computes its MLP.
+        triton_recurrence: megalite's kernels compute recurrences, as on a GPU; otherwise plain PyTorch.
+        provider: builds the stages of the program's own model; None for the model of the architecture.
+    """
+
+    model: ModelConfig
+    unit: str | int
+    tp: int
+    positions: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    has_documents: bool
+    splits_backward: bool
+    recomputed_modules: tuple[Module, ...] = ()
+    recomputes_head: bool = False
+    cross_entropy_chunks: int = 1
+    ep: int = 1
+    etp: int | None = None
+    moe_imbalance: float = 1.0
+    moe_token_dispatcher_type: str = "alltoall"
+    mlp_chunks: int = 1
+    cp: int = 1
+    triton_recurrence: bool = False
+    provider: Callable[..., Any] | None = None
+
+
+Phase = Literal["forward", "backward", "weight"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "weight")
+"""Phases of a microbatch. `weight` are weight gradients that a schedule computes after the rest of backward;
+without such a schedule they are part of `backward`."""
+KernelKind = Literal["GEMMs", "attention", "memory-bound kernels"]
+KERNEL_KINDS: tuple[KernelKind, ...] = ("GEMMs", "attention", "memory-bound kernels")
+GEMMS, ATTENTION, MEMORY_BOUND = KERNEL_KINDS
+"""Kinds of kernels. Kernels that are neither GEMMs nor fused attention count as memory-bound."""
+
+
+class CollectiveCall(NamedTuple):
+    """Describes a collective over an axis, or a message along it.
+
+    Attributes:
+        axis: name of the axis, "world" for all ranks.
+        kind: all-reduce, all-gather, reduce-scatter, all-to-all, send or receive.
+        dtype: dtype of the elements, such as "bfloat16".
+        num_bytes: size of the message, or of the tensor with the elements of all ranks. In an all-to-all, of
+            what the rank sends or of what it receives, whichever is larger.
+    """
+
+    axis: str
+    kind: str
+    dtype: str
+    num_bytes: int
+
+    @property
+    def is_over_experts(self) -> bool:
+        """Return whether the ranks are those that hold the experts of a group of tokens."""
+        return self.axis in ("ep", "etp", "ep_etp")
+
+
+class GemmCall(NamedTuple):
+    """Describes ``batch`` GEMMs ``[m, k] x [k, n]``.
+
+    Attributes:
+        adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    element_bytes: int
+    adds: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch
+
+
+class AttentionCall(NamedTuple):
+    """Describes a call of a fused attention kernel.
+
+    Attributes:
+        kernel: ``sdpa`` for one of PyTorch's kernels, ``triton`` for megalite's own.
+        heads: number of samples times query heads.
+        kv_heads: number of samples times key/value heads.
+        size: size of a head of queries and keys.
+        value_size: size of a head of values.
+        is_causal: only half of the scores are computed.
+        dropout: the kernel drops attention weights.
+        is_backward: the call computes gradients.
+        window: largest number of keys before its own that a query sees; None without this limit.
+        cp_comm_type: how queries reach the keys of other context-parallel ranks; None if one rank has all.
+    """
+
+    kernel: str
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    size: int
+    value_size: int
+    is_causal: bool
+    dropout: bool
+    is_backward: bool
+    window: int | None = None
+    cp_comm_type: CpCommType | None = None
+
+    @property
+    def scores(self) -> float:
+        """Return the number of attention scores that the kernel computes."""
+        if not self.is_causal:
+            return self.heads * self.queries * self.keys
+        most = self.keys if self.window is None else min(self.window + 1, self.keys)
+        return self.heads * self.queries * (most - most**2 / (2 * self.keys))
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a forward: two GEMMs."""
+        return 2 * (self.size + self.value_size) * self.scores
+
+
+class JoinedCollective(NamedTuple):
+    """Describes a collective, and the GEMM whose operand it gathers or whose result it sums.
+
+    Attributes:
+        gemm: index of the GEMM among the GEMMs of the phase; None if there is none.
+        is_hidden: another GEMM runs between the start of the collective and its GEMM.
+    """
+
+    call: CollectiveCall
+    gemm: int | None
+    is_hidden: bool
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """Holds the work of one phase.
+
+    Attributes:
+        kernel_bytes: bytes that kernels other than GEMMs, attention and recurrences read and write.
+        num_kernels: number of those kernels.
+        num_operators: operators that the host dispatches, including those that launch no kernel.
+        recurrences: calls of megalite's kernels of recurrences; plain PyTorch is GEMMs and other kernels.
+    """
+
+    gemms: tuple[GemmCall, ...] = ()
+    attention: tuple[AttentionCall, ...] = ()
+    kernel_bytes: float = 0.0
+    num_kernels: int = 0
+    num_operators: int = 0
+    collectives: tuple[JoinedCollective, ...] = ()
+    recurrences: tuple[RecurrenceCall, ...] = ()
+
+
+class WeightRecord(NamedTuple):
+    """Describes a parameter.
+
+    Attributes:
+        name: its name in the whole model.
+        shape: shape of the whole parameter.
+        size: elements that the rank holds.
+        is_cut: whether tensor parallelism cuts it.
+        is_tied: the head uses it too, and it is recorded with the embedding and with the head.
+        matrices: shapes of its matrices for Muon; none if it is not made of matrices.
+        factoring: name of the factoring of the ranks whose axes cut and replicate it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    is_cut: bool
+    is_tied: bool
+    matrices: tuple[tuple[int, int], ...] = ()
+    factoring: str = MODEL.name
+
+
+INPUT = "input"
+"""Part of a unit: the hidden states that it reads."""
+
+
+class SavedPart(NamedTuple):
+    """Holds the bytes that a part of a unit leaves in memory for backward.
+
+    Attributes:
+        part: one of --recompute-modules, another module of the unit, or INPUT.
+    """
+
+    part: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """Holds the work of a unit for one microbatch.
+
+    Attributes:
+        input_bytes: size of the hidden states that the unit reads.
+        saved: bytes that forward leaves in memory for backward, by the part that makes them.
+        workspace_bytes: most bytes that exist besides `saved_bytes`, in forward or backward.
+    """
+
+    weights: tuple[WeightRecord, ...]
+    forward: PhaseRecord
+    backward: PhaseRecord
+    weight: PhaseRecord
+    input_bytes: int
+    saved: tuple[SavedPart, ...]
+    workspace_bytes: float
+
+    def phases(self) -> Iterator[PhaseRecord]:
+        """Yield the phases, in the order of `PHASES`."""
+        yield from (self.forward, self.backward, self.weight)
+
+    @property
+    def saved_bytes(self) -> float:
+        """Return the bytes that forward leaves in memory for backward."""
+        return sum(each.num_bytes for each in self.saved)
+
+    def saving(self, more: Mapping[str, float]) -> UnitRecord:
+        """Return a record that saves more bytes, by part, or less."""
+        found = {each.part: each.num_bytes for each in self.saved}
+        for part, num_bytes in more.items():
+            found[part] = found.get(part, 0) + num_bytes
+        return replace(self, saved=tuple(SavedPart(*each) for each in found.items()))
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the elements of the whole parameters."""
+        return sum(math.prod(weight.shape) for weight in self.weights)
+
+
+def as_json(record: UnitRecord) -> dict[str, Any]:
+    """Return an object for `from_json`."""
+    return asdict(record)
+
+
+def from_json(found: dict[str, Any]) -> UnitRecord:
+    """Return the record of an object that `as_json` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not such an object.
+    """
+    weights = tuple(
+        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices), factoring)
+        for name, shape, size, is_cut, is_tied, matrices, factoring in found.pop("weights")
+    )
+    forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
+    saved = tuple(SavedPart(*each) for each in found.pop("saved"))
+    return UnitRecord(weights, forward, backward, weight, saved=saved, **found)
+
+
+def _phase(found: dict[str, Any]) -> PhaseRecord:
+    return PhaseRecord(
+        gemms=tuple(GemmCall(*each) for each in found.pop("gemms")),
+        attention=tuple(AttentionCall(*each) for each in found.pop("attention")),
+        recurrences=tuple(RecurrenceCall(*each) for each in found.pop("recurrences")),
+        collectives=tuple(
+            JoinedCollective(CollectiveCall(*call), gemm, is_hidden)
+            for call, gemm, is_hidden in found.pop("collectives")
+        ),
+        **found,
+    )

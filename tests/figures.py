@@ -1,0 +1,115 @@
+"""Count what a change of the package costs: its size, and the files that an option or a step touches.
+
+`tests/figures.json` has the most that each figure may be. After a change that lowers some, lower these too:
+
+python -m tests.figures     run from the repository root
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megalite"
+LIMITS = Path(__file__).with_name("figures.json")
+SHORT = 50
+"""Lines below which a file is short."""
+OPTIONS = {
+    "attention sinks": "sink",
+    "shared keys": "kv_shared|shared_keys|key_source|gives_keys",
+    "Muon": "muon",
+    "context parallelism": r"\bcp\b|cp_|context_parallel",
+}
+"""What a file names if it is about an option, as a regular expression, by option."""
+TRACED = """
+import inspect
+import sys
+from megalite.cli.train import main
+from megalite.train.trainer import Trainer
+
+files, of_steps, is_in_step = set(), [], False
+
+def note(frame, event, argument):
+    global is_in_step
+    code = frame.f_code
+    if code is Trainer.step.__code__:
+        is_in_step = event == "call"
+        if is_in_step:
+            of_steps.append(set())
+        elif event == "return" and len(of_steps) == 2:
+            print("FILES", len(files), len(of_steps[1]), flush=True)
+            sys.setprofile(None)
+    is_function = code.co_flags & inspect.CO_OPTIMIZED  # not the body of a module or a class
+    if event == "call" and is_function and "/megalite/" in code.co_filename:
+        files.add(code.co_filename)
+        if is_in_step:
+            of_steps[-1].add(code.co_filename)
+
+sys.setprofile(note)
+main(sys.argv[1:])
+"""
+
+
+def count_in_sources() -> dict[str, int]:
+    """Return the figures that the sources show, by name."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    lines = [text.count("\n") for text in texts.values()]
+    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
+    return {
+        "lines": sum(lines),
+        "files": len(lines),
+        f"files under {SHORT} lines": sum(count < SHORT for count in lines),
+        "functions": sum(isinstance(node, ast.FunctionDef) for node in nodes),
+        "entries of megalite/": sum(not path.name.startswith("__pycache__") for path in PACKAGE.iterdir()),
+        "errors of a config (Problem)": sum(
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem"
+            for node in nodes
+        ),
+        **{
+            f"files that name {option}": sum(bool(re.search(words, text, re.I)) for text in texts.values())
+            for option, words in OPTIONS.items()
+        },
+    }
+
+
+def count_in_run() -> dict[str, int]:
+    """Return the number of files whose functions run, in the main thread, in two iterations of gpt-tiny."""
+    flags = "--preset gpt-tiny --mock-data --vocab-size 100 --train-iters 2 --eval-iters 0 --layout manual"
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, *flags.split()], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (found,) = re.findall(r"^FILES (\d+) (\d+)$", done.stdout, re.M)
+    return {
+        "files that run from main() to the second update": int(found[0]),
+        "files that run in a step": int(found[1]),
+    }
+
+
+def above_limits(figures: Mapping[str, int]) -> list[str]:
+    """Return a line for each figure that is above its limit."""
+    limits = json.loads(LIMITS.read_text(encoding="utf-8"))
+    return [
+        f"{name}: {figure}, at most {limits[name]}"
+        for name, figure in figures.items()
+        if figure > limits[name]
+    ]
+
+
+def main() -> None:
+    """Write the figures of this checkout as the new limits, unless they are higher."""
+    figures = count_in_sources() | count_in_run()
+    before = json.loads(LIMITS.read_text(encoding="utf-8")) if LIMITS.exists() else figures
+    limits = {name: min(figure, before.get(name, figure)) for name, figure in figures.items()}
+    LIMITS.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")
+    for name, figure in figures.items():
+        print(f"{name:<50}{before.get(name, figure):8}{figure:8}")
+
+
+if __name__ == "__main__":
+    main()
