@@ -25,7 +25,7 @@ BLEND_BYTES = 2 + 8
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """Holds the use of one corpus by one split of a run.
+    """Use of one corpus by one split of a run.
 
     Attributes:
         split: train, valid or test, with the name of the dataset if it has one.
@@ -40,7 +40,7 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class Corpora:
-    """Holds the use of all corpora by a run.
+    """Use of all corpora by a run.
 
     Attributes:
         parts: use of each corpus on this machine.
@@ -95,7 +95,7 @@ def corpora_of(config: Config, dp: int) -> Corpora:
 
 @dataclass(frozen=True)
 class _Draw:
-    """Describes a dataset of a split, as `data.build_datasets` builds it."""
+    """Dataset of a split, as `data.build_datasets` builds it."""
 
     split: str
     blend: Blend

@@ -28,7 +28,7 @@ from megalite.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Buffers:
-    """Holds the bytes that a rank keeps from one iteration to the next, including padding.
+    """Bytes that a rank keeps from one iteration to the next, including padding.
 
     Attributes:
         weights: the model's weights.
@@ -76,7 +76,7 @@ def _weight_bytes(bucket: Bucket) -> int:
 
 
 class CopiedBytes(NamedTuple):
-    """Holds the bytes of offloaded activations that an iteration copies.
+    """Bytes of offloaded activations that an iteration copies.
 
     Attributes:
         down: bytes copied from the device to the host.
@@ -99,7 +99,7 @@ class CopiedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Holds the counts of one rank.
+    """Counts of one rank.
 
     Attributes:
         num_parameters: number of parameters of this rank.
@@ -130,7 +130,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Mark:
-    """Holds the counts at the start of an action.
+    """Counts at the start of an action.
 
     Attributes:
         held: bytes of tensors at this time.
@@ -147,7 +147,7 @@ class _Mark:
 
 
 class _ActionObserver:
-    """Records the actions of a pipeline, and the counts before some of them.
+    """Actions of a pipeline, and the counts before some of them.
 
     Args:
         buffers: buffers of offloaded activations; None if there are none.

@@ -18,7 +18,7 @@ from megalite.plan.layout_fields import routing_line
 
 @dataclass(frozen=True)
 class DryRun:
-    """Holds the result of a dry run.
+    """Result of a dry run.
 
     Attributes:
         config: config with a vocabulary size.

@@ -27,7 +27,7 @@ StepsOf = Callable[[int], Sequence[Step]]
 
 @dataclass(frozen=True)
 class Repetition:
-    """Describes a shorter iteration, and the part of it that the whole iteration repeats.
+    """Shorter iteration, and the part of it that the whole iteration repeats.
 
     Attributes:
         num_microbatches: number of microbatches in the shorter iteration.

@@ -77,7 +77,7 @@ def _attention(
 
 
 class _AttentionOperator(NamedTuple):
-    """Describes the positions of the arguments of an operator of fused attention.
+    """Positions of the arguments of an operator of fused attention.
 
     Attributes:
         first: index of the queries; keys and values are next.
@@ -240,7 +240,7 @@ class OperatorLog(Reader):
 
 
 class _StorageMap:
-    """Maps storages to values, and forgets a storage when it is freed."""
+    """Map of storages to values, which forgets a storage when it is freed."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Any]] = {}

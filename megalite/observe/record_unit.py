@@ -235,7 +235,7 @@ def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
 
 
 class _Run:
-    """Runs a unit, and counts.
+    """Counted run of a unit.
 
     Args:
         live: counts bytes since before the unit was built.

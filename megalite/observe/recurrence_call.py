@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class KernelWork(NamedTuple):
-    """Holds the work of one kernel.
+    """Work of one kernel.
 
     Attributes:
         flops: FLOPs of its GEMMs.
@@ -24,7 +24,7 @@ class KernelWork(NamedTuple):
 
 
 class RecurrenceCall(NamedTuple):
-    """Describes a call of the operator `recurrence`, or of its backward.
+    """Call of the operator `recurrence`, or of its backward.
 
     Attributes:
         heads: number of samples times value heads.

@@ -75,7 +75,7 @@ GEMMS, ATTENTION, MEMORY_BOUND = KERNEL_KINDS
 
 
 class CollectiveCall(NamedTuple):
-    """Describes a collective over an axis, or a message along it.
+    """Collective over an axis, or a message along it.
 
     Attributes:
         axis: name of the axis, "world" for all ranks.
@@ -97,7 +97,7 @@ class CollectiveCall(NamedTuple):
 
 
 class GemmCall(NamedTuple):
-    """Describes ``batch`` GEMMs ``[m, k] x [k, n]``.
+    """``batch`` GEMMs ``[m, k] x [k, n]``.
 
     Attributes:
         adds: the GEMM adds its result to a sum, as a weight gradient's does with fused accumulation.
@@ -116,7 +116,7 @@ class GemmCall(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """Describes a call of a fused attention kernel.
+    """Call of a fused attention kernel.
 
     Attributes:
         kernel: ``sdpa`` for one of PyTorch's kernels, ``triton`` for megalite's own.
@@ -159,7 +159,7 @@ class AttentionCall(NamedTuple):
 
 
 class JoinedCollective(NamedTuple):
-    """Describes a collective, and the GEMM whose operand it gathers or whose result it sums.
+    """Collective, and the GEMM whose operand it gathers or whose result it sums.
 
     Attributes:
         gemm: index of the GEMM among the GEMMs of the phase; None if there is none.
@@ -173,7 +173,7 @@ class JoinedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """Holds the work of one phase.
+    """Work of one phase.
 
     Attributes:
         kernel_bytes: bytes that kernels other than GEMMs, attention and recurrences read and write.
@@ -192,7 +192,7 @@ class PhaseRecord:
 
 
 class WeightRecord(NamedTuple):
-    """Describes a parameter.
+    """Parameter of a unit.
 
     Attributes:
         name: its name in the whole model.
@@ -218,7 +218,7 @@ INPUT = "input"
 
 
 class SavedPart(NamedTuple):
-    """Holds the bytes that a part of a unit leaves in memory for backward.
+    """Bytes that a part of a unit leaves in memory for backward.
 
     Attributes:
         part: one of --recompute-modules, another module of the unit, or INPUT.
@@ -230,7 +230,7 @@ class SavedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """Holds the work of a unit for one microbatch.
+    """Work of a unit for one microbatch.
 
     Attributes:
         input_bytes: size of the hidden states that the unit reads.

@@ -25,7 +25,7 @@ MIN_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Device:
-    """Describes the device of a rank.
+    """Device of a rank.
 
     Attributes:
         memory_bytes: memory that a process can use.
@@ -39,7 +39,7 @@ class Device:
 
 
 class Change(NamedTuple):
-    """Describes flags that may save memory.
+    """Flags that may save memory.
 
     Attributes:
         kind: only one change of each kind is reported: the cheapest that suffices, or the most effective.
@@ -57,7 +57,7 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """Describes a change and its effect.
+    """Change and its effect.
 
     Attributes:
         saved: bytes that it saves on the rank.
@@ -71,7 +71,7 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """Holds the advice to a rank that ran out of memory.
+    """Advice to a rank that ran out of memory.
 
     Attributes:
         memory: planned memory of the rank.

@@ -52,7 +52,7 @@ SIMILAR_ON_CPU = 1.25
 
 @dataclass(frozen=True)
 class OutOfMemoryNote:
-    """Records a layout that ran out of memory.
+    """Note of a layout that ran out of memory.
 
     Attributes:
         device: name of the device, or cpu.
@@ -69,7 +69,7 @@ class OutOfMemoryNote:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Describes the layout that was chosen for a run, in a form that rank 0 can send to the other ranks.
+    """Layout that was chosen for a run, in a form that rank 0 can send to the other ranks.
 
     Attributes:
         values: the chosen options by field, with the global batch size.

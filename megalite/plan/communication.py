@@ -10,7 +10,7 @@ from megalite.plan.planned_run import Cluster
 
 @dataclass(frozen=True)
 class Protocol:
-    """Describes one of NCCL's protocols. All latencies are in seconds.
+    """One of NCCL's protocols. All latencies are in seconds.
 
     Source: baseLatencies and hwLatencies of NCCL 2.2x, src/graph/tuning.cc.
 
@@ -43,7 +43,7 @@ TREE_BANDWIDTH = 0.92
 
 @dataclass(frozen=True)
 class Group:
-    """Describes equally spaced ranks that communicate with each other.
+    """Equally spaced ranks that communicate with each other.
 
     Attributes:
         size: number of ranks.

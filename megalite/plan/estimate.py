@@ -31,7 +31,7 @@ _JSON_KINDS = {"gemms": "products", "memory_bound": "passes"}
 
 @dataclass(frozen=True)
 class Costs:
-    """Holds inputs to the costs of a run, besides its plan; each is None if it is unknown.
+    """Inputs to the costs of a run, besides its plan; each is None if it is unknown.
 
     Attributes:
         train_tokens: tokens of the whole run.
@@ -45,7 +45,7 @@ class Costs:
 
 
 class RunPlan:
-    """Holds the plan of a run. Each number is computed when it is first requested."""
+    """Plan of a run. Each number is computed when it is first requested."""
 
     def __init__(self, run: PlannedRun) -> None:
         self.run = choose_gathering(run)

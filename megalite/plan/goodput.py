@@ -37,7 +37,7 @@ FREE_SPARE = 0.99
 
 @dataclass(frozen=True)
 class FailingRun:
-    """Holds the times of a run that fails, saves and restarts.
+    """Times of a run that fails, saves and restarts.
 
     Attributes:
         failure_gap: mean time between failures of any node.
@@ -91,7 +91,7 @@ def daly_interval(failure_gap: float, blocked: float) -> float:
 
 @dataclass(frozen=True)
 class SaveIntervals:
-    """Holds simulated save intervals, in iterations.
+    """Simulated save intervals, in iterations.
 
     Attributes:
         intervals: the intervals, ascending.
@@ -134,7 +134,7 @@ def compare_intervals(
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Holds the time that each simulated run spends on each activity.
+    """Time that each simulated run spends on each activity.
 
     Attributes:
         work: training that is kept.

@@ -52,7 +52,7 @@ SPREAD = (5, 95)
 
 @dataclass(frozen=True)
 class Reliability:
-    """Describes how often nodes fail and how a run recovers. None is the default.
+    """Failures of nodes, and recovery of a run. None is the default.
 
     Attributes:
         node_mtbf: mean seconds between failures of one node.
@@ -70,7 +70,7 @@ class Reliability:
 
 
 class GoodputPlan:
-    """Holds the plan of a run on nodes that fail. Each number is computed when it is first requested.
+    """Plan of a run on nodes that fail. Each number is computed when it is first requested.
 
     Args:
         plan: the plan without failures.

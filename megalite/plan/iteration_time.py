@@ -43,7 +43,7 @@ Stage = Mapping[ActionKind, WorkSeconds]
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Holds the time of one optimizer step.
+    """Time of one optimizer step.
 
     Attributes:
         seconds: time of the step.
@@ -77,7 +77,7 @@ def time_iteration(run: PlannedRun) -> IterationTime:
 
 @dataclass(frozen=True)
 class Step:
-    """Holds the time of forward and backward for all microbatches.
+    """Time of forward and backward for all microbatches.
 
     Attributes:
         seconds: time from the start of the first action to the end of the last one.
@@ -137,7 +137,7 @@ def least_layer_seconds(run: PlannedRun) -> float:
 
 
 class _StageKey(NamedTuple):
-    """Identifies stages with the same work: the kinds of their layers, and what is at their ends."""
+    """Key of stages with the same work: the kinds of their layers, and what is at their ends."""
 
     kinds: tuple[int, ...]
     is_first: bool
@@ -167,7 +167,7 @@ def _stages(run: PlannedRun) -> list[Stage]:
 
 
 class _UnshardedStage(NamedTuple):
-    """Holds the work of a stage without the communication of ZeRO stage 3.
+    """Work of a stage without the communication of ZeRO stage 3.
 
     Attributes:
         computed: work that this communication can overlap with, by kind of action.
@@ -315,7 +315,7 @@ def exposed_seconds(compute: float, communication: float) -> float:
 
 @dataclass(frozen=True)
 class ShardedStageSeconds:
-    """Holds the seconds of a stage's communication with ZeRO stage 3, for one microbatch.
+    """Seconds of a stage's communication with ZeRO stage 3, for one microbatch.
 
     Attributes:
         edge_weights: all-gather of the weights outside the layers. In forward, nothing overlaps with it.
@@ -390,7 +390,7 @@ def _gathered_once_seconds(run: PlannedRun, forward_seconds: float) -> float:
 
 
 class ReplicaExchange(NamedTuple):
-    """Holds the seconds of the exchange between the replicas of weights, if nothing hides it.
+    """Seconds of the exchange between the replicas of weights, if nothing hides it.
 
     Attributes:
         reduced: reductions of gradients, by collectives within the groups that ZeRO shards over and between

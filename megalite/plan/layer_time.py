@@ -34,7 +34,7 @@ GPU, so only shorter kernels wait for it."""
 
 
 class WorkSeconds(NamedTuple):
-    """Holds the seconds of a piece of work on one rank, by kind. The kinds do not overlap.
+    """Seconds of a piece of work on one rank, by kind. The kinds do not overlap.
 
     Attributes:
         gemms: GEMMs outside of attention.
@@ -81,7 +81,7 @@ def total_work(works: Iterable[WorkSeconds]) -> WorkSeconds:
 
 @dataclass(frozen=True)
 class MicrobatchWork:
-    """Holds the work of one microbatch: forward, input gradient, and weight gradients."""
+    """Work of one microbatch: forward, input gradient, and weight gradients."""
 
     forward: WorkSeconds = NO_WORK
     backward_input: WorkSeconds = NO_WORK
@@ -389,7 +389,7 @@ def overlapped_seconds(gemm: float, part: float, communication: float, num_parts
 
 
 class ModelWork(NamedTuple):
-    """Holds the work of a model's units.
+    """Work of a model's units.
 
     Attributes:
         layers: of each kind of layer.

@@ -55,7 +55,7 @@ _OTHER_RULES = tuple(rule for rule in RULES if rule is not _SHARDING_RULE)
 
 @dataclass
 class SearchResult:
-    """Holds the result of a search.
+    """Result of a search.
 
     Attributes:
         fitting: plans that fit in memory.
@@ -133,7 +133,7 @@ def _search(request: Request, cluster: Cluster, watch: Watch, *, offloads: bool)
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Describes how ZeRO shards layouts with the same sizes of all axes; `run` is one of them."""
+    """Sharding of ZeRO in layouts with the same sizes of all axes; `run` is one of them."""
 
     run: PlannedRun
 
@@ -144,7 +144,7 @@ class _Sharding:
 
 
 class _Layouts(NamedTuple):
-    """Holds layouts that differ only in how ZeRO shards. Most of a plan is the same for all of them."""
+    """Layouts that differ only in how ZeRO shards. Most of a plan is the same for all of them."""
 
     config: Config
     shardings: Sequence[_Sharding]

@@ -19,7 +19,7 @@ NODE_DISK_GBPS = 6.0
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """Holds the bytes of a rank's offloaded state, and the bytes that an update moves.
+    """Bytes of a rank's offloaded state, and the bytes that an update moves.
 
     Attributes:
         elements: parameters whose state is offloaded.
@@ -80,7 +80,7 @@ def largest_offloaded_state(run: PlannedRun) -> OffloadedState | None:
 
 @dataclass(frozen=True)
 class OffloadSeconds:
-    """Holds the seconds of each part of an update on the host.
+    """Seconds of each part of an update on the host.
 
     Attributes:
         gradients: copies to the host under backward.

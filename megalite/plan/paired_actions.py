@@ -22,7 +22,7 @@ Savings = Mapping[tuple[int, int], float]
 
 
 class LayerSeconds(NamedTuple):
-    """Holds the seconds of a layer in one of two actions that run together."""
+    """Seconds of a layer in one of two actions that run together."""
 
     messages: float
     computation: float

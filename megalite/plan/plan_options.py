@@ -27,7 +27,7 @@ ETHERNET_NODE_GBPS = 12.5
 
 @dataclass(frozen=True)
 class Scaling:
-    """Holds the request of --scaling.
+    """Request of --scaling.
 
     Attributes:
         nodes: numbers of nodes, ascending.

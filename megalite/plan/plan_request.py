@@ -61,7 +61,7 @@ DEFAULT_TOP = 10
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what the command line requests.
+    """Request of a command line.
 
     Attributes:
         config: the config, with the plan's assumptions, and without the length and data, which it ignores.

@@ -22,7 +22,7 @@ from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describes a cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
+    """Cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
 
     Attributes:
         node_gbps: gigabytes per second from a GPU to others in its node, one way.
@@ -43,7 +43,7 @@ class Cluster:
 
 
 class Replicas(NamedTuple):
-    """Describes the ranks with the same weights, which sum gradients and can shard the optimizer's state.
+    """Ranks with the same weights, which sum gradients and can shard the optimizer's state.
 
     Attributes:
         stride: distance from one to the next.
@@ -57,7 +57,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Describes a planned run: the config, the program, and the cluster.
+    """Planned run: the config, the program, and the cluster.
 
     Attributes:
         program: the training program.

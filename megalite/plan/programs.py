@@ -11,7 +11,7 @@ from megalite.hardware.gpus import Gpu
 
 @dataclass(frozen=True)
 class Program:
-    """Describes a training program, as far as a plan depends on it. The defaults describe megalite.
+    """Training program, as far as a plan depends on it. The defaults describe megalite.
 
     Attributes:
         fused_attention: attention scores are never stored in GPU memory.

@@ -29,7 +29,7 @@ Plans of published runs are typically off by 4 to 8%."""
 
 
 class RankMemory(NamedTuple):
-    """Holds the bytes of one rank, by kind.
+    """Bytes of one rank, by kind.
 
     Attributes:
         weights: parameters in the precision of the model, and their copies in FP8.
@@ -132,7 +132,7 @@ def _average(run: PlannedRun, rank: int, by_stage: Sequence[float]) -> float:
 
 
 class _MicrobatchMemory(NamedTuple):
-    """Holds what the microbatches of a run need, however ZeRO shards its state.
+    """Memory that the microbatches of a run need, however ZeRO shards its state.
 
     Attributes:
         activations: bytes of each pipeline rank.

@@ -21,7 +21,7 @@ Sizes = Counter[str]
 
 
 class UnitsKey(NamedTuple):
-    """Holds everything that the records of a run depend on.
+    """Everything that the records of a run depend on.
 
     Attributes:
         any_unit: key of the units' records; its `unit` has no meaning, and its settings of recomputation are
@@ -42,7 +42,7 @@ class UnitsKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """Holds the records of a model's units on one tensor-parallel rank.
+    """Records of a model's units on one tensor-parallel rank.
 
     Attributes:
         kinds: for each layer of the model, the number of the first layer of its kind.
@@ -128,7 +128,7 @@ def sizes_of(weights: Iterable[WeightRecord]) -> Sizes:
 
 @dataclass(frozen=True, eq=False)
 class RankUnits:
-    """Holds the units of a pipeline rank's stages.
+    """Units of a pipeline rank's stages.
 
     Attributes:
         kinds: kinds of its layers, of all its stages.

@@ -51,7 +51,7 @@ _SETTLING_SECONDS = 0.05
 
 
 class Phase(Enum):
-    """Describes a phase of a microbatch. Backward does not include the forward that it recomputes."""
+    """Phase of a microbatch. Backward does not include the forward that it recomputes."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -60,7 +60,7 @@ class Phase(Enum):
 
 @dataclass
 class ModuleCosts:
-    """Holds the costs of a module with its submodules, or of several modules.
+    """Costs of a module with its submodules, or of several modules.
 
     Attributes:
         name: name in the whole model; empty for the rank's whole part of it.
@@ -221,7 +221,7 @@ def _clock(topology: Topology) -> Callable[[], int]:
 
 @dataclass
 class _Span:
-    """Describes the forward of a module, or a node of its backward, while it runs.
+    """Forward of a module, or a node of its backward, while it runs.
 
     `inner` is the cost of nested spans.
     """

@@ -29,7 +29,7 @@ OTHER_WAIT = f"other{WAIT}"
 
 
 class TraceSpan(NamedTuple):
-    """Describes an interval of a rank's time.
+    """Interval of a rank's time.
 
     Attributes:
         category: "iteration"; the kind of an action; "pp wait" and the like; "data"; "part" for all others.
@@ -52,7 +52,7 @@ class TraceSpan(NamedTuple):
 
 
 class Recorder(Observer):
-    """Records when events begin and end; `spans` converts the times to seconds.
+    """Recorder of when events begin and end; `spans` converts the times to seconds.
 
     Args:
         clock: records points in time.
@@ -113,7 +113,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class ClockSamples:
-    """Holds a rank's clock readings before and after each of several collectives of all ranks.
+    """Rank's clock readings before and after each of several collectives of all ranks.
 
     Attributes:
         machine: identifies the machine; ranks of one machine share one clock.
@@ -125,7 +125,7 @@ class ClockSamples:
 
 
 class ClockOffset(NamedTuple):
-    """Holds the seconds to add to a rank's clock to get rank 0's time.
+    """Seconds to add to a rank's clock to get rank 0's time.
 
     Attributes:
         error: largest possible error in seconds.
@@ -245,7 +245,7 @@ def time_breakdown(spans_by_rank: Iterable[Iterable[TraceSpan]]) -> TimeBreakdow
 
 @dataclass(frozen=True)
 class Lane:
-    """Holds one rank's row of the trace file, with its spans in rank 0's time.
+    """One rank's row of the trace file, with its spans in rank 0's time.
 
     Attributes:
         coordinates: the rank's coordinate along each axis.

@@ -18,7 +18,7 @@ Trace = Callable[[Config, int, int, int, Providers | None], list[RankTrace]]
 
 
 class Location(NamedTuple):
-    """Holds the result of a bisection.
+    """Result of a bisection.
 
     Attributes:
         difference: the first difference; None if there is none, or if it does not come from the layout.

@@ -29,7 +29,7 @@ from megalite.verify.save_chain import SaveChain
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Holds the largest relative differences that the order of floating-point sums can explain."""
+    """Largest relative differences that the order of floating-point sums can explain."""
 
     loss: float
     grad_norm: float
@@ -53,7 +53,7 @@ the proof. In 16 bits, runs diverge over time, so only the first gradient and th
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Holds the largest relative differences between the run of a layout and the reference.
+    """Largest relative differences between the run of a layout and the reference.
 
     Attributes:
         terms: differences of each iteration, by term of the loss.
@@ -255,7 +255,7 @@ def verify_layouts(
 
 @dataclass
 class _Verified:
-    """Holds the results of a verification.
+    """Results of a verification.
 
     Attributes:
         different: the layouts that train another run.

@@ -22,7 +22,7 @@ from megalite.verify.trace_run import Activation, RankTrace, StepTensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds a value of one rank, and the same elements on one rank.
+    """Value of one rank, and the same elements on one rank.
 
     Attributes:
         starts: place of the first element in the full tensor.
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class Event(NamedTuple):
-    """Holds the comparisons of one tensor on all ranks and for all microbatches, and its place in order."""
+    """Comparisons of one tensor on all ranks and for all microbatches, and its place in order."""
 
     phase: str
     order: int
@@ -124,7 +124,7 @@ def _last_collective(trace: RankTrace, num_before: int, phase: str) -> Collectiv
 
 
 class _Full(NamedTuple):
-    """Holds all microbatches of the reference's tensor.
+    """All microbatches of the reference's tensor.
 
     Attributes:
         parts: the microbatches, in the order of their samples.

@@ -48,7 +48,7 @@ OF_MODULES = ("forward", "recomputed", "backward")
 
 @dataclass(frozen=True)
 class Limits:
-    """Holds relative differences of tensors.
+    """Relative differences of tensors.
 
     Attributes:
         differs: a larger difference cannot come from the order of floating-point sums.
@@ -87,7 +87,7 @@ such weights are relative to the largest weight.
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Describes the first tensor that differs.
+    """First tensor that differs.
 
     Attributes:
         what: the tensor, when it is computed, and of which samples.
@@ -154,7 +154,7 @@ def _scale(events: Iterable[Event]) -> float:
 
 
 class Judge(NamedTuple):
-    """Finds the first difference of a phase, and describes it.
+    """Function that finds the first difference of a phase, and how to describe it.
 
     Attributes:
         scale: largest magnitude of the phase.

@@ -200,7 +200,7 @@ def _refuse_without_effect(
 
 @dataclass(frozen=True)
 class Layout:
-    """Holds the sizes of the mesh axes, and options that override the config.
+    """Sizes of the mesh axes, and options that override the config.
 
     None and False leave an option as it is in the config.
 

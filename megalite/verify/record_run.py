@@ -31,7 +31,7 @@ from megalite.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Holds the results of a run.
+    """Results of a run.
 
     Attributes:
         terms: terms of the loss of each iteration, by name; none if --iterations-to-skip excludes it.
@@ -190,7 +190,7 @@ _NUM_EVALUATED = 2
 
 
 class _PartlyMasked:
-    """Masks the last tokens of a run's samples, of each another number."""
+    """Mask of the last tokens of a run's samples, of each another number."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples

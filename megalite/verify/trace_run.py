@@ -46,7 +46,7 @@ NOT_PARTS = {"forward", "run_layers", "run_group"}
 
 @dataclass
 class Activation:
-    """Describes a tensor that a module or a wrap point reads or returns in the forward of one microbatch.
+    """Tensor that a module or a wrap point reads or returns in the forward of one microbatch.
 
     Attributes:
         names: what it is, such as "output of layers.0.mlp", in the order in which forward meets it.
@@ -74,7 +74,7 @@ class Activation:
 
 
 class StepTensor(NamedTuple):
-    """Describes a tensor of an iteration outside of modules: of a parameter, or a number.
+    """Tensor of an iteration outside of modules: of a parameter, or a number.
 
     Attributes:
         phase: when it is recorded, a key of `first_difference.PHASES`.
@@ -95,7 +95,7 @@ class StepTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Holds the tensors and collectives of one rank in one iteration.
+    """Tensors and collectives of one rank in one iteration.
 
     Attributes:
         coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.
@@ -263,7 +263,7 @@ def _tensors(value: Any, takes_parameters: bool) -> Iterator[Tensor]:
 
 
 class StepRecorder:
-    """Records the loss, gradients of parameters and weights of an iteration."""
+    """Record of the loss, gradients of parameters and weights of an iteration."""
 
     def __init__(self, trainer: Trainer, collectives: CollectiveList) -> None:
         self.steps: list[StepTensor] = []

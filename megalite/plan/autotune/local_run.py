@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Outcome:
-    """Describes how the ranks ended.
+    """End of the ranks of a run.
 
     Attributes:
         statuses: exit status of each rank, as in `subprocess`; None if it had to be killed.

@@ -20,7 +20,7 @@ FILE = "results.json"
 
 
 class Results:
-    """Holds the trials by layout, in a file that is written after each trial.
+    """Trials by layout, in a file that is written after each trial.
 
     Args:
         folder: folder for the results.
@@ -87,7 +87,7 @@ _MIB = 2.0**20
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds the result of a trial.
+    """Result of a trial.
 
     Attributes:
         status: DONE, OUT_OF_MEMORY, TIMED_OUT or FAILED.
@@ -105,7 +105,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Length:
-    """Describes the length of a trial.
+    """Length of a trial.
 
     Attributes:
         warmup: how many of the `iterations` are not measured.

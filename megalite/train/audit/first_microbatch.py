@@ -26,7 +26,7 @@ from megalite.train.trainer import Trainer
 
 
 class _Result(NamedTuple):
-    """Holds the checksum of a module's output or of a parameter's gradient, in the order of the computation.
+    """Checksum of a module's output or of a parameter's gradient, in the order of the computation.
 
     Attributes:
         is_gradient: gradients are computed after all outputs.
@@ -52,7 +52,7 @@ _RUNS = 2
 
 
 class MicrobatchComparison:
-    """Compares the results of an iteration's first microbatch with the results of another replica for it.
+    """Comparison of the results of an iteration's first microbatch with those of another replica for it.
 
     Each replica runs the first microbatch of the replica after it before the iteration, with the same
     weights. Dropout is keyed by samples, so all outputs, losses and gradients must have the same bits.
@@ -132,7 +132,7 @@ class MicrobatchComparison:
 
 
 class _Difference(NamedTuple):
-    """Describes the first result that differs among the replicas of one position in the model.
+    """First result that differs among the replicas of one position in the model.
 
     Attributes:
         order: its place in the order of the computation.

@@ -29,7 +29,7 @@ RUN_STATE = "seed, iteration and number of samples"
 
 
 class Finding(NamedTuple):
-    """Describes a difference that an audit found.
+    """Difference that an audit found.
 
     Attributes:
         names: tensors that differ; those of a microbatch in the order in which they are computed.
@@ -76,7 +76,7 @@ def outliers(values: Mapping[int, Hashable]) -> set[int] | None:
 
 
 class HeldTensor(NamedTuple):
-    """Describes a tensor of this rank.
+    """Tensor of this rank.
 
     Attributes:
         key: identifies its elements among all tensors of the run: ranks with the same key must hold the same
@@ -118,7 +118,7 @@ def _key(name: str, held: Tensor | ParameterShard, topology: Topology) -> str:
 
 
 class ReplicaComparison:
-    """Compares the tensors that this rank holds with the other ranks that hold the same.
+    """Comparison of the tensors that this rank holds with the other ranks that hold the same.
 
     Tensors that the same set of ranks holds form a group, and each group has one checksum. An audit gathers
     these few numbers from all ranks. Only after a difference does it gather a checksum of each tensor.

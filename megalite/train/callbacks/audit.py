@@ -15,7 +15,7 @@ from megalite.train.train_step import StepResult
 
 
 class Audit(Callback):
-    """Audits an iteration every --audit-interval iterations; a difference ends the run before the next save.
+    """Audit every --audit-interval iterations; a difference ends the run before the next save.
 
     Before the update it compares the first microbatch with the results of another replica, and after the
     update the weights, optimizer state and state of the run. Checkpoints that were saved after the last

@@ -7,7 +7,7 @@ from megalite.train.train_step import StepResult
 
 
 class Evaluation(Callback):
-    """Evaluates every --eval-interval iterations, and once the run is finished."""
+    """Evaluation every --eval-interval iterations, and once the run is finished."""
 
     def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
         is_urgent = loop.stop is not None and loop.stop.is_urgent

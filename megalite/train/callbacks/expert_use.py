@@ -24,7 +24,7 @@ _LAYERS, _MTP = "layers", "mtp"
 
 
 class ExpertLogging(Callback):
-    """Writes the loads of all experts every --log-experts-interval iterations.
+    """Log of the loads of all experts every --log-experts-interval iterations.
 
     Routers count in these iterations only. Put it before callbacks that run a microbatch again.
     """

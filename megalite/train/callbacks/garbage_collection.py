@@ -12,7 +12,7 @@ from megalite.train.train_step import StepResult
 
 
 class GarbageCollection(Callback):
-    """Collects Python's garbage every --manual-gc-interval iterations, and turns off automatic collections.
+    """Collection of Python's garbage every --manual-gc-interval iterations instead of automatic ones.
 
     Python starts a collection after a number of allocations: on each rank at another time, within a step,
     while the other ranks wait. A full one visits all objects of the process. With this callback, all ranks

@@ -23,7 +23,7 @@ from megalite.train.trainer import Trainer
 
 
 class MetricsLogging(Callback):
-    """Measures intervals of iterations and passes their metrics to the writers.
+    """Metrics of intervals of iterations, passed to the writers.
 
     The time between two iterations (evaluations, checkpoints, other callbacks) and the compilation time of
     torch.compile do not count.

@@ -22,7 +22,7 @@ _STATE = ("weights", "gradients", "optimizer")
 
 
 class ModuleProfile(Callback):
-    """Logs the modules' costs before iteration --profile-modules."""
+    """Log of the modules' costs before iteration --profile-modules."""
 
     def on_start(self, loop: TrainingLoop) -> None:
         config, topology = loop.trainer.config.logging, loop.trainer.topology

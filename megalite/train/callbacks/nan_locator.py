@@ -31,7 +31,7 @@ SPIKE_FACTOR = 10.0
 
 
 class NanLocation(Callback):
-    """Logs each anomaly with the layer and the microbatch in which it began."""
+    """Log of each anomaly with the layer and the microbatch in which it began."""
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
         if result.anomaly is not None:
@@ -48,7 +48,7 @@ def anomaly_text(trainer: Trainer, anomaly: Anomaly, plan: IterationPlan) -> str
 
 
 class NanLocator:
-    """Runs an iteration again with hooks on every part of the model, while its weights are unchanged.
+    """Second run of an iteration with hooks on every part of the model, while its weights are unchanged.
 
     Dropout by counter makes the second run equal to the first. The hooks fill a table of the largest
     magnitudes, by part of the model (rows, in the order of the forward) and by microbatch of the global batch

@@ -20,7 +20,7 @@ _EMBEDDING, _HEAD = "embedding", "head"
 
 
 class LayerNorms(Callback):
-    """Writes the gradient's norm of each layer every --log-layer-grad-norms-interval iterations."""
+    """Log of the gradient's norm of each layer every --log-layer-grad-norms-interval iterations."""
 
     def __init__(self, writers: Writers) -> None:
         self.writers = writers
@@ -70,7 +70,7 @@ _KINDS = {"weight": ("main",), "momentum": ("exp_avg", MOMENTUM), "variance": ("
 
 
 class OptimizerNorms(Callback):
-    """Writes norms of the optimizer's tensors with --log-optimizer-states-to-tensorboard."""
+    """Log of norms of the optimizer's tensors with --log-optimizer-states-to-tensorboard."""
 
     def __init__(self, writers: Writers) -> None:
         self.writers = writers

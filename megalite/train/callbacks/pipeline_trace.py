@@ -33,7 +33,7 @@ from megalite.train.trainer import Trainer
 
 
 class PipelineTracing(Callback):
-    """Traces the iterations of --trace-pipeline."""
+    """Trace of the iterations of --trace-pipeline."""
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
@@ -55,7 +55,7 @@ _RankTrace = tuple[dict[str, int], ClockSamples, list[TraceSpan]]
 
 
 class PipelineTrace:
-    """Records the iterations of `numbers` and writes them to `path` after the last of them.
+    """Trace of the iterations of `numbers`, which it writes to `path` after the last of them.
 
     Other iterations are not observed. Every rank must make the same calls.
 

@@ -32,14 +32,14 @@ _DEFAULT_NAME = "profile"
 
 
 class Profile(Protocol):
-    """Holds a profile in progress."""
+    """Profile in progress."""
 
     def step(self) -> None:
         """Mark the end of an iteration."""
 
 
 class Profiler(Callback):
-    """Profiles the iterations of --profile and --profile-execution, and records --record-memory-history."""
+    """Profiler of --profile and --profile-execution, and recorder of --record-memory-history."""
 
     @contextmanager
     def running(self, loop: TrainingLoop) -> Iterator[None]:
@@ -58,7 +58,7 @@ class _NoProfile:
 
 
 class _Window(NamedTuple):
-    """Holds the iterations to profile, counted from 1.
+    """Iterations to profile, counted from 1.
 
     Attributes:
         flag: the flag that requests the profile.
@@ -187,7 +187,7 @@ def _pytorch(
 
 
 class _PostedProfile(torch.profiler.profile):
-    """Runs PyTorch's profiler; posts an event while it collects or writes a trace."""
+    """PyTorch's profiler, which posts an event while it collects or writes a trace."""
 
     def __init__(self, events: EventStack, **options: Any) -> None:
         super().__init__(**options)
@@ -221,7 +221,7 @@ def _why_not_written(write: Callable[[], object], folder: Path, rank: int) -> st
 
 
 class _NsysProfile:
-    """Makes nsys (started with ``-c cudaProfilerApi``) record the window's iterations."""
+    """Profile by nsys (started with ``-c cudaProfilerApi``) of the window's iterations."""
 
     def __init__(self, window: _Window, num_before: int, start: Callable[[], None], stop: Callable[[], None]):
         self._window = window

@@ -36,7 +36,7 @@ from megalite.train.trainer import Trainer
 
 
 class RoutingRecording(Callback):
-    """Writes the experts of each token to the folder of --record-routing."""
+    """Record of the experts of each token in the folder of --record-routing."""
 
     def on_start(self, loop: TrainingLoop) -> None:
         trainer = loop.trainer
@@ -99,7 +99,7 @@ def _tensors(recorders: Mapping[str, ChoiceRecorder]) -> dict[str, Tensor]:
 
 
 class RoutingReplay(Callback):
-    """Sends tokens to the experts in the folder of --replay-routing-from."""
+    """Replay that sends tokens to the experts in the folder of --replay-routing-from."""
 
     def on_start(self, loop: TrainingLoop) -> None:
         trainer = loop.trainer

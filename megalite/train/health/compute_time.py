@@ -20,7 +20,7 @@ _NCCL = "nccl"
 
 
 class ComputeClock(Protocol):
-    """Measures iterations."""
+    """Clock that measures iterations."""
 
     def iteration(self, is_last: bool) -> AbstractContextManager[None]:
         """Measure the block, an iteration; `is_last`: `take` is called after it."""
@@ -30,7 +30,7 @@ class ComputeClock(Protocol):
 
 
 class HostClock:
-    """Measures the time in which the main thread computes, or waits for a free core.
+    """Clock of the time in which the main thread computes, or waits for a free core.
 
     It sleeps while it waits for other ranks, with gloo, or for a disk: neither counts.
 
@@ -70,7 +70,7 @@ def thread_seconds() -> float:
 
 
 class DeviceClock:
-    """Measures the kernels of an interval's last iteration on a GPU, without NCCL's.
+    """Clock of the kernels of an interval's last iteration on a GPU, without NCCL's.
 
     CUDA events around parts of an iteration would include the waits in collectives between them. The profiler
     lists single kernels; it runs in that one iteration.

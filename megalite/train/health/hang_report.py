@@ -28,7 +28,7 @@ STANDARD_ERROR = 2
 
 @dataclass(frozen=True)
 class LateRanks:
-    """Describes the ranks that the others wait for.
+    """Ranks that the others wait for.
 
     Attributes:
         ranks: the late ranks in order; empty if every rank waits and none is behind.

@@ -17,7 +17,7 @@ _IMPLIED = ("forward-backward", "optimizer", BATCH_GENERATOR)
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Holds the status of one rank.
+    """Status of one rank.
 
     Attributes:
         stamp: increases with each status; a rank is silent if its stamp stays the same.

@@ -48,7 +48,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
 
 class StatusStore:
-    """Stores one status for each rank, and an entry that ends the run.
+    """Store of one status for each rank, and of an entry that ends the run.
 
     If the store's server is stopped, a call to it never returns. No method here takes longer than `patience`.
     After one call without an answer all later calls fail at once.

@@ -20,7 +20,7 @@ from megalite.train.health.compute_time import ComputeClock, DeviceClock, HostCl
 
 @dataclass(frozen=True)
 class ComputeTime:
-    """Holds the compute time of one rank in an interval.
+    """Compute time of one rank in an interval.
 
     Attributes:
         coordinates: the rank's coordinate along each axis.
@@ -65,7 +65,7 @@ def straggler_line(times: Sequence[ComputeTime]) -> str:
 
 
 class StragglerLog:
-    """Logs the slowest rank every `interval` iterations; every rank calls it.
+    """Log of the slowest rank every `interval` iterations; every rank calls it.
 
     Args:
         clock: measures the compute time; None, or an interval of None, measures nothing.

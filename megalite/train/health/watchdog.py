@@ -48,7 +48,7 @@ _LEAVE_SECONDS = 0.05
 
 
 class Watchdog:
-    """Watches the progress of this rank's main thread and, together with the other ranks, of the run.
+    """Watchdog of the progress of this rank's main thread and, with the other ranks, of the run.
 
     Progress is the beginning or end of a pipeline's action, trained or evaluated, or the end of an iteration.
     Every rank posts its status at each poll, from a thread. The run hangs once all ranks that still post are

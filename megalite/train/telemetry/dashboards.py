@@ -95,7 +95,7 @@ def expert_scalars(loads: ExpertUse) -> dict[str, float]:
 
 
 class TensorBoardWriter:
-    """Writes scalars by iteration, and the main ones also by consumed samples.
+    """Writer of scalars by iteration, and of the main ones also by consumed samples.
 
     The scalars by samples are a TensorBoard run of their own, in the subfolder `SAMPLES`: a restart drops the
     later steps of all scalars of a TensorBoard run, so all of them must count the same thing.
@@ -206,7 +206,7 @@ def _file_name() -> str:
 
 
 class GuardedCalls:
-    """Calls a library whose failures must not end the run.
+    """Calls of a library whose failures must not end the run.
 
     Args:
         output: the flag that requested the output, for the log.
@@ -237,7 +237,7 @@ class GuardedCalls:
 
 
 class ScalarWriter:
-    """Is the base class of writers whose output takes scalars by iteration, with the samples beside them."""
+    """Base class of writers whose output takes scalars by iteration, with the samples beside them."""
 
     def __init__(self, config: LoggingConfig, world_size: int) -> None:
         self.config = config
@@ -269,7 +269,7 @@ class ScalarWriter:
 
 
 class WandbWriter(ScalarWriter):
-    """Writes to Weights & Biases, histograms too.
+    """Writer to Weights & Biases, histograms too.
 
     Args:
         folder: folder of wandb's own files; None for wandb's default.

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """Holds the tokens of one layer's experts.
+    """Tokens of one layer's experts.
 
     Attributes:
         tokens: number of tokens that selected each expert.
@@ -34,7 +34,7 @@ class LayerLoads:
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Holds the loads of all layers with experts in one iteration.
+    """Loads of all layers with experts in one iteration.
 
     Attributes:
         layers: by the layer's name, such as ``layers.3``.

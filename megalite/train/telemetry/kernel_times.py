@@ -22,7 +22,7 @@ from megalite.observe.unit_record import ATTENTION, KERNEL_KINDS, MEMORY_BOUND, 
 
 
 class KernelTimer(Protocol):
-    """Measures the kernels that this rank launches in a block."""
+    """Timer of the kernels that this rank launches in a block."""
 
     def __enter__(self) -> object: ...
 
@@ -83,7 +83,7 @@ def _is_in_unfused_attention() -> bool:
 
 
 class KernelProfile:
-    """Measures the kernels of a GPU with PyTorch's profiler, which knows the operator that launched each.
+    """Timer of a GPU's kernels with PyTorch's profiler, which knows the operator that launched each.
 
     Args:
         events: is notified while the profiler starts and stops.

@@ -18,7 +18,7 @@ _UNREADABLE = (OSError, RuntimeError, ValueError)
 
 
 class MachineLoad:
-    """Measures rates between two calls, over all processes of the machine.
+    """Rates between two calls, over all processes of the machine.
 
     CPU, disk and network need psutil; a GPU's utilization needs nvidia-ml-py. Without a package its values
     are missing. InfiniBand's counters are files in /sys.

@@ -26,7 +26,7 @@ from megalite.train.train_step import StepResult
 
 
 class CompileTime:
-    """Adds up the time that torch.compile takes to compile in this process.
+    """Sum of the time that torch.compile takes to compile in this process.
 
     Args:
         clock: returns seconds from any origin.
@@ -70,7 +70,7 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Holds the memory of one rank, in MiB.
+    """Memory of one rank, in MiB.
 
     Attributes:
         allocated: CUDA: peak memory of tensors since the process started.
@@ -106,7 +106,7 @@ def _resident_set() -> ProcessMemory:
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """Holds the metrics of a log line: values of its last iteration, and means and counts of the interval.
+    """Metrics of a log line: values of its last iteration, and means and counts of the interval.
 
     Attributes:
         iteration: number of the last iteration, from 1.
@@ -170,7 +170,7 @@ class IterationMetrics:
 
 @dataclass(frozen=True)
 class ValidationMetrics:
-    """Holds the result of an evaluation.
+    """Result of an evaluation.
 
     Attributes:
         split: "valid" or "test".
@@ -197,7 +197,7 @@ class ValidationMetrics:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """Holds the scores of benchmark tasks, by task and metric: ``arc_easy/acc``."""
+    """Scores of benchmark tasks, by task and metric: ``arc_easy/acc``."""
 
     iteration: int
     consumed_samples: int
@@ -205,7 +205,7 @@ class TaskScores:
 
 
 class IntervalMeter:
-    """Collects iterations from one log line to the next.
+    """Meter of the iterations from one log line to the next.
 
     The interval's clock starts with the meter and again with each `take`. It is stopped between `pause` and
     `resume`.

@@ -15,7 +15,7 @@ _PARAMS_PER_CALL = 100  # MLflow's limit
 
 
 class MlflowWriter(ScalarWriter):
-    """Writes to a run of MLflow, and the config as parameters such as ``model.num_layers``.
+    """Writer to a run of MLflow, with the config as parameters such as ``model.num_layers``.
 
     MLflow sends them from a thread of its own, so that a slow server does not slow the run.
 

@@ -13,7 +13,7 @@ from megalite.train.telemetry.dashboards import GuardedCalls, ScalarWriter
 
 
 class OpenTelemetryWriter(ScalarWriter):
-    """Sets a gauge for each scalar: ``megalite.lm_loss``. OpenTelemetry sends their latest values regularly.
+    """Gauge for each scalar: ``megalite.lm_loss``. OpenTelemetry sends their latest values regularly.
 
     Its own environment variables configure it: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_METRIC_EXPORT_INTERVAL,
     OTEL_EXPORTER_PROMETHEUS_HOST, OTEL_EXPORTER_PROMETHEUS_PORT, OTEL_SERVICE_NAME and

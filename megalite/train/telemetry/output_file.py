@@ -13,7 +13,7 @@ MAX_HELD_BYTES = 16 * 2**20
 
 
 class OutputFile:
-    """Appends complete records to a file, and keeps records in memory while they cannot be written.
+    """File of complete records, which keeps records in memory while they cannot be written.
 
     A full disk may cut off a record. The rest of it is written first once there is space, so the file stays
     readable. Failures are not raised; the log shows when they begin and end.

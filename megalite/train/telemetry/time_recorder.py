@@ -49,7 +49,7 @@ _TERM_OF_TIMER = {
 
 
 class BetweenClock(Observer):
-    """Adds up the seconds that this process spends between iterations, by term."""
+    """Seconds that this process spends between iterations, by term."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -74,7 +74,7 @@ class BetweenClock(Observer):
 
 
 class CollectionClock:
-    """Adds up the seconds of Python's garbage collections in this process."""
+    """Seconds of Python's garbage collections in this process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -89,7 +89,7 @@ class CollectionClock:
 
 
 class _RecordedIteration(NamedTuple):
-    """Holds what was recorded of an iteration on this rank.
+    """Record of an iteration on this rank.
 
     Attributes:
         collected: seconds of garbage collections.
@@ -111,7 +111,7 @@ class _RecordedIteration(NamedTuple):
 
 
 class TimeRecorder:
-    """Records the last iteration of each log interval, and the time between iterations.
+    """Recorder of the last iteration of each log interval, and of the time between iterations.
 
     Other iterations are not observed. Every rank makes the same calls. On a GPU, the times of an iteration
     are times of the stream: events are recorded without waiting for it.

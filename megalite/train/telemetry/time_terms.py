@@ -22,7 +22,7 @@ _WAIT = " wait"
 
 
 class _Advice(NamedTuple):
-    """Names the likely cause of a long term, and the options to try."""
+    """Likely cause of a long term, and the options to try."""
 
     cause: str
     remedy: str
@@ -83,7 +83,7 @@ ActionTimes = Mapping[tuple[str, int], float]
 
 @dataclass(frozen=True)
 class RankTime:
-    """Holds the time of one rank in one iteration.
+    """Time of one rank in one iteration.
 
     Attributes:
         coordinates: the rank's coordinate along each axis.
@@ -129,7 +129,7 @@ def compute_terms(computing: float, kernels: Mapping[KernelKind, float] | None) 
 
 @dataclass(frozen=True)
 class TimeSample:
-    """Holds the terms of one iteration, and of the time between iterations since the last sample.
+    """Terms of one iteration, and of the time between iterations since the last sample.
 
     The terms inside the iteration are the times of the rank that waits least: the other ranks wait for it.
     Its computation is split: the computation of the median stage, the excess of its own stage
@@ -245,7 +245,7 @@ def _is_time(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class TimeTerm:
-    """Describes a term of the mean iteration.
+    """Term of the mean iteration.
 
     Attributes:
         seconds: measured seconds per iteration.
@@ -265,7 +265,7 @@ class TimeTerm:
 
 @dataclass(frozen=True)
 class TimeComparison:
-    """Holds the mean iteration of a run, compared with what was expected.
+    """Mean iteration of a run, compared with what was expected.
 
     Attributes:
         terms: terms of the iteration, then of the time between iterations.

@@ -20,7 +20,7 @@ M = TypeVar("M")
 
 
 class Clock(Protocol[M]):
-    """Records points in time, and measures the time between two of them once both have passed."""
+    """Clock of points in time, and of the time between two of them once both have passed."""
 
     def now(self) -> M:
         """Record a point in time without waiting for the device."""
@@ -30,7 +30,7 @@ class Clock(Protocol[M]):
 
 
 class WallClock:
-    """Reads the host's clock, which on Linux is the same for all processes of a machine."""
+    """Host's clock, which on Linux is the same for all processes of a machine."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -40,7 +40,7 @@ class WallClock:
 
 
 class StreamClock:
-    """Records events in the CUDA stream; an event passes when the kernels launched before it are done.
+    """Clock of events in the CUDA stream; an event passes when the kernels launched before it are done.
 
     The time between two events is time of the stream: it computed, waited for a collective on another
     stream, or waited for the host to launch. Recording an event does not wait, so it does not slow the run.
@@ -83,7 +83,7 @@ Timed = Action | Wait | str
 
 
 class _Use(NamedTuple):
-    """Describes one use of a timer; `is_subtracted` if its time is subtracted instead of added."""
+    """One use of a timer; `is_subtracted` if its time is subtracted instead of added."""
 
     begin: Any
     end: Any

@@ -27,7 +27,7 @@ from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gathe
 
 
 class MetricsWriter(Protocol):
-    """Writes a run's metrics to one output."""
+    """Writer of a run's metrics to one output."""
 
     def iteration(self, metrics: IterationMetrics, times: TimesByRank) -> None:
         """Write the metrics of an interval, and its timers if they are enabled."""
@@ -43,14 +43,14 @@ class MetricsWriter(Protocol):
 
 
 class LogWriter(MetricsWriter, Protocol):
-    """Writes metrics to an output that has a line for each."""
+    """Writer of metrics to an output that has a line for each."""
 
     def task_scores(self, metrics: TaskScores) -> None:
         """Write the scores of benchmark tasks."""
 
 
 class DashboardWriter(MetricsWriter, Protocol):
-    """Writes metrics to an output that plots curves, at its own interval."""
+    """Writer of metrics to an output that plots curves, at its own interval."""
 
     def start(self, iteration: int, consumed_samples: int) -> None:
         """Begin after an iteration, 0 in a new run; what was written of later ones is no longer shown."""
@@ -169,7 +169,7 @@ def expert_line(loads: ExpertUse) -> str:
 
 
 class LogLineWriter:
-    """Logs metrics, whichever rank this is."""
+    """Writer of log lines, whichever rank this is."""
 
     def __init__(self, config: LoggingConfig) -> None:
         self._config = config
@@ -197,7 +197,7 @@ class LogLineWriter:
 
 
 class MetricsFile:
-    """Appends one JSON object per line: the metrics of an interval, or of an evaluation.
+    """File of one JSON object per line: the metrics of an interval, or of an evaluation.
 
     An evaluation is ``{"validation": {...}}``, or ``{"tasks": {...}}`` for benchmark tasks. The tokens of
     experts are ``{"experts": {...}}``.
@@ -277,7 +277,7 @@ def _spell_non_finite(value: Any) -> Any:
 
 
 class Writers:
-    """Writes metrics to the log, and if requested to the metrics file and to dashboards.
+    """Writers of metrics to the log, and if requested to the metrics file and to dashboards.
 
     Only the reporting rank writes. On the other ranks each method only takes part in the collectives.
 

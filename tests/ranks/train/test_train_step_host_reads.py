@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
+from megalite.observe.recorder import Reader
 from megalite.train import train_step
 from megalite.train.anomaly_check import MIN_LOSSES
 from megalite.train.trainer import start_trainer
@@ -68,17 +68,17 @@ CASES: dict[str, tuple[str, Config]] = {
 }
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(Reader):
     """Records the memory of each number that the host reads."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS:
-            self.seen.append(args[0].untyped_storage().data_ptr())
-        return func(*args, **(kwargs or {}))
+    def reads(self, func: Any) -> bool:
+        return func in READS
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.seen.append(args[0].untyped_storage().data_ptr())
 
     def recording(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method of tensors to record its reads."""
