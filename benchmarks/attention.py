@@ -22,13 +22,14 @@ import torch
 from clock import Clock
 from torch import Tensor
 
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.attention.choice import build_core
+from megalite.attention.core import StageCore
+from megalite.attention.positions import distance_bias
+from megalite.config import LayerKind, ModelConfig, ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
 from megalite.kernels import Drop
-from megalite.model.attention_core import AttentionCore, SdpaCore, UnfusedCore
-from megalite.model.positions import distance_bias
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
@@ -61,11 +62,12 @@ def plain(bias: Tensor) -> Run:
 
 
 def of_core(
-    core: AttentionCore, shape: tuple[int, int], ids: Tensor | None, window: int | None, drop: Drop
+    core: StageCore, shape: tuple[int, int], ids: Tensor | None, window: int | None, drop: Drop
 ) -> Run:
     """Return a core with the visible keys precomputed, as in a stage."""
     (visible,) = core.visible_keys(shape, ids, [window]).values()
-    return lambda q, k, v: core(q, k, v, visible, drop)
+    layer = core.for_layer(0, LayerKind(window=window))
+    return lambda q, k, v: layer(q, k, v, visible, drop)
 
 
 def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Topology) -> dict[str, Run]:
@@ -80,7 +82,7 @@ def runs_of(shape: tuple[int, ...], kind: str, dtype: torch.dtype, topology: Top
         ids = (torch.arange(s, device=topology.device) * 4 // s).expand(b, s)
     numbers = torch.arange(b, device=topology.device)
     nothing, some = Drop(0.0, 1, numbers), Drop(0.1, 1, numbers)
-    sdpa, unfused = SdpaCore(config, context), UnfusedCore(config, context)
+    sdpa, unfused = (build_core(config, context, name) for name in ("fused", "unfused"))
     window = s // 8 if kind == "window" else None
     (visible,) = unfused.visible_keys((b, s), ids, [window]).values()
     hidden = visible.hidden(range(s), range(s), topology.device)

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from megalite.attention.choice import build_core
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
 from megalite.kernels import VisibleKeys, gelu, norm, rotary, swiglu
-from megalite.model.attention_core import TritonCore
 from megalite.model.layer import TransformerLayer
-from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 
@@ -165,7 +165,7 @@ def layer_kernels(model: ModelConfig) -> list[Kernel]:
         backend = stack.enter_context(_scheduled_for_h200(kernels))
         stack.enter_context(FakeTensorMode())
         context = LayerContext(topology, torch.bfloat16, fuses_weight_gradients=True)
-        layer = TransformerLayer(model, context, TritonCore(model, context), 0)
+        layer = TransformerLayer(model, context, build_core(model, context, "triton"), 0)
         layer.attention.core.prepare(model.seq_length)  # type: ignore[attr-defined]
         for weight in layer.parameters():
             buffer = torch.empty(weight.shape)

@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.attention.choice import build_core
+from megalite.config import LayerKind, ModelConfig, ParallelConfig
 from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
-from megalite.model.attention_backends import build_core
-from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -69,13 +68,14 @@ def of_type(topology: Topology, kind: str, case: Case) -> Run:
         topology, is_zigzag=CP_COMM_PROPERTIES[kind].is_zigzag
     )  # as in a run of this type alone
     context = LayerContext(topology, torch.float32, cp_comm_type=kind)
-    core, access, ranks = build_core(config, context), KEY_ACCESS[kind], KeyRanks.of(context)
+    core = build_core(config, context)
+    layer = core.for_layer(0, LayerKind())
     visible = core.visible_keys((1, case.s), None, [None])[None]
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
-        arguments = (x.permute(1, 2, 0, 3) for x in access.enter(q, k, v, ranks))
-        y = core(*arguments, visible, Drop(0.0, 0, torch.zeros(1, dtype=torch.int64)))
-        out = access.leave(y.permute(2, 0, 1, 3), ranks)
+        arguments = (x.permute(1, 2, 0, 3) for x in layer.enter(q, k, v))
+        y = layer(*arguments, visible, Drop(0.0, 0, torch.zeros(1, dtype=torch.int64)))
+        out = layer.leave(y.permute(2, 0, 1, 3))
         torch.autograd.grad(out, (q, k, v), grad)
         return out.detach()
 

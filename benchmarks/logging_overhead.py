@@ -16,13 +16,15 @@ import argparse
 import logging
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
-from megalite.distributed.observer import Observer
+from megalite.distributed.observer import Observer, observing
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.telemetry.metrics import IntervalMeter
@@ -34,43 +36,40 @@ from megalite.train.trainer import Trainer, start_trainer
 WRITES = 100
 
 
-class Billed:
-    """An observer with a bill of the processor time that it takes."""
+class Bill:
+    """Processor time that the calls of an observer take in the block."""
 
-    def __init__(self, inner: Observer[Any]) -> None:
-        self.inner = inner
+    def __init__(self, observer: Observer) -> None:
         self.seconds = 0.0
+        self._observer: Any = observer
 
-    def begins(self, what: object) -> None:
+    def __enter__(self) -> Bill:
+        for name in ("begins", "ends"):
+            setattr(self._observer, name, partial(self._billed, getattr(self._observer, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._observer.begins, self._observer.ends
+
+    def _billed(self, method: Callable[[object], None], what: object) -> None:
         start = time.thread_time()
-        self.inner.begins(what)
+        method(what)
         self.seconds += time.thread_time() - start
 
-    def ends(self, what: object) -> None:
-        start = time.thread_time()
-        self.inner.ends(what)
-        self.seconds += time.thread_time() - start
 
-
-def observing(trainer: Trainer, level: int, iterations: int) -> float:
+def share_of(trainer: Trainer, level: int, iterations: int) -> float:
     """Return the share of an iteration's processor time that timers of this level (3: the trace) take."""
-    observer: Observer[Any] = trainer.timers
+    observer: Observer = trainer.timers
     trainer.timers.level = level
     if level == 3:
         observer, trainer.timers.level = Recorder(WallClock(), WallClock()), 0
-    billed = Billed(observer)
-    trainer.timers.observers[:] = [billed]
-    lists = trainer.observer_lists() if level else []
-    for observers in lists:
-        observers.append(billed)
-    trainer.step()
-    billed.seconds, start = 0.0, time.thread_time()
-    for _ in range(iterations):
+    with observing(trainer.topology.observers, *([observer] if level else [])), Bill(observer) as bill:
         trainer.step()
-    used = time.thread_time() - start
-    for observers in lists:
-        observers.remove(billed)
-    return billed.seconds / (used - billed.seconds)
+        bill.seconds, start = 0.0, time.thread_time()
+        for _ in range(iterations):
+            trainer.step()
+        used = time.thread_time() - start
+    return bill.seconds / (used - bill.seconds)
 
 
 def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> float:
@@ -82,7 +81,6 @@ def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> fl
     iteration_seconds = (time.thread_time() - start) / iterations
     meter = IntervalMeter(config.model, 10**6, topology.world_size, topology.device, 1)
     timers.level = level
-    timers.observers[:] = [timers]
     with Writers(config.logging, topology, "") as writers:
         start = time.process_time()
         for number in range(1, WRITES + 1):
@@ -98,10 +96,10 @@ def writing(trainer: Trainer, config: Config, level: int, iterations: int) -> fl
 def measure(topology: Topology, config: Config, iterations: int) -> dict[str, float]:
     """Return the shares of an iteration by what is done, of this rank."""
     log.setLevel(logging.ERROR)
-    timers = Timers(topology.device)
+    timers = Timers(topology.device, observers=topology.observers)
     trainer = start_trainer(config, topology, timers)
-    shares = {f"timers of level {level}": observing(trainer, level, iterations) for level in range(3)}
-    shares["--trace-pipeline, while it records"] = observing(trainer, 3, iterations)
+    shares = {f"timers of level {level}": share_of(trainer, level, iterations) for level in range(3)}
+    shares["--trace-pipeline, while it records"] = share_of(trainer, 3, iterations)
     for level in range(3):
         name = f"log line and TensorBoard every iteration, level {level}"
         shares[name] = writing(trainer, config, level, iterations)

@@ -19,11 +19,11 @@ from plain_gpt import PlainGPT, mean_loss
 from torch import Tensor, nn
 from turns import LeftOutError, Work
 
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of
-from megalite.checkpoint.convert.hf_tensors import to_hf
 from megalite.config import Config, ModelConfig
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.topology import Topology
+from megalite.frontends.huggingface.config import hf_config_of
+from megalite.frontends.huggingface.families import to_hf
 from megalite.train.model_chunks import build_chunks, named_parameters
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data

@@ -165,7 +165,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Case:
 def _sum_and_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, numbers: Tensor) -> Case:
     def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
         total = kernels.ResidualSum(x, bias, residual, P, KEY, numbers)
-        return kernels.layer_norm_on(x.device.type).of_sum(total, weight, bias, EPSILON)
+        return kernels.layer_norm_on(x.device.type).norm_of_sum(total, weight, bias, EPSILON)
 
     def eager(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
         total = residual + F.dropout(x + bias, P)

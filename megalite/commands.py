@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Command:
-    """Describes a command. Its code is the module of the same name in `megalite.cli`.
+    """Command of `megalite`. Its code is the module of the same name in `megalite.cli`.
 
     Attributes:
         script: the script that runs it from a checkout.

@@ -21,7 +21,7 @@ _LARGEST_EXCESS = 0.05
 
 
 class DocumentRun(NamedTuple):
-    """Holds consecutive positions of one document in a sample.
+    """Consecutive positions of one document in a sample.
 
     Attributes:
         document: all positions of the document.
@@ -39,7 +39,7 @@ class DocumentRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Says which positions of one sample each rank holds.
+    """Positions of one sample that each rank holds.
 
     Attributes:
         ranks: runs of each rank, in the order of its tokens.

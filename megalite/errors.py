@@ -63,7 +63,7 @@ def collected(problems: list[str]) -> Iterator[None]:
 
 
 class Problem(NamedTuple):
-    """Describes a mistake in a config, and the fields that cause it.
+    """Mistake in a config, and the fields that cause it.
 
     A rule between several fields is not reported while one of those fields is itself invalid.
     """

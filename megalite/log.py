@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _RankFilter(logging.Filter):
-    """Passes all messages of rank 0, and messages of other ranks that are marked with `THIS_RANK`."""
+    """Filter that passes rank 0's messages, and other ranks' messages that are marked with `THIS_RANK`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Formats a message as its text alone, with the level in front from WARNING up."""
+    """Format of a message: its text alone, with the level in front from WARNING up."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -44,7 +44,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(_StreamHandler):
-    """Writes messages to a stream. If that fails, it reports once on standard error, and the run continues.
+    """Handler of a stream. If a write fails, it reports once on standard error, and the run continues.
 
     Messages that cannot be written at exit are dropped. Otherwise Python would exit with status 120.
     """
@@ -97,7 +97,7 @@ def is_on_terminal() -> bool:
 
 
 class ProgressLine:
-    """Shows a line of progress on standard error, if that is a terminal.
+    """Line of progress on standard error, if that is a terminal.
 
     Args:
         seconds_between: least time between two texts, and before the first one.
@@ -128,7 +128,7 @@ class ProgressLine:
 
 
 class LineInterval:
-    """Limits how often a line of progress is logged."""
+    """Limit on how often a line of progress is logged."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

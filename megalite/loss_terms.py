@@ -33,7 +33,7 @@ def later_real_token(ahead: int) -> str:
 
 
 class LossTerm(NamedTuple):
-    """Describes one summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
+    """One summand of the loss: ``scale * total / n``, where n counts the units of the global batch.
 
     Attributes:
         total: sum over the microbatch, a scalar.
@@ -58,7 +58,7 @@ SharedKeys = Mapping[int, tuple[Tensor, Tensor]]
 
 
 class WithTerms(NamedTuple):
-    """Holds the output of a layer or a stage that also computes terms of the loss, or keys for later layers.
+    """Output of a layer or a stage that also computes terms of the loss, or keys for later layers.
 
     Attributes:
         hidden: ``[s, b, h]``; None on the last stage.

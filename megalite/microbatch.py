@@ -18,7 +18,7 @@ from megalite.document_assignment import Assignment
 
 
 class AssignedSamples(NamedTuple):
-    """Names the tokens that a rank holds of samples whose documents were assigned to ranks.
+    """Tokens that a rank holds of samples whose documents were assigned to ranks.
 
     Attributes:
         numbers: int64 ``[b]``, the samples' numbers in the whole run.
@@ -41,7 +41,7 @@ def numbers_of(samples: SampleNumbers) -> Tensor:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Holds the input of one forward pass.
+    """Input of one forward pass.
 
     Attributes:
         tokens: int64 ``[b, s]``, the inputs.

@@ -86,7 +86,7 @@ def scoped_library(namespace: str, kind: str) -> AbstractContextManager[torch.li
 
 
 class EagerMode(TorchDispatchMode):
-    """Is a dispatch mode without torch's wrapper that disables torch.compile.
+    """Dispatch mode without torch's wrapper that disables torch.compile.
 
     A dry run compiles nothing. The wrapper would take half of the time under a mode, and seconds to import.
     """

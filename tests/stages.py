@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megalite.attention.choice import build_core
+from megalite.attention.core import StageCore
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.topology import Topology
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
-from megalite.model.attention_backends import build_stage_core
-from megalite.model.attention_core import Core
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -23,7 +23,7 @@ def build_stage(
     *,
     recompute: RecomputeConfig | None = None,
     offload: ActivationOffload | None = None,
-    attention: Callable[[ModelConfig, LayerContext], Core] = build_stage_core,
+    attention: Callable[[ModelConfig, LayerContext], StageCore] = build_core,
     **context: Any,
 ) -> Any:
     """Return this rank's stage: the first and last rank of pp have the first and last stage.

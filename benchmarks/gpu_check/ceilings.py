@@ -21,14 +21,22 @@ from benchmarks.gpu_check.runner import CheckContext
 from benchmarks.gpu_check.watch import watched
 from benchmarks.roofline import COPY_SHARE, gemms, gpu_of_device, rows
 from megalite import kernels
-from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.attention.choice import BACKENDS, Case, build_core, kernel_of
+from megalite.config import (
+    Config,
+    DataConfig,
+    LayerKind,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
 from megalite.kernels import Drop, add_weight_and_bias_gradient_, add_weight_gradient_
 from megalite.kernels.weight_gradient import has_bias_gradient_gemm, has_widening_gemm
-from megalite.model.attention_backends import BACKENDS, Case, kernel_of
 from megalite.plan.layer_time import fused_attention_seconds
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
@@ -224,10 +232,11 @@ def attention_of(name: str, case: Case, qkv: Tensor, drop: Drop) -> Callable[[],
     Args:
         qkv: ``[s, b, n, 3, d]``.
     """
-    core = BACKENDS[name].build(case.config, case.context)
+    core = build_core(case.config, case.context, name)
+    layer = core.for_layer(0, LayerKind())
     s, b, *_ = qkv.shape
     (visible,) = core.visible_keys((b, s), None, [None]).values()
-    return lambda: core(*heads_of(qkv), visible, drop)
+    return lambda: layer(*heads_of(qkv), visible, drop)
 
 
 def _attention_backends(

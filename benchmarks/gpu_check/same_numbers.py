@@ -12,9 +12,11 @@ from benchmarks.gpu_check.ceilings import one_rank
 from benchmarks.gpu_check.results import Result, at_most, passed
 from benchmarks.gpu_check.runner import CheckContext
 from megalite import kernels
+from megalite.attention.choice import build_core
 from megalite.config import (
     Config,
     DataConfig,
+    LayerKind,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -26,7 +28,6 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
-from megalite.model.attention_core import UnfusedCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 from megalite.train.trainer import start_trainer
@@ -76,7 +77,7 @@ def operators(context: CheckContext) -> Iterator[Result]:
             [x, weight, bias],
         ),
         "bias_dropout_add_norm": (
-            lambda x, bias, r, w, shift: kernels.layer_norm_on(x.device.type).of_sum(
+            lambda x, bias, r, w, shift: kernels.layer_norm_on(x.device.type).norm_of_sum(
                 kernels.ResidualSum(x, bias, r, 0.1, KEY, numbers.to(x.device)), w, shift, 1e-5
             ),
             [x, bias, residual, weight, random(h)],
@@ -160,13 +161,14 @@ def attention(context: CheckContext) -> Iterator[Result]:
         found = []
         for device in (context.device, "cpu"):
             with one_rank(replace(context, device=device)) as topology:
-                core = UnfusedCore(config, LayerContext(topology, torch.float64))
+                core = build_core(config, LayerContext(topology, torch.float64), "unfused")
+                layer = core.for_layer(0, LayerKind())
                 numbers = torch.arange(b, device=topology.device)
                 drop = Drop(config.attention_dropout, KEY, numbers)
                 document_ids = ids.to(topology.device) if name.startswith("documents") else None
                 (visible,) = core.visible_keys((b, s), document_ids, [None]).values()
                 found.append(
-                    _computed(lambda q, k, v, c=core, x=visible, d=drop: c(q, k, v, x, d), inputs, device)
+                    _computed(lambda q, k, v, c=layer, x=visible, d=drop: c(q, k, v, x, d), inputs, device)
                 )
         yield at_most(f"attention, {name}", difference(*found), LIMIT)
 

@@ -158,9 +158,9 @@ def model_differences(saved: ModelConfig, here: ModelConfig) -> list[Difference]
 def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> _Findings:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
-    of_later_versions = {name: value for name, value in saved.items() if name not in known}
+    unknown_fields = {name: value for name, value in saved.items() if name not in known}
     refused, allowed = list[Difference](), list[Difference]()
-    for difference in _differences(_resolved(model) | of_later_versions, _resolved(config.model)):
+    for difference in _differences(_resolved(model) | unknown_fields, _resolved(config.model)):
         is_free = config.checkpoint.finetune and _keeps_shapes(difference)
         unties = difference.name == UNTIED and difference.here  # the output weight starts as the word table
         (allowed if is_free or unties else refused).append(difference)
@@ -310,8 +310,8 @@ def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> list[
     """Return a notice of the corpora that the new length of the run reorders."""
     saved, settings = _mapping(description, "corpora"), _mapping(description, "settings")
     length = {name: settings[name] for name in ("train_iters", "train_samples") if name in settings}
-    of_documents = config.data.sft or config.data.packs_documents
-    if not saved or not length or of_documents or config.model.architecture != "gpt":
+    is_packed = config.data.sft or config.data.packs_documents
+    if not saved or not length or is_packed or config.model.architecture != "gpt":
         return []
     before = dataclasses.replace(config, training=dataclasses.replace(config.training, **length))
     numbers = _num_samples(before, dp), _num_samples(config, dp)
@@ -325,7 +325,6 @@ def _reordered(description: Mapping[str, Any], config: Config, dp: int) -> list[
 
 
 def _num_samples(config: Config, dp: int) -> int:
-    """Return the number of samples that a whole run trains on."""
     return config.batch_size(dp).consumed_before(config.num_iterations(dp) + 1)
 
 

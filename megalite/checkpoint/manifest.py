@@ -350,7 +350,6 @@ def _tensor_record(name: str, piece: Mapping[str, Any], files: frozenset[str]) -
 
 
 def _index_text(pieces: Mapping[str, list[dict[str, Any]]], files: Sequence[str]) -> str:
-    """Return JSON with one line per tensor."""
     lines = (f" {json.dumps(name)}: {json.dumps(pieces[name])}" for name in sorted(pieces))
     return '{"tensors": {\n' + ",\n".join(lines) + f'\n}},\n"files": {json.dumps(files)}}}\n'
 

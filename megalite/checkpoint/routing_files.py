@@ -137,14 +137,14 @@ class RecordedExperts:
         for file, row, positions in self._pieces.get(sample, ()):
             if layer not in file.keys():  # noqa: SIM118  a file of another pipeline stage; it is no dict
                 continue
-            of_piece = file.get_slice(layer)[row]  # [s, k]
-            is_alike = of_piece.shape[-1] == topk and int(positions.max()) < self.seq_length
-            if not is_alike or int(of_piece.max()) >= self.num_experts:
+            piece_experts = file.get_slice(layer)[row]  # [s, k]
+            is_alike = piece_experts.shape[-1] == topk and int(positions.max()) < self.seq_length
+            if not is_alike or int(piece_experts.max()) >= self.num_experts:
                 raise UserError(
                     f"{self._folders} is of another model: {layer} has {topk} of {self.num_experts} experts "
                     f"for each of {self.seq_length} tokens here"
                 )
-            experts[positions] = of_piece.long()
+            experts[positions] = piece_experts.long()
         if int(experts.min()) < 0:
             raise UserError(f"{self._folders} lacks experts of {layer} for tokens of sample {sample}")
         return experts

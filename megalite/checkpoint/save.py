@@ -58,7 +58,7 @@ def plan_save(tensors: Tensors, topology: Topology, cut_bytes: int = _CUT_BYTES)
         for name, tensor in mine.items()
         if isinstance(tensor, Tensor) and tensor.numel()
     }
-    # The ranks that have the same elements: the replicas, or those of them that have the same shards.
+    # The ranks that have the same elements: the replicas, or the replicas with the same shards.
     holders: dict[str, tuple[Axis | None, dict[str, ParameterShard]]] = {}
     for name, part in parts.items():
         replicas = part.spec.parameter_axes.replicas(topology)

@@ -353,7 +353,6 @@ class Saver:
         return self._lease.loss()
 
     def _lost_lease(self) -> LeaseLost | None:
-        """Return an error if this rank finds that the lease is lost."""
         try:
             if self._lease is not None:
                 self._lease.check()

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from megalite.attention.cache import build_cache
 from megalite.distributed.topology import Topology
 from megalite.frontends.tool_parser import ToolParser, positive_int
 from megalite.generate.generator import CompletionWriter, Generator, Prompt
@@ -33,7 +34,6 @@ from megalite.generate.trained_model import (
     tokenizer_of,
 )
 from megalite.log import log
-from megalite.model.divided_cache import build_cache
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -45,7 +45,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _weights(own: argparse.Namespace, count: int) -> list[float]:
-    """Return the weight of each checkpoint."""
     if own.weights is not None and own.ema_decay is not None:
         raise UserError("--weights and --ema-decay both choose the weights: remove one")
     if own.ema_decay is not None:

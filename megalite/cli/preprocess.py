@@ -293,7 +293,6 @@ def parse_job(arguments: list[str]) -> tuple[PreprocessJob, int | None]:
 
 
 def _chat_problems(args: argparse.Namespace) -> list[str]:
-    """Return the mistakes in the flags beside --chat."""
     problems = []
     if len(args.json_keys or ()) > 1:
         problems.append("--chat reads one list of messages: pass one key in --json-keys")
@@ -311,7 +310,6 @@ def _passed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _notices(args: argparse.Namespace) -> list[str]:
-    """Return a line for each flag that has no effect."""
     passed = _passed(args)
     notices = [
         f"{flag_with_value(name, passed[name])} is not needed: {why}"
@@ -412,7 +410,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Preprocess, and return the exit status."""
     try:
         job, log_interval = parse_job(arguments)
         with _ProgressBar(log_interval) as bar:

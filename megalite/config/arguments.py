@@ -19,7 +19,7 @@ _KIND_NAMES = {int: "a whole number", float: "a number", bool: "True or False", 
 
 
 class FlagTokens(NamedTuple):
-    """Holds a flag of the command line and its values.
+    """Flag of the command line and its values.
 
     Attributes:
         name: the flag as the user wrote it.
@@ -40,7 +40,7 @@ class FlagTokens(NamedTuple):
 
 
 class UserSetting(NamedTuple):
-    """Holds a value that a user set for a field.
+    """Value that a user set for a field.
 
     Attributes:
         name: what the user wrote: `--tp`, or `run.yaml line 3: tp`.
@@ -55,7 +55,7 @@ class UserSetting(NamedTuple):
 
 @dataclass
 class Diagnostics:
-    """Collects errors and notices, so that one run reports all of them."""
+    """Errors and notices, collected so that one run reports all of them."""
 
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class BatchSize:
-    """Computes the global batch size from the samples consumed so far: there is no state to save.
+    """Global batch size by the samples consumed so far: there is no state to save.
 
     A ramp-up begins with START samples and grows by INCREMENT in equal steps over the first SAMPLES samples
     until it reaches the full batch (Megatron-LM's formula, rounding included). A step changes the size after

@@ -18,7 +18,7 @@ _SCHEDULE = {"only_with": (*_LOADS_ALL, Setting("load_optim"))}
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Describes where and when checkpoints are saved, and what a run loads."""
+    """Folders and times of saves, and what a run loads."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 

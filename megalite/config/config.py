@@ -23,7 +23,7 @@ _MAX_DEFAULT_EVAL_ITERS = 100
 
 @dataclass(frozen=True)
 class Config:
-    """Holds all settings of a run. A part of megalite takes only the sub-config that it needs."""
+    """All settings of a run. A part of megalite takes only the sub-config that it needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

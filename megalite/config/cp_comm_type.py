@@ -11,7 +11,7 @@ CpCommTypes = CpCommType | tuple[CpCommType, ...]
 
 
 class CpCommProperties(NamedTuple):
-    """Describes a value of --cp-comm-type.
+    """Value of --cp-comm-type.
 
     Attributes:
         gathers_keys: a rank computes attention of its own queries with all keys, which it gathers.

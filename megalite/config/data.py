@@ -75,7 +75,7 @@ _FILL_IN = {"only_with": (Setting("fim_rate"), _READS_CORPUS)}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Describes the corpus, its splits, and the tokenizer that it was preprocessed with."""
+    """Options of the corpus, its splits, and the tokenizer that it was preprocessed with."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.DATA
 

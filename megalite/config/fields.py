@@ -168,7 +168,7 @@ _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
 class ValueKind(NamedTuple):
-    """Describes the type of a field.
+    """Type of a field.
 
     Attributes:
         item: type of the value, or of an element of a tuple.
@@ -187,7 +187,7 @@ class ValueKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigField:
-    """Describes a field of a sub-config, with all its names on the command line."""
+    """Field of a sub-config, with all its names on the command line."""
 
     group: str
     name: str

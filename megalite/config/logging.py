@@ -16,7 +16,7 @@ LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Describes logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
+    """Options of logs, TensorBoard, other dashboards, the metrics file, timers, traces and profilers."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 

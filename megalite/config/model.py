@@ -69,7 +69,7 @@ _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describes a transformer; all options can be combined."""
+    """Options of a transformer; all can be combined."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.MODEL
 

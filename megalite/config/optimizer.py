@@ -39,7 +39,7 @@ below 2**-48."""
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Describes the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
+    """Options of the optimizer, its schedules and the loss scale. Biases and norms are not decayed."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.SETTING
 

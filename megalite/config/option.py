@@ -12,7 +12,7 @@ _KEY = "option"
 
 
 class Range(NamedTuple):
-    """Describes the values that a field may have."""
+    """Values that a field may have."""
 
     holds: Callable[[float], bool]
     text: str
@@ -34,7 +34,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """Determines what happens when a run resumes with a value that differs from the checkpoint's."""
+    """What happens when a run resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -48,7 +48,7 @@ class OnResume(Enum):
 
 
 class Setting(NamedTuple):
-    """Describes a condition on a field: it is set, or its value is one of some, or in a range."""
+    """Condition on a field: it is set, or its value is one of some, or in a range."""
 
     field: str
     values: tuple[Any, ...] | Range | None = None
@@ -71,7 +71,7 @@ def other_than(*values: Any) -> Range:
 
 @dataclass(frozen=True)
 class Option:
-    """Declares a config field, besides its type, its default and its documentation."""
+    """Declaration of a config field, besides its type, its default and its documentation."""
 
     aliases: tuple[str, ...] = ()
     """More flags that take the field's value, such as `--tp`."""

@@ -49,7 +49,7 @@ _BUCKETS = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Describes the layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
+    """Layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
     table: ClassVar[tuple[Factoring, ...]] = AXES
     """The axes whose sizes are fields."""

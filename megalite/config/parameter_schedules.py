@@ -21,7 +21,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Computes the learning rate, warm-up and then decay, from the position in the run alone.
+    """Learning rate, warm-up and then decay, by the position in the run alone.
 
     The update that brings the run to a position uses the rate that Megatron logs for it. Megatron's own
     update uses the previous rate, so its first update, at the start of warm-up, has rate 0. With
@@ -105,7 +105,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Computes the weight decay, which may rise over the run, from the position in the run alone.
+    """Weight decay, which may rise over the run, by the position in the run alone.
 
     Args:
         length: number of iterations or samples until it reaches its final value.
@@ -137,7 +137,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class OptimizerSchedules:
-    """Computes learning rate and weight decay at every position in a run.
+    """Learning rate and weight decay at every position in a run.
 
     Attributes:
         config: the optimizer's config.

@@ -14,7 +14,7 @@ Module = Literal["core_attn", "mla_up_proj", "mlp", "mlp_act", "layernorm"]
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Describes which activations are recomputed in backward or offloaded to the host, to save memory.
+    """Activations that are recomputed in backward or offloaded to the host, to save memory.
 
     The run stays bitwise the same, except that --cross-entropy-chunks and --mlp-chunks change the summation
     order of weight gradients.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DeltaNetSizes(NamedTuple):
-    """Holds the sizes of Gated DeltaNet; several value heads can share a query and key head.
+    """Sizes of Gated DeltaNet; several value heads can share a query and key head.
 
     Attributes:
         kernel: tokens that the convolution sees.
@@ -55,7 +55,7 @@ class DeltaNetSizes(NamedTuple):
 
 
 class MambaSizes(NamedTuple):
-    """Holds the sizes of Mamba-2; the heads of a group share what writes to their states and reads them.
+    """Sizes of Mamba-2; the heads of a group share what writes to their states and reads them.
 
     Attributes:
         state_dim: n, size of the state of each element of a head.

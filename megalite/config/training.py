@@ -19,7 +19,7 @@ _ONE_RANK: dict[str, Any] = {"differs_between_ranks": True}  # without effect in
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Describes the training loop: batch sizes, length, evaluation, and when to stop."""
+    """Options of the training loop: batch sizes, length, evaluation, and when to stop."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.SETTING
 
@@ -160,7 +160,7 @@ def iteration_range(text: str) -> range | None:
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Describes a dry run: it reports what one rank would hold, compute and send, without other ranks."""
+    """Options of a dry run: it reports what one rank would hold, compute and send, without other ranks."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 

@@ -107,7 +107,7 @@ class BatchLoader:
         read_ahead = None if self._prefetcher is None else self._prefetcher.take
         return self._load(consumed, self._numbers(consumed, index, self.sample_ranks.rank), read_ahead)
 
-    def of_replica(self, consumed: int, index: int, replica: int) -> Microbatch:
+    def load_for_replica(self, consumed: int, index: int, replica: int) -> Microbatch:
         """Load a microbatch of the rank `replica` of those that read different samples; read nothing ahead.
 
         Raises:

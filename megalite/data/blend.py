@@ -139,14 +139,14 @@ class BlendedDataset:
         self._files.check()
         rows = {d: np.flatnonzero(datasets == d) for d in np.unique(datasets).tolist()}
         try:
-            texts = {d: gather(self.datasets[d], numbers[of_d]) for d, of_d in rows.items()}
+            texts = {d: gather(self.datasets[d], numbers[positions]) for d, positions in rows.items()}
         except IndexError:  # the order matched the datasets when it was opened
             self._files.verify()
             raise
         width = next(iter(texts.values())).shape[1]
         result = np.empty((len(samples), width), np.int64)
-        for d, of_d in rows.items():
-            result[of_d] = texts[d]
+        for d, positions in rows.items():
+            result[positions] = texts[d]
         return result
 
     def verify_files(self) -> None:

@@ -53,7 +53,6 @@ class CheckedDataset:
         return sample
 
     def _check(self, index: int, field: str, values: Any) -> None:
-        """Check one array of a sample."""
         array = np.asarray(values)
         limit = self._limits.get(field, self._vocab_size)
         wanted = np.bool_ if limit is None else np.int64

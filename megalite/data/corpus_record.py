@@ -80,9 +80,9 @@ class CorpusIdentity:
 
     def is_equal(self, other: CorpusIdentity) -> bool:
         """Return whether both are the same corpus, as far as both are known."""
-        of_tokens = self.tokens_sha256, other.tokens_sha256
+        token_digests = self.tokens_sha256, other.tokens_sha256
         return self._without_tokens() == other._without_tokens() and (
-            None in of_tokens or of_tokens[0] == of_tokens[1]
+            None in token_digests or token_digests[0] == token_digests[1]
         )
 
     def __str__(self) -> str:

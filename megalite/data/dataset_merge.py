@@ -193,7 +193,7 @@ def _loss_masks(sources: Sequence[IndexedDataset]) -> list[LossMask]:
     if having and len(having) < len(sources):
         other = next(source for source in sources if source not in having)
         raise UserError(
-            f"{having[0].prefix} holds conversations and {other.prefix} plain text: merge them apart"
+            f"{having[0].prefix} holds conversations and {other.prefix} plain text: merge them separately"
         )
     return [LossMask(source) for source in having]
 

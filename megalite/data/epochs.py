@@ -58,7 +58,7 @@ class OnePass:
     """Samples of a dataset of arrays, each once; samples after the last one are zeros.
 
     Args:
-        num_samples: number of samples, with those of zeros.
+        num_samples: number of samples, samples of zeros included.
     """
 
     def __init__(self, dataset: Dataset, num_samples: int) -> None:

@@ -182,7 +182,6 @@ class PackedDataset:
         return np.array(found, np.int64)
 
     def _pack(self) -> Packing:
-        """Pack the pieces."""
         size = self.options.seq_length
         counts = np.diff(self._first_pieces)
         lengths = np.full(self._first_pieces[-1], size)  # of the pieces: only a sequence's last is shorter

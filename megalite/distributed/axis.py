@@ -29,9 +29,9 @@ class Axis:
         sharded: on the axis of replicas, this rank's group of neighbours that ZeRO shards over; None if ZeRO
             shards over the whole axis.
         replicate: ranks that hold the same shards as this rank, one from each group; None if there is one
-            group. Observers of the axis observe both parts.
+            group.
         spans: names of the mesh axes that these ranks differ along, outermost first.
-        observers: called at the beginning and end of each wait for other ranks.
+        observers: those of all events of this rank, shared by all axes; a wait for other ranks is one.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Axis:
     sharded: Axis | None = None
     replicate: Axis | None = None
     spans: tuple[str, ...] = ()
-    observers: list[Observer[Wait]] = field(default_factory=list, compare=False, repr=False)
+    observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:

@@ -1,6 +1,6 @@
 """The positions of each sample that a rank holds.
 
-This is the one place that says it: the data, embeddings, dropout and attention read their positions here.
+Nothing else decides it: the data, embeddings, dropout and attention read their positions here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HeldPositions:
 
     def slices_of(self, index: int) -> tuple[Slice, ...]:
         """Return the slices of the sample that the rank with this coordinate holds."""
-        assert not self.assigns_documents, "the positions are those of a microbatch's assignments"
+        assert not self.assigns_documents, "a microbatch's assignments determine the positions"
         if not self.is_zigzag or self.count == 1:
             return (Slice(index, self.count),)
         num_slices = 2 * self.count
@@ -74,7 +74,7 @@ class HeldPositions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def in_position_order(self, x: Tensor) -> Tensor:
-        """Return ``[s, ...]``, the tokens of one rank after those of another, in the order of positions."""
+        """Return ``[s, ...]``, the tokens of two ranks together, in the order of positions."""
         order = self._slices_by_rank
         return _reordered(x, [order.index(number) for number in range(len(order))])
 

@@ -134,8 +134,7 @@ def _divided(
     across = [line[i::shard_degree] for line in lines for i in range(shard_degree)]
     for suffix, part in ((REPLICATE, across), (SHARD, groups)):
         group = new_groups(device_type, part, whole.name + suffix, is_urgent=True)
-        axis = _axis_of(part, rank, whole.name + suffix, whole.spans, group)
-        parts.append(replace(axis, observers=whole.observers))
+        parts.append(_axis_of(part, rank, whole.name + suffix, whole.spans, group))
     divided = replace(whole, replicate=parts[0], sharded=parts[1])
     return replace(
         found,
@@ -147,6 +146,5 @@ def _divided(
 def _axis_of(
     lines: Sequence[Sequence[int]], rank: int, name: str, spans: tuple[str, ...], group: dist.ProcessGroup
 ) -> Axis:
-    """Return this rank's line as an axis."""
     line = next(line for line in lines if rank in line)
     return Axis(name, len(line), line.index(rank), tuple(line), group, spans=spans)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol, TypeVar
-
-T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
+from typing import Any, NamedTuple, Protocol
 
 CHECKPOINT = "checkpoint I/O"
 """Event: the rank reads or writes a checkpoint, or waits for a background save."""
@@ -21,13 +18,16 @@ STORE_BARRIER = "store barrier"
 """Value of `Wait.what`: ranks wait for each other through the store, for as long as one of them works."""
 
 
-class Observer(Protocol[T_contra]):
-    """Observer of the beginning and end of each event, in nesting order."""
+class Observer(Protocol):
+    """Observer of the beginning and end of each event of this rank, in nesting order.
 
-    def begins(self, what: T_contra) -> None:
+    Events are actions of a pipeline, waits for other ranks, and parts of the program by their timers' names.
+    """
+
+    def begins(self, what: Any) -> None:
         """Handle the beginning of an event. The input of a pipeline action may not have arrived yet."""
 
-    def ends(self, what: T_contra) -> None:
+    def ends(self, what: Any) -> None:
         """Handle the end of an event on the host; device work may still run."""
 
 
@@ -50,7 +50,7 @@ class Wait(NamedTuple):
 class EventStack:
     """Events of this process that have begun and not ended; it can observe any event.
 
-    Only one thread posts at a time: the main thread, or one that it waits for (autograd's, or that of
+    Only one thread posts at a time: the main thread, or one that it waits for (autograd's, or a thread of
     `Turns`). Other threads can read.
     """
 
@@ -74,7 +74,7 @@ class EventStack:
 
 
 @contextmanager
-def observed(observers: Sequence[Observer[T]], what: T) -> Iterator[None]:
+def observed(observers: Sequence[Observer], what: object) -> Iterator[None]:
     """Post an event that begins and ends with the block, even if the block raises."""
     for observer in observers:
         observer.begins(what)
@@ -83,3 +83,14 @@ def observed(observers: Sequence[Observer[T]], what: T) -> Iterator[None]:
     finally:
         for observer in observers:
             observer.ends(what)
+
+
+@contextmanager
+def observing(observers: list[Observer], *more: Observer) -> Iterator[None]:
+    """Add observers to a list, such as `Topology.observers`, in this block."""
+    observers.extend(more)
+    try:
+        yield
+    finally:
+        for observer in more:
+            observers.remove(observer)

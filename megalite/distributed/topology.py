@@ -28,7 +28,7 @@ from megalite.distributed.axis import WORLD, Axis, AxisSet
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
 from megalite.distributed.network import choose_interface
-from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer, Wait
+from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer
 from megalite.distributed.rendezvous import (
     Launch,
     check_start,
@@ -46,7 +46,7 @@ from megalite.torch_private import fake_backend_devices, fake_group
 
 @dataclass(frozen=True)
 class Topology:
-    """Coordinate of this rank on every axis, its device and the mesh.
+    """Mesh of a run as one rank sees it: the rank's coordinate on every axis, and its device.
 
     Attributes:
         mesh: the mesh of the model's axes.
@@ -66,6 +66,12 @@ class Topology:
     is_zigzag: bool = False
     assigns_documents: bool = False
     events: EventStack = field(default_factory=EventStack, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for each in self.factorings.values():
+            for axis in (*each.axes.values(), *each.combined.values()):
+                for part in axis.parts:
+                    object.__setattr__(part, "observers", self.world.observers)  # one list for all axes
 
     @staticmethod
     @contextmanager
@@ -155,7 +161,7 @@ class Topology:
     def on_paper(sizes: Mapping[str, int], table: tuple[Factoring, ...] = (MODEL,)) -> Topology:
         """Return the first rank of a world with axes of these sizes, on meta tensors.
 
-        Its groups exist in this process only, beside those of a running process group. Their collectives do
+        Its groups exist in this process only, beside a running process group's. Their collectives do
         nothing.
 
         Args:
@@ -227,7 +233,7 @@ class Topology:
 
     @property
     def loss_ranks(self) -> Axis:
-        """Return the ranks over which losses and token counts are summed to those of the global batch."""
+        """Return the ranks over which losses and token counts are summed for the global batch."""
         return self.model.with_role("losses")
 
     @property
@@ -258,10 +264,10 @@ class Topology:
                 found |= {part.name: part for part in axis.parts}
         return (*found.values(), self.world)
 
-    def observer_lists(self) -> list[list[Observer[Wait]]]:
-        """Return each list to which an observer of all waits on this rank is appended."""
-        by_id = {id(axis.observers): axis.observers for axis in self.groups()}
-        return list(by_id.values())
+    @property
+    def observers(self) -> list[Observer]:
+        """Return the observers of all events of this rank; see `observing`."""
+        return self.world.observers
 
     @property
     def store(self) -> Store:

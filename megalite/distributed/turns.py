@@ -1,4 +1,4 @@
-"""Run two computations in turns: one goes on while messages of the other are in flight."""
+"""Run two computations in turns: one computes while messages of the other are in flight."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.data.build_datasets import DatasetSplits
+from megalite.distributed.observer import observing
 from megalite.dry_run.repetition import Repetition
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.log import log
@@ -168,7 +169,9 @@ class _ActionObserver:
         self._marked, self._total = marked, total
         self._next_line = time.monotonic() + PROGRESS_SECONDS
 
-    def begins(self, what: Action) -> None:
+    def begins(self, what: object) -> None:
+        if not isinstance(what, Action):
+            return
         if len(self.actions) in self._marked:
             self.mark()
         if time.monotonic() >= self._next_line:
@@ -176,7 +179,7 @@ class _ActionObserver:
             self._next_line = time.monotonic() + PROGRESS_SECONDS
         self.actions.append(what)
 
-    def ends(self, what: Action) -> None:
+    def ends(self, what: object) -> None:
         pass
 
     def mark(self) -> None:
@@ -212,8 +215,7 @@ def count_iteration(run: RunContext, datasets: DatasetSplits, repetition: Repeti
         live.start_peak()
         buffers = trainer.activation_offload.buffers if trainer.activation_offload else None
         observer = _ActionObserver(live, traffic, buffers, marked, _num_actions(trainer, repetition))
-        trainer.pipeline.observers.append(observer)
-        with traffic:
+        with traffic, observing(topology.observers, observer):
             trainer.step()
         observer.mark()
     actions, last = tuple(observer.actions), observer.marks[-1]

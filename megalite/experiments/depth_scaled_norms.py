@@ -21,14 +21,14 @@ from megalite.errors import UserError
 
 @dataclass(frozen=True)
 class DepthScaling:
-    """Holds the settings of the experiment."""
+    """Settings of the experiment."""
 
     power: float = 0.5
     """Power of the layer's number that its norms are divided by. 0 trains the usual GPT."""
 
 
 class DepthScaledGPT(megalite.GPT):
-    """Predicts each token with a pre-norm transformer whose norms shrink with depth.
+    """GPT with pre-norm layers whose norms shrink with depth.
 
     Subclass it to train with other settings.
     """

@@ -22,3 +22,8 @@ def read_table(path: str) -> Any:
         raise UserError(f"{path} cannot be read without PyYAML: pip install pyyaml") from None
     text = (Path(__file__).parent / path).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def none_if_default(value: int | None, default: int) -> int | None:
+    """Return None for a size that equals its default, so that a model has only one possible config."""
+    return None if value == default else value

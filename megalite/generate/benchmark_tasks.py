@@ -28,6 +28,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 from torch import Tensor
 
+from megalite.attention.cache import build_cache
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
@@ -36,7 +37,6 @@ from megalite.errors import UserError
 from megalite.generate.generator import Generator, Prompt, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
-from megalite.model.divided_cache import build_cache
 
 ROWS = 1024
 """Positions whose logits are in memory at a time."""

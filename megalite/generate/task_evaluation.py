@@ -201,7 +201,6 @@ class TrainingModel(TaskModel):
         self.last = next((_ScoringStage(chunk) for chunk in trainer.chunks if chunk.is_last), None)
         chunks = [self.last if chunk.is_last else chunk for chunk in trainer.chunks]
         self.pipeline: Pipeline[Microbatch] = build_pipeline(chunks, trainer.config, trainer.topology)  # type: ignore[arg-type]
-        self.pipeline.observers = trainer.pipeline.observers  # the watchdog sees its progress
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError  # `load_tasks` refuses tasks that generate text

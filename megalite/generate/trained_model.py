@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 
+from megalite.attention.choice import build_core
+from megalite.attention.core import StageCore
 from megalite.checkpoint.convert.model_settings import parameters_of, without_training_buffers
 from megalite.checkpoint.full_tensors import check_averages, check_weights
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
@@ -30,8 +32,6 @@ from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.log import configure_logging, log
 from megalite.model.architectures import STAGES
-from megalite.model.attention_backends import build_core
-from megalite.model.attention_core import Core
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import (
@@ -242,7 +242,7 @@ def _check_layout(model: ModelConfig, flags: ModelFlags, world_size: int) -> Non
 def load_model(
     trained: TrainedModel,
     topology: Topology,
-    attention: Callable[[ModelConfig, LayerContext], Core] = build_core,
+    attention: Callable[[ModelConfig, LayerContext], StageCore] = build_core,
     *,
     has_documents: bool = False,
     has_router_losses: bool = False,

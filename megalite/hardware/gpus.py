@@ -22,7 +22,7 @@ _GIB = 2.0**30
 class Gpu:
     """Rates per second of a type of GPU and of the links of its usual server.
 
-    The first eight figures are from the vendor. The others are the shares that a good program reaches.
+    The first eight figures are from the vendor. The others are the fractions that a good program reaches.
 
     Attributes:
         tflops: dense 16-bit TFLOP/s in the data sheet.

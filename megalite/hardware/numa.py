@@ -53,7 +53,6 @@ def _pci_address(device: torch.device) -> str:
 
 
 def _cores_by_node(system: Path) -> dict[int, set[int]]:
-    """Return the CPU cores of each NUMA node that has some."""
     nodes = {
         int(file.parent.name.removeprefix("node")): _numbers(file.read_text())
         for file in (system / "devices" / "system" / "node").glob("node[0-9]*/cpulist")

@@ -23,7 +23,7 @@ DEFAULT_MPS_FOLDER = Path("/tmp/nvidia-mps")
 def loaded_nccl() -> tuple[int, int, int]:
     """Return the version of the NCCL that this process uses; zeros if it has none.
 
-    `torch.cuda.nccl.version` returns the version that torch was built with, not that of a preloaded library.
+    `torch.cuda.nccl.version` returns the version that torch was built with, even if another one is preloaded.
     """
     try:
         library = ctypes.CDLL("libnccl.so.2")  # the one that is loaded, if there is one

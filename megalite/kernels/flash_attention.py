@@ -371,11 +371,11 @@ def launch_backward(
     (b, n, m, d), (g, e) = q.shape, k.shape[1:3]
     if q.numel() == 0:
         return results
-    _, of_keys, of_queries, of_values = kernel_sizes(q)
+    _, key_sizes, query_sizes, value_sizes = kernel_sizes(q)
     # Block sizes, and the gradients that a launch computes.
-    launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(of_keys, grad_k, grad_v)]
-    if of_values is not None:
-        launches = [(of_keys, grad_k, None), (of_values, None, grad_v)]
+    launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(key_sizes, grad_k, grad_v)]
+    if value_sizes is not None:
+        launches = [(key_sizes, grad_k, None), (value_sizes, None, grad_v)]
     numbers = _numbers(q, k, key, scale, p, base, cap, start, key_start, seq_length)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
@@ -385,18 +385,18 @@ def launch_backward(
             *(out, grad, delta, *_strides(out, grad), n, m),
             **{"d": d, "M": _DELTA_ROWS, "D": padded(d), "enable_fp_fusion": True},
         )
-        for sizes, of_k, of_v in launches:
+        for sizes, into_k, into_v in launches:
             kernels.key_gradients_kernel[-(-e // sizes.keys), g, b](
-                *(q, k, v, grad, of_k, of_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
+                *(q, k, v, grad, into_k, into_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
                 *_strides(q, k, v, grad, grad_k, grad_v),
                 *numbers,
                 **_constants(k, base, key_start, seq_length, sizes),
             )
-        kernels.query_gradients_kernel[-(-m // of_queries.queries), n, b](
+        kernels.query_gradients_kernel[-(-m // query_sizes.queries), n, b](
             *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
-            **_constants(k, base, key_start, seq_length, of_queries),
+            **_constants(k, base, key_start, seq_length, query_sizes),
         )
     return results
 
@@ -468,8 +468,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *saved, sinks = ctx.saved_tensors
     grads = torch.ops.megalite.flash_attention_backward(grad, *saved, *ctx.numbers)
-    of_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
-    return *gradients_of(grads), *(None,) * 12, of_sinks
+    grad_sinks = sinks_gradient(grad, saved[3], saved[4], sinks) if ctx.needs_input_grad[-1] else None
+    return *gradients_of(grads), *(None,) * 12, grad_sinks
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

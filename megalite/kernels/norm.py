@@ -82,12 +82,12 @@ class NormFunctions(NamedTuple):
     Attributes:
         alone: maps x and the norm's parameters to norm(x).
         with_residual: maps x and the norm's parameters to norm(x) and x.
-        of_sum: maps a `ResidualSum` and the norm's parameters to the norm of the sum, and the sum.
+        norm_of_sum: maps a `ResidualSum` and the norm's parameters to the norm of the sum, and the sum.
     """
 
     alone: Callable[..., Tensor]
     with_residual: Callable[..., tuple[Tensor, Tensor]]
-    of_sum: Callable[..., tuple[Tensor, Tensor]]
+    norm_of_sum: Callable[..., tuple[Tensor, Tensor]]
 
 
 def rms_norm_on(device_type: str) -> NormFunctions:
@@ -95,8 +95,8 @@ def rms_norm_on(device_type: str) -> NormFunctions:
     if _is_eager("rms_norm", device_type):
         return _and_input(_torch_rms_norm)
     adds = _adds_and_normalizes(device_type)
-    of_sum = _rms_norm_of_sum if adds else after_sum(rms_norm_with_residual)
-    return NormFunctions(rms_norm, rms_norm_with_residual, of_sum)
+    norm_of_sum = _rms_norm_of_sum if adds else after_sum(rms_norm_with_residual)
+    return NormFunctions(rms_norm, rms_norm_with_residual, norm_of_sum)
 
 
 def layer_norm_on(device_type: str) -> NormFunctions:
@@ -104,8 +104,8 @@ def layer_norm_on(device_type: str) -> NormFunctions:
     if _is_eager("layer_norm", device_type):
         return _and_input(_torch_layer_norm)
     adds = _adds_and_normalizes(device_type)
-    of_sum = bias_dropout_add_norm if adds else after_sum(layer_norm_with_residual)
-    return NormFunctions(layer_norm, layer_norm_with_residual, of_sum)
+    norm_of_sum = bias_dropout_add_norm if adds else after_sum(layer_norm_with_residual)
+    return NormFunctions(layer_norm, layer_norm_with_residual, norm_of_sum)
 
 
 def _is_eager(op: str, device_type: str) -> bool:
@@ -161,8 +161,8 @@ def rms_backward_reference(
     inverse = (_wide(x).square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = _wide(x) * inverse, _wide(grad)
     weighted = upper * _wide(weight)
-    of_x = inverse * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
-    return _with(residual_grad, of_x).to(x.dtype), _summed(upper * normal).to(x.dtype)
+    grad_x = inverse * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
+    return _with(residual_grad, grad_x).to(x.dtype), _summed(upper * normal).to(x.dtype)
 
 
 def layer_backward_reference(
@@ -173,13 +173,13 @@ def layer_backward_reference(
     inverse = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normal, upper = centred * inverse, _wide(grad)
     weighted = upper * _wide(weight)
-    of_x = weighted - weighted.mean(-1, keepdim=True) - normal * (weighted * normal).mean(-1, keepdim=True)
+    grad_x = weighted - weighted.mean(-1, keepdim=True) - normal * (weighted * normal).mean(-1, keepdim=True)
     sums = torch.cat((_summed(upper * normal), _summed(upper)))
-    return _with(residual_grad, inverse * of_x).to(x.dtype), sums.to(x.dtype)
+    return _with(residual_grad, inverse * grad_x).to(x.dtype), sums.to(x.dtype)
 
 
-def _with(residual_grad: Tensor | None, of_x: Tensor) -> Tensor:
-    return of_x if residual_grad is None else of_x + residual_grad
+def _with(residual_grad: Tensor | None, grad_x: Tensor) -> Tensor:
+    return grad_x if residual_grad is None else grad_x + residual_grad
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def _rms_backward(ctx: Any, grad: Tensor, residual_grad: Tensor | None = None) -
 
 def _layer_backward(ctx: Any, grad: Tensor, residual_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, sums = torch.ops.megalite.layer_norm_backward(grad, x, weight, ctx.epsilon, residual_grad)
-    return of_x, *sums.chunk(2), None
+    grad_x, sums = torch.ops.megalite.layer_norm_backward(grad, x, weight, ctx.epsilon, residual_grad)
+    return grad_x, *sums.chunk(2), None
 
 
 torch.library.register_autograd(_RMS, _rms_backward, setup_context=_setup_context)
@@ -255,5 +255,5 @@ class _WithResidual(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, residual_grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.centres:
             return _layer_backward(ctx, grad, residual_grad)
-        of_x, of_weight, _ = _rms_backward(ctx, grad, residual_grad)
-        return of_x, of_weight, None, None
+        grad_x, grad_weight, _ = _rms_backward(ctx, grad, residual_grad)
+        return grad_x, grad_weight, None, None

@@ -57,7 +57,7 @@ def like_sequence(x: Tensor, size: int | None = None) -> Tensor:
     """Allocate ``[b, n, s, d]`` in the memory order of the hidden states, ``[s, b, n, d]``.
 
     Args:
-        size: d, if it is not that of x.
+        size: d, if it differs from x's.
     """
     b, n, s, d = x.shape
     return x.new_empty((s, b, n, size or d)).permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""Compute a recurrence whose state decays, that of Gated DeltaNet and of Mamba-2.
+"""Compute a recurrence whose state decays, as in Gated DeltaNet and Mamba-2.
 
 A head has a state S, a matrix that maps keys to values. Each token lets it decay, writes to it and reads it:
 
@@ -30,7 +30,7 @@ _ARGUMENTS = (
 )
 
 torch.library.define(_OP, f"({_ARGUMENTS}) -> (Tensor, Tensor)")
-torch.library.define(_BACKWARD, f"(Tensor grad, Tensor? of_last, {_ARGUMENTS}) -> Tensor[]")
+torch.library.define(_BACKWARD, f"(Tensor grad, Tensor? grad_last, {_ARGUMENTS}) -> Tensor[]")
 
 MAX_HEAD_DIM = 256
 """Largest size of a key or value head in the Triton kernels."""
@@ -112,7 +112,7 @@ def reference(
 
 def reference_backward(
     grad: Tensor,
-    of_last: Tensor | None,
+    grad_last: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -124,35 +124,35 @@ def reference_backward(
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v, decay, rate and state in plain PyTorch, from the last token on."""
     results = _empty_gradients(q, k, v, decay, rate)
-    of_q, of_k, of_v, of_decay, of_rate, of_state = results
-    q, k, v, rate = (x.to(of_state.dtype) for x in (q, k, v, rate))
-    current = torch.zeros_like(of_state) if state is None else state
+    grad_q, grad_k, grad_v, grad_decay, grad_rate, grad_state = results
+    q, k, v, rate = (x.to(grad_state.dtype) for x in (q, k, v, rate))
+    current = torch.zeros_like(grad_state) if state is None else state
     kept, states = _kept(decay, starts), []
     for t, factor in enumerate(kept):
         states.append(current)
         _, key, value, step = _token(t, q, k, v, rate)
         current = current * factor
         current = current + key @ ((value - key.mT @ current if is_delta else value) * step)
-    of_current = torch.zeros_like(of_state) if of_last is None else of_last
+    grad_current = torch.zeros_like(grad_state) if grad_last is None else grad_last
     for t in reversed(range(len(states))):
         query, key, value, step = _token(t, q, k, v, rate)
-        of_output = grad[..., t, None, :]  # [b, g, r, 1, e]
+        grad_output = grad[..., t, None, :]  # [b, g, r, 1, e]
         before = states[t] * kept[t]
         change = value - key.mT @ before if is_delta else value
         after = before + key @ (change * step)
-        of_q[:, :, t] = (after @ of_output.mT).sum(2).squeeze(-1)
-        of_current = of_current + query @ of_output
-        of_written = key.mT @ of_current  # [b, g, r, 1, e], gradient of change * step
-        of_key = of_current @ (change * step).mT
+        grad_q[:, :, t] = (after @ grad_output.mT).sum(2).squeeze(-1)
+        grad_current = grad_current + query @ grad_output
+        grad_written = key.mT @ grad_current  # [b, g, r, 1, e], gradient of change * step
+        grad_key = grad_current @ (change * step).mT
         if is_delta:
-            of_key = of_key - before @ (of_written * step).mT
-            of_current = of_current - key @ (of_written * step)
-        of_k[:, :, t] = of_key.sum(2).squeeze(-1)
-        of_v[..., t, :] = (of_written * step).squeeze(-2)
-        of_rate[..., t] = (of_written * change).sum((-2, -1))
-        of_decay[..., t] = (of_current * before).sum((-2, -1))
-        of_current = of_current * kept[t]
-    of_state.copy_(of_current)
+            grad_key = grad_key - before @ (grad_written * step).mT
+            grad_current = grad_current - key @ (grad_written * step)
+        grad_k[:, :, t] = grad_key.sum(2).squeeze(-1)
+        grad_v[..., t, :] = (grad_written * step).squeeze(-2)
+        grad_rate[..., t] = (grad_written * change).sum((-2, -1))
+        grad_decay[..., t] = (grad_current * before).sum((-2, -1))
+        grad_current = grad_current * kept[t]
+    grad_state.copy_(grad_current)
     return results
 
 
@@ -240,7 +240,7 @@ def launch(
 
 def launch_backward(
     grad: Tensor,
-    of_last: Tensor | None,
+    grad_last: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -250,50 +250,52 @@ def launch_backward(
     state: Tensor | None,
     is_delta: bool,
 ) -> list[Tensor]:
-    """Run the kernels of the backward; those of the forward compute the states again."""
+    """Run the kernels of the backward; the forward's kernels compute the states again."""
     from megalite.kernels import triton_recurrence as kernels
 
     results = _empty_gradients(q, k, v, decay, rate)
     if v.numel() == 0:
-        return [x.zero_() for x in results[:5]] + [results[5].zero_() if of_last is None else of_last.clone()]
+        grad_state = results[5].zero_() if grad_last is None else grad_last.clone()
+        return [*(x.zero_() for x in results[:5]), grad_state]
     (b, g, r, s, e), d = v.shape, q.shape[-1]
     q, k, v, decay, rate = _for_kernels(q, k, v, decay, rate)
-    starts, state, of_last = (None if x is None else x.contiguous() for x in (starts, state, of_last))
+    starts, state, grad_last = (None if x is None else x.contiguous() for x in (starts, state, grad_last))
     grad = _with_rows(grad)
-    of_keys, grad_v, grad_decay, grad_rate, of_state = results[1], *results[2:]
-    wide = of_state.dtype
-    of_queries, of_keys = (q.new_empty(b, g, r, s, d, dtype=wide) for _ in range(2))
+    grad_v, grad_decay, grad_rate, grad_state = results[2:]
+    wide = grad_state.dtype
+    grad_queries, grad_keys = (q.new_empty(b, g, r, s, d, dtype=wide) for _ in range(2))
     sizes, numbers, grid = sizes_for(q), _numbers(q, v), _by_chunk(q, v)
     in_chunk = _constants(q, D=padded(d), V=block_size(sizes.values, v))
     with torch.cuda.device_of(q):
         states, errors, inverses = _states(
-            torch.empty_like(of_state), q, k, v, decay, rate, starts, state, is_delta
+            torch.empty_like(grad_state), q, k, v, decay, rate, starts, state, is_delta
         )
-        of_changes, of_states = v.new_empty(b, g, r, s, e, dtype=wide), torch.empty_like(states)
+        grad_changes, grad_states = v.new_empty(b, g, r, s, e, dtype=wide), torch.empty_like(states)
         kernels.chunk_gradients_kernel[grid](
-            *(q, k, grad, decay, starts, of_changes),
+            *(q, k, grad, decay, starts, grad_changes),
             *(_strides(x) for x in (q, k, grad)),
             *numbers,
             **in_chunk,
         )
         columns = block_size(sizes.columns, v)
         kernels.state_gradients_kernel[-(-e // columns), g * r, b](
-            *(q, k, grad, decay, rate, starts, inverses, of_changes, of_last, grad_v, of_states, of_state),
+            *(q, k, grad, decay, rate, starts, inverses, grad_changes, grad_last, grad_v),
+            *(grad_states, grad_state),
             *(_strides(x) for x in (q, k, grad, grad_v)),
             *numbers,
             **_constants(q, D=padded(d), V=columns),
         )
         by_blocks = {"K": min(sizes.keys, padded(d)), "V": in_chunk["V"], "num_warps": sizes.input_warps}
         kernels.input_gradients_kernel[grid](
-            *(q, k, errors, grad, grad_v, decay, rate, starts, states, of_states),
-            *(of_queries, of_keys, grad_decay, grad_rate),
-            *(_strides(x) for x in (q, k, errors, grad, grad_v, of_keys)),
+            *(q, k, errors, grad, grad_v, decay, rate, starts, states, grad_states),
+            *(grad_queries, grad_keys, grad_decay, grad_rate),
+            *(_strides(x) for x in (q, k, errors, grad, grad_v, grad_keys)),
             *numbers,
             is_delta,
             **_constants(q, **by_blocks),
         )
-    for result, of_heads in zip(results, (of_queries, of_keys), strict=False):
-        torch.sum(of_heads, 2, out=result) if result.dtype == wide else result.copy_(of_heads.sum(2))
+    for result, per_head in zip(results, (grad_queries, grad_keys), strict=False):
+        torch.sum(per_head, 2, out=result) if result.dtype == wide else result.copy_(per_head.sum(2))
     return results
 
 
@@ -399,9 +401,9 @@ def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _empty_gradients(*arguments: Tensor) -> list[Tensor]:
     """Allocate the gradients of q, k, v, decay, rate and state."""
     q, k, v, decay, rate = arguments
-    of_inputs = [_like_sequence(x, x.dtype) for x in (q, k, v)]
-    of_numbers = [x.new_empty(x.shape) for x in (decay, rate)]
-    return [*of_inputs, *of_numbers, _empty_results(q, v)[1]]
+    grad_inputs = [_like_sequence(x, x.dtype) for x in (q, k, v)]
+    grad_numbers = [x.new_empty(x.shape) for x in (decay, rate)]
+    return [*grad_inputs, *grad_numbers, _empty_results(q, v)[1]]
 
 
 torch.library.impl(_OP, "default", reference)  # on every device without Triton
@@ -417,7 +419,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake(_BACKWARD)
-def _fake_gradients(grad: Tensor, of_last: Tensor | None, *arguments: Any) -> list[Tensor]:
+def _fake_gradients(grad: Tensor, grad_last: Tensor | None, *arguments: Any) -> list[Tensor]:
     return _empty_gradients(*arguments[:5])
 
 
@@ -427,12 +429,12 @@ def _setup_context(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor | None, of_last: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(_empty_results(tensors[0], tensors[2])[0])
-    *grads, of_state = torch.ops.megalite.recurrence_backward(grad, of_last, *tensors, ctx.is_delta)
-    return *grads, None, of_state if ctx.needs_input_grad[6] else None, None
+    *grads, grad_state = torch.ops.megalite.recurrence_backward(grad, grad_last, *tensors, ctx.is_delta)
+    return *grads, None, grad_state if ctx.needs_input_grad[6] else None, None
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)

@@ -45,8 +45,8 @@ def backward_reference(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Te
     """Compute the gradients of `x` and of the bias (as ``[2 n]``) in plain PyTorch."""
     gate, up = _halves(x, bias)
     wide = grad.to(gate.dtype)
-    of_gate = torch.ops.aten.silu_backward(wide * up, gate)
-    result = torch.cat((of_gate, wide * F.silu(gate)), dim=-1)
+    grad_gate = torch.ops.aten.silu_backward(wide * up, gate)
+    result = torch.cat((grad_gate, wide * F.silu(gate)), dim=-1)
     sums = result.new_zeros(x.shape[-1:]) if bias is None else result.flatten(0, -2).sum(0)
     return result.to(x.dtype), sums.to(x.dtype)
 

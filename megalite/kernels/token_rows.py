@@ -50,11 +50,11 @@ def copy_reference(x: Tensor, places: Tensor, starts: Tensor | None, num_selecte
     """Implement `copy_to_rows` in plain PyTorch."""
     numbers = torch.arange(len(x), device=x.device)
     if starts is None:
-        of_rows = numbers.repeat_interleave(num_selected)
+        token_numbers = numbers.repeat_interleave(num_selected)
     else:
         counts = starts.diff(append=starts.new_full((1,), len(places)))
-        of_rows = numbers.repeat_interleave(counts, output_size=len(places))
-    return x.index_select(0, torch.empty_like(places).scatter_(0, places, of_rows))
+        token_numbers = numbers.repeat_interleave(counts, output_size=len(places))
+    return x.index_select(0, torch.empty_like(places).scatter_(0, places, token_numbers))
 
 
 def sum_reference(rows: Tensor, places: Tensor, starts: Tensor | None, num_selected: int) -> Tensor:

@@ -283,12 +283,12 @@ def key_gradients_kernel(
     sum_k, sum_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     for head in range(group * r, group * r + r):
         q_head, grad_head = _head(q, q_strides, sample, head), _head(grad, grad_strides, sample, head)
-        of_head = (sample.to(tl.int64) * n + head) * m
+        head_start = (sample.to(tl.int64) * n + head) * m
         for masked in tl.static_range(0 if query_ends is None else 1, 2):
             for row in range(begin if masked else full_begin, full_begin if masked else end, M):
                 first, rows = _position(row, start), row + tl.arange(0, M)
                 q_block = _load_rows(q_head, q_strides[2], row, m, d, M, D)
-                log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
+                log_sum = tl.load(log_sums + head_start + rows, mask=rows < m, other=float("inf")) * LOG2_E
                 products = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
                 queries = _position(rows, start)[None, :]
                 x = _scores(products, queries, keys, scale, cap, slopes, head)  # [N, M]
@@ -310,7 +310,7 @@ def key_gradients_kernel(
                     weight_grads = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
                     if samples is not None:
                         weight_grads = tl.where(kept, weight_grads * factor, 0.0)
-                    deltas = tl.load(delta + of_head + rows, mask=rows < m, other=0.0)
+                    deltas = tl.load(delta + head_start + rows, mask=rows < m, other=0.0)
                     dx = _uncapped(p * (weight_grads - deltas[None, :]), products, scale, cap)
                     sum_k = tl.dot(dx.to(q_block.dtype), q_block, sum_k, input_precision=PRECISION)
     if grad_k is not None:
@@ -339,9 +339,9 @@ def query_gradients_kernel(
     k_head, v_head = _head(k, k_strides, sample, head // r), _head(v, v_strides, sample, head // r)
     q_block = _load_rows(_head(q, q_strides, sample, head), q_strides[2], row, m, d, M, D)
     grad_block = _load_rows(_head(grad, grad_strides, sample, head), grad_strides[2], row, m, d, M, D)
-    of_head = (sample.to(tl.int64) * n + head) * m
-    log_sum = tl.load(log_sums + of_head + rows, mask=rows < m, other=float("inf")) * LOG2_E
-    deltas = tl.load(delta + of_head + rows, mask=rows < m, other=0.0)
+    head_start = (sample.to(tl.int64) * n + head) * m
+    log_sum = tl.load(log_sums + head_start + rows, mask=rows < m, other=float("inf")) * LOG2_E
+    deltas = tl.load(delta + head_start + rows, mask=rows < m, other=0.0)
     first_keys = _first_keys(starts, sample, first, s, M)
     end_keys = _end_keys(ends, sample, first, s, key_start, e, M)
     begin, full_end, end = _key_ranges(starts, ends, sample, first, s, key_start, e, M, N)

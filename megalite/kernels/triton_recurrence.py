@@ -1,6 +1,6 @@
 """Compute a gated recurrence in Triton, chunk by chunk (Yang et al. 2024; Dao and Gu 2024).
 
-The recurrence is that of `megalite.kernels.recurrence`. Let S be the state before a chunk, g_i the sum of the
+`megalite.kernels.recurrence` defines the recurrence. Let S be the state before a chunk, g_i the sum of the
 decays of its tokens up to token i, and w_j = rate_j k_j. A token sees the tokens of its document up to its
 own, and S if the document starts before the chunk. For one head:
 
@@ -240,7 +240,7 @@ def outputs_kernel(
 
 @triton.jit
 def chunk_gradients_kernel(
-    q, k, grad, decay, starts, of_changes, q_strides, k_strides, grad_strides,
+    q, k, grad, decay, starts, grad_changes, q_strides, k_strides, grad_strides,
     n, r, s, d: tl.constexpr, e: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -255,20 +255,20 @@ def chunk_gradients_kernel(
     grad_head = _value_head(grad, grad_strides, sample, head, r)
     for column in range(0, e, V):
         grads = _load(grad_head, grad_strides[3], first, s, column, e, C, V)
-        of_block = _dot(tl.trans(scores), grads, PRECISION)
-        _store(of_changes + place * s * e, e, first, s, column, e, of_block, C, V)
+        grad_block = _dot(tl.trans(scores), grads, PRECISION)
+        _store(grad_changes + place * s * e, e, first, s, column, e, grad_block, C, V)
 
 
 @triton.jit
 def state_gradients_kernel(
-    q, k, grad, decay, rate, starts, inverses, of_changes, of_last, grad_v, of_states, of_state,
+    q, k, grad, decay, rate, starts, inverses, grad_changes, grad_last, grad_v, grad_states, grad_state,
     q_strides, k_strides, grad_strides, grad_v_strides,
     n, r, s, d: tl.constexpr, e: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Compute dS' of all chunks, dS of the first one, and dV; grid (e/V, n, b).
 
-    dS' is ``[b, n, m, d, e]``, dS ``[b, n, d, e]``. `of_changes` is what `chunk_gradients_kernel` computed.
+    dS' is ``[b, n, m, d, e]``, dS ``[b, n, d, e]``. `grad_changes` is what `chunk_gradients_kernel` computed.
     """
     column, head, sample = tl.program_id(0) * V, tl.program_id(1), tl.program_id(2)
     place = sample.to(tl.int64) * n + head
@@ -277,12 +277,12 @@ def state_gradients_kernel(
     grad_v_head = _value_head(grad_v, grad_v_strides, sample, head, r)
     num_chunks = tl.cdiv(s, C)
     current = tl.zeros([D, V], tl.float32)
-    if of_last is not None:
-        current += _load(of_last + place * d * e, e, 0, d, column, e, D, V)
+    if grad_last is not None:
+        current += _load(grad_last + place * d * e, e, 0, d, column, e, D, V)
     for step in range(0, num_chunks):
         chunk = num_chunks - 1 - step
         first = chunk * C
-        _store(of_states + (place * num_chunks + chunk) * d * e, e, 0, d, column, e, current, D, V)
+        _store(grad_states + (place * num_chunks + chunk) * d * e, e, 0, d, column, e, current, D, V)
         queries = _load(q_head, q_strides[2], first, s, 0, d, C, D)
         keys = _load(k_head, k_strides[2], first, s, 0, d, C, D)
         grads = _load(grad_head, grad_strides[3], first, s, column, e, C, V)
@@ -290,17 +290,17 @@ def state_gradients_kernel(
         sums = tl.cumsum(decays, 0)
         since = _since_start(sums, _document_starts(starts, sample, first, s, C), first)
         to_end, kept = _to_end(decays, sums, _last_start(starts, sample, first, s, C), first, C)
-        of_block = _load(of_changes + place * s * e, e, first, s, column, e, C, V)
-        of_block += to_end[:, None] * _dot(keys, current, PRECISION)
-        of_values = (of_block * rates[:, None]).to(keys.dtype)
+        grad_block = _load(grad_changes + place * s * e, e, first, s, column, e, C, V)
+        grad_block += to_end[:, None] * _dot(keys, current, PRECISION)
+        grad_values = (grad_block * rates[:, None]).to(keys.dtype)
         if inverses is not None:
             inverse = _load(inverses + (place * num_chunks + chunk) * C * C, C, 0, C, 0, C, C, C)
-            of_values = _dot(tl.trans(inverse), of_values, PRECISION).to(keys.dtype)
-        _store(grad_v_head, grad_v_strides[3], first, s, column, e, of_values, C, V)
+            grad_values = _dot(tl.trans(inverse), grad_values, PRECISION).to(keys.dtype)
+        _store(grad_v_head, grad_v_strides[3], first, s, column, e, grad_values, C, V)
         current = current * kept + _dot(tl.trans(queries), grads * since[:, None], PRECISION)
         if inverses is not None:
-            current -= _dot(tl.trans(keys), of_values * since[:, None], PRECISION)
-    _store(of_state + place * d * e, e, 0, d, column, e, current, D, V)
+            current -= _dot(tl.trans(keys), grad_values * since[:, None], PRECISION)
+    _store(grad_state + place * d * e, e, 0, d, column, e, current, D, V)
 
 
 @triton.jit
@@ -310,10 +310,10 @@ def _values_and_gradients(
     """Load a block of E, dY and dV, ``[C, V]``; E again for dV without the delta rule."""
     values = _load(heads[0], strides[0], first, s, column, e, C, V)
     grads = _load(heads[1], strides[1], first, s, column, e, C, V).to(values.dtype)
-    of_values = values
+    grad_values = values
     if IS_DELTA:
-        of_values = _load(heads[2], strides[2], first, s, column, e, C, V)
-    return values, grads, of_values
+        grad_values = _load(heads[2], strides[2], first, s, column, e, C, V)
+    return values, grads, grad_values
 
 
 @triton.jit
@@ -322,45 +322,50 @@ def _pair_gradients(
     C: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Return dY E^T and dV E^T of a chunk, ``[C, C]``; zeros for the second one without the delta rule."""
-    of_scores, of_lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    grad_scores, grad_lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for column in range(0, e, V):
-        values, grads, of_values = _values_and_gradients(heads, strides, first, s, column, e, IS_DELTA, C, V)
-        of_scores += _dot(grads, tl.trans(values), PRECISION)
+        values, grads, grad_values = _values_and_gradients(
+            heads, strides, first, s, column, e, IS_DELTA, C, V
+        )
+        grad_scores += _dot(grads, tl.trans(values), PRECISION)
         if IS_DELTA:
-            of_lower += _dot(of_values, tl.trans(values), PRECISION)
-    return of_scores, of_lower
+            grad_lower += _dot(grad_values, tl.trans(values), PRECISION)
+    return grad_scores, grad_lower
 
 
 @triton.jit
 def _products_with_states(
-    states, of_states, heads, strides, row, first, s, d: tl.constexpr, e: tl.constexpr,
+    states, grad_states, heads, strides, row, first, s, d: tl.constexpr, e: tl.constexpr,
     IS_DELTA: tl.constexpr, PRECISION: tl.constexpr, C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Return dY S^T, -dV S^T and E dS'^T for a block of keys, ``[C, K]``, and sums of S * dS', ``[V]``."""
-    of_queries, of_reads = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
-    of_written, of_factor = tl.zeros([C, K], tl.float32), tl.zeros([V], tl.float32)
+    grad_queries, grad_reads = tl.zeros([C, K], tl.float32), tl.zeros([C, K], tl.float32)
+    grad_written, grad_factor = tl.zeros([C, K], tl.float32), tl.zeros([V], tl.float32)
     for column in range(0, e, V):
         state = _load(states, e, row, d, column, e, K, V)
-        of_state = _load(of_states, e, row, d, column, e, K, V)
-        values, grads, of_values = _values_and_gradients(heads, strides, first, s, column, e, IS_DELTA, C, V)
-        of_queries += _dot(grads, tl.trans(state), PRECISION)
-        of_written += _dot(values, tl.trans(of_state), PRECISION)
+        grad_state = _load(grad_states, e, row, d, column, e, K, V)
+        values, grads, grad_values = _values_and_gradients(
+            heads, strides, first, s, column, e, IS_DELTA, C, V
+        )
+        grad_queries += _dot(grads, tl.trans(state), PRECISION)
+        grad_written += _dot(values, tl.trans(grad_state), PRECISION)
         if IS_DELTA:
-            of_reads -= _dot(of_values, tl.trans(state), PRECISION)
-        of_factor += tl.sum(state.to(tl.float32) * of_state.to(tl.float32), 0)
-    return of_queries, of_reads, of_written, of_factor
+            grad_reads -= _dot(grad_values, tl.trans(state), PRECISION)
+        grad_factor += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 0)
+    return grad_queries, grad_reads, grad_written, grad_factor
 
 
 @triton.jit
 def input_gradients_kernel(
-    q, k, errors, grad, grad_v, decay, rate, starts, states, of_states, grad_q, grad_k, grad_decay, grad_rate,
+    q, k, errors, grad, grad_v, decay, rate, starts, states, grad_states,
+    grad_q, grad_k, grad_decay, grad_rate,
     q_strides, k_strides, errors_strides, grad_strides, grad_v_strides, grad_k_strides,
     n, r, s, d: tl.constexpr, e: tl.constexpr, IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
     C: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ and dK ``[b, n, s, d]``, and the gradients of decays and rates, of a chunk; grid (m, n, b).
 
-    dQ and dK are of each value head; those of heads that share queries and keys are summed elsewhere.
+    dQ and dK are per value head; heads that share queries and keys are summed elsewhere.
     """
     chunk, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, place = chunk * C, sample.to(tl.int64) * n + head
@@ -371,7 +376,7 @@ def input_gradients_kernel(
     grad_q_head = _value_head(grad_q, grad_k_strides, sample, head, r)
     grad_k_head = _value_head(grad_k, grad_k_strides, sample, head, r)
     states += (place * tl.num_programs(0) + chunk) * d * e
-    of_states += (place * tl.num_programs(0) + chunk) * d * e
+    grad_states += (place * tl.num_programs(0) + chunk) * d * e
     decays, rates = _numbers(decay, place, first, s, C), _numbers(rate, place, first, s, C)
     sums = tl.cumsum(decays, 0)
     document_starts = _document_starts(starts, sample, first, s, C)
@@ -380,33 +385,33 @@ def input_gradients_kernel(
 
     heads = errors_head, grad_head, grad_v_head
     strides = errors_strides[3], grad_strides[3], grad_v_strides[3]
-    of_scores, of_lower = _pair_gradients(heads, strides, first, s, e, IS_DELTA, PRECISION, C, V)
-    of_scores = (of_scores * _between(sums, document_starts, first, False, C)).to(q.dtype.element_ty)
-    of_lower = (of_lower * _between(sums, document_starts, first, True, C)).to(q.dtype.element_ty)
+    grad_scores, grad_lower = _pair_gradients(heads, strides, first, s, e, IS_DELTA, PRECISION, C, V)
+    grad_scores = (grad_scores * _between(sums, document_starts, first, False, C)).to(q.dtype.element_ty)
+    grad_lower = (grad_lower * _between(sums, document_starts, first, True, C)).to(q.dtype.element_ty)
 
-    of_sums, of_rates = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
-    of_ends, of_kept = tl.zeros([C], tl.float32), tl.zeros([V], tl.float32)
+    grad_sums, grad_rates = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    grad_ends, grad_kept = tl.zeros([C], tl.float32), tl.zeros([V], tl.float32)
     for row in range(0, d, K):
         queries = _load(q_head, q_strides[2], first, s, row, d, C, K)
         keys = _load(k_head, k_strides[2], first, s, row, d, C, K)
         written = _written(keys, rates)
-        of_queries, of_reads, of_written, of_factor = _products_with_states(
-            states, of_states, heads, strides, row, first, s, d, e, IS_DELTA, PRECISION, C, K, V
+        grad_queries, grad_reads, grad_written, grad_factor = _products_with_states(
+            states, grad_states, heads, strides, row, first, s, d, e, IS_DELTA, PRECISION, C, K, V
         )
-        of_kept += of_factor
-        of_queries = of_queries * since[:, None] + _dot(of_scores, written, PRECISION)
-        of_written *= to_end[:, None]
-        of_ends += tl.sum(written * of_written, 1)
-        of_written += _dot(tl.trans(of_scores), queries, PRECISION)
+        grad_kept += grad_factor
+        grad_queries = grad_queries * since[:, None] + _dot(grad_scores, written, PRECISION)
+        grad_written *= to_end[:, None]
+        grad_ends += tl.sum(written * grad_written, 1)
+        grad_written += _dot(tl.trans(grad_scores), queries, PRECISION)
         if IS_DELTA:
-            of_reads = of_reads * since[:, None] - _dot(of_lower, written, PRECISION)
-            of_written -= _dot(tl.trans(of_lower), keys, PRECISION)
-        of_rates += tl.sum(keys * of_written, 1)
-        of_sums += tl.sum(queries * of_queries + keys * of_reads - written * of_written, 1)
-        of_keys = of_reads + of_written * rates[:, None]
-        _store(grad_q_head, grad_k_strides[3], first, s, row, d, of_queries, C, K)
-        _store(grad_k_head, grad_k_strides[3], first, s, row, d, of_keys, C, K)
-    of_end = tl.sum(of_ends, 0) + kept * tl.sum(of_kept, 0)
+            grad_reads = grad_reads * since[:, None] - _dot(grad_lower, written, PRECISION)
+            grad_written -= _dot(tl.trans(grad_lower), keys, PRECISION)
+        grad_rates += tl.sum(keys * grad_written, 1)
+        grad_sums += tl.sum(queries * grad_queries + keys * grad_reads - written * grad_written, 1)
+        grad_keys = grad_reads + grad_written * rates[:, None]
+        _store(grad_q_head, grad_k_strides[3], first, s, row, d, grad_queries, C, K)
+        _store(grad_k_head, grad_k_strides[3], first, s, row, d, grad_keys, C, K)
+    grad_end = tl.sum(grad_ends, 0) + kept * tl.sum(grad_kept, 0)
     rows = first + tl.arange(0, C)
-    tl.store(grad_decay + place * s + rows, tl.cumsum(of_sums, 0, reverse=True) + of_end, mask=rows < s)
-    tl.store(grad_rate + place * s + rows, of_rates, mask=rows < s)
+    tl.store(grad_decay + place * s + rows, tl.cumsum(grad_sums, 0, reverse=True) + grad_end, mask=rows < s)
+    tl.store(grad_rate + place * s + rows, grad_rates, mask=rows < s)

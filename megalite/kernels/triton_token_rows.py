@@ -1,7 +1,7 @@
 """Copy tokens to the rows of their experts in Triton, and sum each token's rows.
 
 A program has one token and N of its features. It reads the token once and writes its rows, or reads its rows
-and writes their sum once. The arguments are those of `megalite.kernels.token_rows`. Sums are in the order of
+and writes their sum once. `megalite.kernels.token_rows` describes the arguments. Sums are in the order of
 the token's rows and not atomic, so they are the same in every run.
 
 Constants of a compiled kernel: K, the largest number of rows of a token; N.

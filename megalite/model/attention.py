@@ -7,25 +7,24 @@ every s is s/cp outside of the attention core.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import Angles, PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.microbatch import SampleNumbers
-from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
-from megalite.model.context_parallel import KEY_ACCESS, KeyRanks
 from megalite.model.norm import HeadRMSNorm, build_head_norm
-from megalite.model.positions import Angles, PositionInfo
-from megalite.model.sinks import SINKS
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
-from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
 from megalite.wrapping import communication_point, wrap_point
 
 
@@ -45,11 +44,10 @@ class Attention(nn.Module):
     core_method, input_method = "attend", "queries_keys_values"
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
     ) -> None:
         super().__init__()
         self.tp = context.tp
-        self.key_access, self.key_ranks = KEY_ACCESS[context.layer_cp_comm_type], KeyRanks.of(context)
         self.num_ring_ranks = 1 if context.ring is None else context.ring.size
         self.head_slice = context.attention_heads
         self.core = core.for_layer(layer, kind)
@@ -177,12 +175,12 @@ class Attention(nn.Module):
     @communication_point
     def reach_keys(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the attention core's arguments from this rank's tokens; see `KeyAccess`."""
-        return self.key_access.enter(q, k, v, self.key_ranks)
+        return self.core.enter(q, k, v)
 
     @communication_point
     def keep_own_tokens(self, y: Tensor) -> Tensor:
         """Return all heads of this rank's tokens from the attention core's output; see `KeyAccess`."""
-        return self.key_access.leave(y, self.key_ranks)
+        return self.core.leave(y)
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""
@@ -217,3 +215,26 @@ def _unbounded(x: Tensor) -> Tensor:
 
 def _unrotated(x: Tensor, angles: Angles | None) -> Tensor:
     return x
+
+
+def _no_sinks(config: ModelConfig, context: LayerContext) -> None:
+    return None
+
+
+def _zero_sinks(config: ModelConfig, context: LayerContext) -> Tensor:
+    """Return logits of 0, which add 1 to each sum (Miller 2023, "Attention is off by one")."""
+    num_local = config.num_attention_heads // context.tp.size
+    return torch.zeros(num_local, dtype=context.dtype, device=context.device)
+
+
+def _learned_sinks(config: ModelConfig, context: LayerContext) -> Tensor:
+    spec = ParameterSpec((config.num_attention_heads,), Cut("tp", 0), std=config.init_method_std, decay=False)
+    return new_parameter(spec, context)
+
+
+SINKS: Mapping[str, Callable[[ModelConfig, LayerContext], Tensor | None]] = {
+    "vanilla": _no_sinks,
+    "off-by-one": _zero_sinks,
+    "learnable": _learned_sinks,
+}
+"""Functions that build the sinks of this rank's query heads, ``[n/tp]``, by --softmax-type."""

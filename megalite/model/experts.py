@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.errors import UserError
@@ -30,7 +31,6 @@ from megalite.model.expert_dispatch import Dispatcher, dispatcher_for
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
-from megalite.model.positions import PositionInfo
 from megalite.model.routing_record import ChoiceObserver
 from megalite.model.routing_statistics import RoutingStatistics
 from megalite.model.shared_expert import SharedExpert

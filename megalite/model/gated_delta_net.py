@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
-from megalite.model.attention_core import Core
 from megalite.model.delta_rule import gated_delta_rule
-from megalite.model.positions import PositionInfo
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
@@ -36,7 +36,7 @@ class GatedDeltaNet(RecurrentMixer):
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
     ) -> None:
         super().__init__(context)
         self.sizes = sizes = config.delta_net

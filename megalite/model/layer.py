@@ -9,17 +9,17 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.microbatch import SampleNumbers
-from megalite.model.attention_core import Core
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.mixers import Mixer, build_mixer
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.normed_experts import NormedExperts
 from megalite.model.per_layer_embedding import EmbeddingGate
-from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.wrapping import wrap_point
@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         kind: the layer's kind, from the config.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__()
         self.kind = config.layer_kind(layer)
         config, context = config.for_kind(self.kind), context.of_layer(layer)
@@ -127,7 +127,7 @@ class OutputNormLayer(TransformerLayer):
 class SandwichNormLayer(TransformerLayer):
     """Computes one layer with norms before and after its blocks (Ding et al. 2021; Gemma 2 and 3)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__(config, context, core, layer)
         self.attention_output_norm = build_norm(config, context)
         self.mlp_output_norm = build_norm(config, context)
@@ -167,7 +167,7 @@ class SandwichNormLayer(TransformerLayer):
 class ExpertsBesideMLPLayer(SandwichNormLayer):
     """Computes one layer with experts beside its MLP, whose outputs are normalized and added (Gemma 4)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__(config, context, core, layer)
         self.mlp_own_norm = build_norm(config, context)
         self.experts = NormedExperts(config, context, layer)
@@ -184,7 +184,7 @@ class ExpertsBesideMLPLayer(SandwichNormLayer):
 class OwnEmbeddingLayer(SandwichNormLayer):
     """Computes one layer that also adds an embedding of its own of each token (Gemma 4 E2B and E4B)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__(config, context, core, layer)
         self.number = layer
         self.embedding_gate = EmbeddingGate(config, context)
@@ -234,7 +234,7 @@ class ParallelLayer(TransformerLayer):
 class SharedNormLayer(ParallelLayer):
     """Computes one layer whose blocks have the same input and one norm (GPT-J: Wang and Komatsuzaki 2021)."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__(config, context, core, layer)
         del self.mlp_norm
 

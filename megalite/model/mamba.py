@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.recurrent_sizes import MambaSizes
 from megalite.kernels import recurrence_problem
-from megalite.model.attention_core import Core
-from megalite.model.positions import PositionInfo
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
 from megalite.model.state_space import fused_scan, scan
@@ -41,7 +41,7 @@ class Mamba(RecurrentMixer):
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
     ) -> None:
         super().__init__(context)
         self.sizes = sizes = config.mamba

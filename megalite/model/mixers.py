@@ -7,14 +7,14 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.microbatch import SampleNumbers
-from megalite.model.attention_core import Core
 from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.latent_attention import attention_class
 from megalite.model.mamba import Mamba
-from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
@@ -37,7 +37,7 @@ class Mixer(Protocol):
 
 
 def _attention(
-    config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
 ) -> nn.Module:
     return attention_class(config, is_cached=core.is_cached)(config, context, core, layer, kind)
 
@@ -51,7 +51,7 @@ MIXERS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def build_mixer(
-    config: ModelConfig, context: LayerContext, core: Core, layer: int, kind: LayerKind
+    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
 ) -> nn.Module:
     """Return the mixer of a layer.
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.microbatch import SampleNumbers
 from megalite.model.block import BlockOutput
-from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.linear import (
     Activated,
     ColumnParallelLinear,

@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.attention.core import StageCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
 from megalite.microbatch import Microbatch, SampleNumbers
-from megalite.model.attention_core import Core
 from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import layer_class
 from megalite.model.norm import build_norm
-from megalite.model.positions import PositionInfo
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.wrapping import wrap_point
@@ -82,7 +82,7 @@ class MultiTokenModule(nn.Module):
         number: number of the module, from 0. Its layer is of the last layer's kind.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core, number: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, number: int) -> None:
         super().__init__()
         self.multiply = multiplier(config.embedding_multiplier)
         self.embedding_dropout = Dropout(config.hidden_dropout, context, f"mtp.{number}.embedding")
@@ -113,7 +113,7 @@ class MultiTokenModule(nn.Module):
 class MultiTokenPrediction(nn.ModuleList):
     """Computes the hidden states that predict the tokens after the next one, with one module for each."""
 
-    def __init__(self, config: ModelConfig, context: LayerContext, core: Core) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore) -> None:
         super().__init__(
             MultiTokenModule(config, context, core, number) for number in range(config.mtp_num_layers)
         )

@@ -47,7 +47,7 @@ class LayerNorm(nn.Module):
         self.bias = new_parameter(shift, context, used_by_cut_heads=head_dim is not None)  # [h]
         functions = layer_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
-        self.normalize_sum = functions.of_sum
+        self.normalize_sum = functions.norm_of_sum
 
     @wrap_point
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
         self.weight, self.scale = _scale(config, context, head_dim, width)  # [h]
         functions = rms_norm_on(context.device.type)
         self.normalize = functions.with_residual if with_residual else functions.alone
-        self.normalize_sum = functions.of_sum
+        self.normalize_sum = functions.norm_of_sum
 
     @wrap_point
     def forward(self, x: Tensor | ResidualSum) -> Tensor | tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megalite.attention.choice import build_core
+from megalite.attention.core import StageCore
 from megalite.config import ModelConfig
 from megalite.loss_terms import LM_LOSS, LossTerm
 from megalite.microbatch import Microbatch
-from megalite.model.attention_backends import build_stage_core
-from megalite.model.attention_core import Core
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
@@ -46,7 +46,7 @@ class TransformerStage(Stage):
     def build_shared(
         self,
         word: nn.Module | None = None,
-        attention: Callable[[ModelConfig, LayerContext], Core] = build_stage_core,
+        attention: Callable[[ModelConfig, LayerContext], StageCore] = build_core,
     ) -> None:
         """Build the attention core that all layers share, and a word embedding of the last stage.
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megalite.attention.choice import build_core
+from megalite.attention.core import StageCore
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.axes import EXPERTS, MODEL, Factoring
 from megalite.distributed.topology import Topology
@@ -21,8 +23,6 @@ from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
-from megalite.model.attention_backends import build_core
-from megalite.model.attention_core import Core, TritonCore
 from megalite.model.layer import TransformerLayer
 from megalite.model.per_layer_embedding import Embedded
 from megalite.model.recompute import apply_recompute
@@ -108,14 +108,14 @@ def _context(key: UnitKey, topology: Topology, store: WeightGradientStore | None
     )
 
 
-def _core(config: ModelConfig, context: LayerContext) -> Core:
+def _core(config: ModelConfig, context: LayerContext) -> StageCore:
     """Return the attention core to record.
 
-    With heads above the largest of all kernels, one call of ours stands for the GEMMs of `UnfusedCore`, which
+    With heads above the largest of all kernels, one call of ours stands for the GEMMs of `PlainKernel`, which
     saves the same.
     """
     is_large = config.widest_heads.head_dim > MAX_HEAD_DIM
-    return TritonCore(config, context) if is_large else build_core(config, context)
+    return build_core(config, context, "triton" if is_large else None)
 
 
 def _build(key: UnitKey, topology: Topology, store: WeightGradientStore | None, live: LiveBytes) -> Stage:

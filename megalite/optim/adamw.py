@@ -172,7 +172,7 @@ class AdamW:
         states: Sequence[BucketState],
         config: OptimizerConfig,
         scaler: LossScaler,
-        observers: Sequence[Observer[str]],
+        observers: Sequence[Observer],
         device: torch.device,
         offload: OptimizerOffload | None = None,
     ) -> None:

@@ -108,7 +108,6 @@ class GradientBuffer:
         return self.bucket.view(self.full, entry)
 
     def _accumulate_held(self) -> None:
-        """Move the held gradients to the buffer."""
         held, self._held = self._held, {}
         to_copy: dict[Tensor, Tensor] = {}  # gradients by their part of the buffer
         to_add: dict[Tensor, Tensor] = {}

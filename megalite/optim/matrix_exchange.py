@@ -123,14 +123,14 @@ class MatrixExchange:
                 self._shapes.append(matrix.shape)
                 self._segments.append([known[holder[:2]] for holder in holders])
         self._is_source = [holder.copy == here.copy for holder in holders]
-        of_owner = [0] * self._axis.size
+        owner_sizes = [0] * self._axis.size
         for piece in self.pieces:
-            of_owner[piece.owner] += piece.numel
-        of_holder = [
+            owner_sizes[piece.owner] += piece.numel
+        holder_sizes = [
             sum(segments[rank].numel for segments in self._segments) for rank in range(self._axis.size)
         ]
-        self._gather_sizes = self._from_sources(of_owner), self._from_sources(of_holder)
-        self._scatter_sizes = of_holder, of_owner
+        self._gather_sizes = self._from_sources(owner_sizes), self._from_sources(holder_sizes)
+        self._scatter_sizes = holder_sizes, owner_sizes
 
     def _from_sources(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes, but 0 for ranks of other copies: they have the elements themselves."""
@@ -154,12 +154,12 @@ class MatrixExchange:
         parts = iter(received.split(sizes))
         blocks: list[dict[MatrixPart, list[Tensor]]] = [{} for _ in self._segments]
         for rank in ranks:
-            for of_matrix, segments in zip(blocks, self._segments, strict=True):
-                of_matrix.setdefault(segments[rank].part, []).append(next(parts))
+            for parts_of_matrix, segments in zip(blocks, self._segments, strict=True):
+                parts_of_matrix.setdefault(segments[rank].part, []).append(next(parts))
         matrices = []
-        for shape, of_matrix in zip(self._shapes, blocks, strict=True):
+        for shape, parts_of_matrix in zip(self._shapes, blocks, strict=True):
             matrix = received.new_empty(shape)
-            for part, elements_of_part in of_matrix.items():
+            for part, elements_of_part in parts_of_matrix.items():
                 matrix[part.block] = torch.cat(elements_of_part).view(part.shape)
             matrices.append(matrix)
         return matrices
@@ -175,9 +175,9 @@ class MatrixExchange:
             for matrix, segments in zip(matrices, self._segments, strict=True)
         ]
         sent = [
-            of_matrix[segments[rank].part][segments[rank].start : segments[rank].end]
+            parts_of_matrix[segments[rank].part][segments[rank].start : segments[rank].end]
             for rank in range(self._axis.size)
-            for of_matrix, segments in zip(blocks, self._segments, strict=True)
+            for parts_of_matrix, segments in zip(blocks, self._segments, strict=True)
         ]
         return self._all_to_all(sent, *self._scatter_sizes)
 

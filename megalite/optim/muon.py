@@ -77,7 +77,7 @@ def coefficients_of(kind: MuonCoefficients, num_steps: int) -> Iterator[tuple[fl
 def orthogonalize(matrix: Tensor, kind: MuonCoefficients, num_steps: int) -> Tensor:
     """Return an approximation of U V^T, where U S V^T is the singular value decomposition of a matrix.
 
-    Each step maps the singular values s to a s + b s^3 + c s^5, by products of the matrix with its transpose
+    Each step maps the singular values s to a s + b s^3 + c s^5, by GEMMs of the matrix with its transpose
     (Newton-Schulz iteration). torch.optim.Muon does the same in bf16; this function keeps the dtype.
 
     Args:

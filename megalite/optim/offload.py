@@ -235,7 +235,7 @@ class OptimizerOffload:
         self.storage.check()
 
     def seal(self, kinds: Collection[str] | None = None) -> None:
-        """Accept new values of `tensors`, only of `kinds` if given."""
+        """Accept new values of `tensors`, only of `kinds` if passed."""
         self.finish()
         self.storage.seal(kinds)
 
@@ -439,7 +439,6 @@ def _choose_by_host_memory(
 
 
 def _cores() -> set[int]:
-    """Return the number of cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 

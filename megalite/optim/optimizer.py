@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce, flat_all_gather
-from megalite.distributed.observer import Observer, observed
+from megalite.distributed.observer import observed
 from megalite.distributed.topology import Topology
 from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
-from megalite.optim.adjustment import Adjustment
 from megalite.optim.averaged_weights import AveragedWeights
 from megalite.optim.flat_buffers import Bucket, BucketEntry, kind_for, make_buckets
 from megalite.optim.global_norm import CountedShard, global_norm
@@ -28,6 +27,7 @@ from megalite.optim.gradient_buckets import (
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
 from megalite.optim.offload import OptimizerOffload, open_offload
+from megalite.optim.post_step_hook import PostStepHook
 from megalite.optim.sharded_weights import ChunkModules, ShardedChunk, ShardedWeights, shard_chunks
 from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.pipeline.schedules import SCHEDULES
@@ -48,14 +48,13 @@ class Optimizer:
         shards_weights: whether ZeRO shards the weights (stage 3).
         gatherer: completes the weights that other ranks update.
         scaler: its scale multiplies the loss of each backward pass.
-        observers: notified of each part of the work, by Megatron-LM's timer names.
         offload: holds the states that are not on the device; None if all states are on the device.
-        adjustments: change the model after an update. `build_optimizer` sets them.
+        post_step_hooks: change the model after an update. `build_optimizer` sets them.
         averages: exponential moving averages of the weights; None without --ema-decay.
         unreached: names of the parameters that backward did not reach in the last iteration on this rank.
     """
 
-    adjustments: Sequence[Adjustment] = ()
+    post_step_hooks: Sequence[PostStepHook] = ()
 
     def __init__(
         self,
@@ -92,7 +91,6 @@ class Optimizer:
         self.stage = parallel.zero_stage_among(topology.replicas.shard.size)
         self.shards_weights = self.stage == 3
         self.scaler = build_loss_scaler(config, dtype)
-        self.observers: list[Observer[str]] = []
         self.unreached: list[str] = []
         sharded, groups = self._make_buckets(list(named_parameters), chunks, config, parallel)
         self.buffers = [self._make_buffer(bucket, parallel) for group in groups for bucket in group]
@@ -104,7 +102,7 @@ class Optimizer:
             self._states_of.setdefault(state.bucket, {})[number] = state
         others = [state for state in self.updated if not state.kind.is_matrix]
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
-        self.adamw = AdamW(others, config, self.scaler, self.observers, topology.device, self.offload)
+        self.adamw = AdamW(others, config, self.scaler, topology.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
         self.averages = AveragedWeights.configured(self.states, config.ema_decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
@@ -262,8 +260,8 @@ class Optimizer:
             if not self.offload.keeps_gradients and self.reducer.graphs_add:
                 self.offload.finish()  # the update reads the gradients, which are about to be zeroed
         self.gatherer.free()
-        for adjustment in self.adjustments:
-            adjustment.begin()
+        for hook in self.post_step_hooks:
+            hook.begin()
         self.reducer.begin(num_microbatches)
         for parameter, main_grad in self.main_grads.items():
             parameter.main_grad = main_grad  # type: ignore[attr-defined]
@@ -279,10 +277,10 @@ class Optimizer:
         """
         for parameter in self.main_grads:  # backward outside of an iteration only uses autograd
             parameter.main_grad = None  # type: ignore[attr-defined]
-        with observed(self.observers, "all-grads-sync"):
+        with observed(self.topology.observers, "all-grads-sync"):
             self._finish_reduction()
             self._sum_partial()
-        with observed(self.observers, "optimizer-unscale-and-check-inf"):
+        with observed(self.topology.observers, "optimizer-unscale-and-check-inf"):
             if scale is not None and (gradients := self._gradients_of(self.updated)):
                 foreach_mul_(gradients, scale)
                 if self.offload is not None:
@@ -347,8 +345,8 @@ class Optimizer:
             decoupled_learning_rate,
             update_matrices,
         )
-        for adjustment in self.adjustments:
-            adjustment.step(is_good)
+        for hook in self.post_step_hooks:
+            hook.step(is_good)
         if self.averages is not None:
             self.averages.update(self.adamw.num_steps, is_good)
         self.gatherer.start()

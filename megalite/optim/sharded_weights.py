@@ -1,4 +1,4 @@
-"""ZeRO stage 3: gather the weights of a unit before its forward and its backward, and free them afterwards.
+"""ZeRO stage 3: gather an FSDP unit's weights before its forward and its backward, and free them afterwards.
 
 (Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP".)
 

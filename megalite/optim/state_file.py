@@ -253,12 +253,12 @@ def _checksum(content: memoryview | bytes) -> int:
     differ, some sums differ. It takes a third of the time of a CRC-32 over all bytes.
     """
     blocks = np.frombuffer(content, np.uint64).reshape(-1, BLOCK // 8)
-    of_blocks, of_places = np.empty(len(blocks), np.uint64), np.zeros(BLOCK // 8, np.uint64)
+    block_sums, place_sums = np.empty(len(blocks), np.uint64), np.zeros(BLOCK // 8, np.uint64)
     for start in range(0, len(blocks), _CACHED_BLOCKS):  # read from memory once
         cached = blocks[start : start + _CACHED_BLOCKS]
-        cached.sum(axis=1, out=of_blocks[start : start + _CACHED_BLOCKS])
-        of_places += cached.sum(axis=0)
-    return zlib.crc32(of_places.data, zlib.crc32(of_blocks.data))
+        cached.sum(axis=1, out=block_sums[start : start + _CACHED_BLOCKS])
+        place_sums += cached.sum(axis=0)
+    return zlib.crc32(place_sums.data, zlib.crc32(block_sums.data))
 
 
 def _layout(sizes: Sequence[StateSize]) -> tuple[list[list[int]], int]:

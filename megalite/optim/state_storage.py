@@ -108,7 +108,7 @@ class StateStorage(ABC):
 
     @abstractmethod
     def seal(self, kinds: Collection[str] | None = None) -> None:
-        """Accept new values of `tensors`, only of `kinds` if given."""
+        """Accept new values of `tensors`, only of `kinds` if passed."""
 
     @abstractmethod
     def check(self) -> None:

@@ -12,7 +12,7 @@ from megalite.distributed.collectives import Pending, flat_all_gather
 from megalite.optim.flat_buffers import Bucket
 
 ForwardUnit = tuple[nn.Module, Sequence[nn.Parameter]]
-"""A module, and the parameters that forward uses from its call to the next unit's call."""
+"""FSDP unit: a module, and the parameters that forward uses from its call to the next unit's call."""
 
 
 class WeightGatherer:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.distributed.observer import Observer
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms
@@ -234,7 +233,6 @@ class Pipeline(Generic[M]):
 
     Attributes:
         stages: maps ranks and chunks to global stages.
-        observers: notified of each action, in training steps and evaluations.
     """
 
     def __init__(
@@ -261,7 +259,6 @@ class Pipeline(Generic[M]):
         self._schedule = SCHEDULES[schedule]
         self.stages = self._schedule.stage_map(self._pp.size, len(chunks))
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
-        self.observers: list[Observer[Action]] = []
         self._store = store or WeightGradientStore()
         self.turns = turns
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
@@ -351,11 +348,11 @@ class Pipeline(Generic[M]):
     @contextmanager
     def _observed(self, *actions: Action) -> Iterator[None]:
         """Notify the observers of actions that run in the block."""
-        for observer in self.observers:
+        for observer in self._pp.observers:
             for action in actions:
                 observer.begins(action)
         yield
-        for observer in self.observers:
+        for observer in self._pp.observers:
             for action in reversed(actions):
                 observer.ends(action)
 

@@ -41,7 +41,7 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class TimelineSlot:
-    """Action with its start and end; those of actions that run together are equal."""
+    """Action with its start and end; actions that run together have equal ones."""
 
     action: Action
     start: float
@@ -130,7 +130,7 @@ def pairs_of_rank(
 ) -> dict[int, float]:
     """Return in how many pairs of actions that run together the forward is of each chunk of a rank."""
 
-    def of_chunk(chunk: int) -> Callable[[int], float]:
+    def num_pairs(chunk: int) -> Callable[[int], float]:
         def count(num_microbatches: int) -> float:
             actions = training_actions(schedule, stages, num_microbatches)[rank]
             return sum(len(group) == 2 and group[0].chunk == chunk for group in stages.groups(actions))
@@ -138,7 +138,7 @@ def pairs_of_rank(
         return count
 
     return {
-        chunk: extrapolated(of_chunk(chunk), stages.num_ranks, num_microbatches)
+        chunk: extrapolated(num_pairs(chunk), stages.num_ranks, num_microbatches)
         for chunk in range(stages.num_chunks)
     }
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import comb
 
 from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.axes import EXPERTS
 from megalite.observe.unit_record import AttentionCall, PhaseRecord
 from megalite.plan.communication import Group
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.ring_time import exposed_ring_seconds
-from megalite.plan.token_dispatch import dispatch_seconds
 
 
 def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
@@ -30,6 +29,37 @@ def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
     return sum(
         (exchange if call.kind == "all-to-all" else group.gather_seconds)(call.num_bytes) for call in calls
     )
+
+
+def dispatch_seconds(run: PlannedRun, group: Group, num_bytes: float) -> float:
+    """Return the seconds in which tokens reach their experts' ranks, or outputs come back, as with DeepEP.
+
+    An all-to-all sends a token once for each of its experts. DeepEP sends it once to each node that has some
+    of them, to the GPU with the sender's number, which passes it on once to each rank of the node that has
+    some (DeepSeek-AI 2024, DeepSeek-V3, section 3.2.2). The outputs are added up on the same way back.
+
+    Args:
+        group: the ranks that hold the experts.
+        num_bytes: size of the rows, one for each expert of a token.
+    """
+    if group.size == 1 or num_bytes == 0:
+        return 0.0
+    token_bytes = num_bytes / run.config.model.moe_router_topk
+    nodes, near = group.num_nodes, group.ranks_per_node
+    outside = token_bytes * num_holders(run, nodes) * (nodes - 1) / nodes
+    inside = token_bytes * num_holders(run, group.size) * (near - 1) / near
+    return group.exchange_seconds(inside, outside)
+
+
+def num_holders(run: PlannedRun, num_parts: int) -> float:
+    """Return how many of equal parts of the experts have some of a token's, in the mean."""
+    model = run.config.model
+    assert model.num_experts is not None
+    topk, num_experts = model.moe_router_topk, model.num_experts
+    if run.program.consecutive_experts:
+        return max(1.0, topk * num_parts / num_experts)
+    others = num_experts - num_experts // num_parts
+    return num_parts * (1 - comb(others, topk) / comb(num_experts, topk))
 
 
 def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
@@ -82,6 +112,40 @@ def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float
     heads, ring = _levels(run, call)
     group = Group(run.cluster, ring, heads * run.tp)
     return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
+
+
+def ring_slices(call: AttentionCall, num_ranks: int) -> float:
+    """Return how many slices of keys and values a rank sends, in the mean over the ranks.
+
+    There are two slices for each rank. In causal attention, all ranks need the first slice of a rank, and
+    half of them the last one. A window reaches into few slices before a query's own.
+    """
+    if not call.is_causal:
+        return 2.0 * (num_ranks - 1)
+    slices = 1.5 * (num_ranks - 1)
+    if call.window is None:
+        return slices
+    length = call.keys / (2 * num_ranks)
+    return min(slices, 2.0 * -(-call.window // length) * (num_ranks - 1) / num_ranks)
+
+
+def exposed_ring_seconds(
+    group: Group, call: AttentionCall, bytes_per_token: float, attention_seconds: float
+) -> float:
+    """Return the seconds that a call of attention waits for messages.
+
+    Backward sends keys and values again, and as many gradients back. Messages run under the computation with
+    keys that have arrived; the first computation is with a rank's own keys.
+
+    Args:
+        bytes_per_token: bytes of a token's keys and values.
+        attention_seconds: seconds of the computation.
+    """
+    of_slice = bytes_per_token * call.keys / (2 * group.size)
+    num_bytes = ring_slices(call, group.size) * of_slice * (2 if call.is_backward else 1)
+    # An all-gather of n bytes sends n (size - 1) / size.
+    seconds = group.gather_seconds(num_bytes * group.size / (group.size - 1))
+    return max(0.0, seconds - attention_seconds)
 
 
 def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:

@@ -90,9 +90,9 @@ class Dropout(nn.Module):
             return x
         groups = self.context.runs_by_samples(len(x), sample_numbers)
         if len(groups) == 1:  # a split would add a copy to backward
-            return self._of_runs(x, *groups[0])
+            return self._drop_in_runs(x, *groups[0])
         columns = x.split([len(numbers) for numbers, _ in groups], dim=1)
-        dropped = [self._of_runs(each, *group) for each, group in zip(columns, groups, strict=True)]
+        dropped = [self._drop_in_runs(each, *group) for each, group in zip(columns, groups, strict=True)]
         return torch.cat(dropped, dim=1)
 
     def add_to(
@@ -143,7 +143,7 @@ class Dropout(nn.Module):
             return x, bias, p, runs[0].start * x.shape[-1]
         return self(x if bias is None else x + bias, sample_numbers), None, 0.0, 0
 
-    def _of_runs(self, x: Tensor, numbers: Tensor, runs: Sequence[range]) -> Tensor:
+    def _drop_in_runs(self, x: Tensor, numbers: Tensor, runs: Sequence[range]) -> Tensor:
         """Return dropout(x) of samples ``[s, b, h]`` whose tokens have the positions of these runs."""
         rows = (x,) if len(runs) == 1 else x.split([*map(len, runs)])
         parts = [

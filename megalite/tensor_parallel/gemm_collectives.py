@@ -133,7 +133,7 @@ class SeparateCollectives:
 
 
 class ChunkedCollectives(SeparateCollectives):
-    """Collectives in parts of the positions: that of a part overlaps the GEMM of another part.
+    """Collectives in parts of the positions: a part's collective overlaps another part's GEMM.
 
     Each row of a result is the product of the same row as without parts. Weight gradients are not split.
     Neither is the gather in the row layer's backward: its weight gradient needs the gathered gradient in

@@ -176,7 +176,7 @@ class LayerContext:
         fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each;
-            `of_layer` has that of a layer.
+            `of_layer` chooses for a layer.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
         moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         turns: lets another action of the pipeline run while rows of experts are in flight; None without.
@@ -304,11 +304,11 @@ class LayerContext:
 
     def positions_of(self, x: Tensor, samples: SampleNumbers) -> Tensor:
         """Return the sample positions of this rank's ``[s, b, ...]``, int64 ``[s, b]``, on its device."""
-        of_groups = [
+        positions_by_group = [
             positions_in(runs, x.device)[:, None].expand(-1, len(numbers))
             for numbers, runs in self.runs_by_samples(len(x), samples)
         ]
-        return of_groups[0] if len(of_groups) == 1 else torch.cat(of_groups, dim=1)
+        return positions_by_group[0] if len(positions_by_group) == 1 else torch.cat(positions_by_group, dim=1)
 
     def own_tokens(self, num_positions: int) -> slice:
         """Return which of a microbatch's tokens this rank's `num_positions` hidden states belong to."""

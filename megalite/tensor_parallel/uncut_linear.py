@@ -39,8 +39,8 @@ class UncutLinear(nn.Module):
         shape = (out_features, in_features)
         spec = ParameterSpec(shape, std=std, fused_rows=fused_rows, maps_features=maps_features)
         self.weight = new_parameter(spec, context)  # [out, in]
-        of_bias = ParameterSpec((out_features,), decay=False)
-        self.bias = new_parameter(of_bias, context) if bias else None  # [out]
+        bias_spec = ParameterSpec((out_features,), decay=False)
+        self.bias = new_parameter(bias_spec, context) if bias else None  # [out]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[s, b, in]`` to ``[s, b, out]``, both ``[s/tp, b, ...]`` if sequence parallel."""

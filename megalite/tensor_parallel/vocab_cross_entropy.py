@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: in
 def losses_and_log_sums(logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> tuple[Tensor, Tensor]:
     """Return the loss of each token and the logarithm of its sum of exponentials, both differentiable.
 
-    Arguments, shapes and dtype are those of `vocab_parallel_cross_entropy`. A token whose loss has a gradient
+    See `vocab_parallel_cross_entropy` for arguments, shapes and dtype. A token whose loss has a gradient
     of 0 gets no gradient from its sum either: both are of tokens that are not masked.
     """
     loss, log_sums, _ = _CrossEntropy.apply(logits.contiguous(), targets, vocab_size, tp, True)

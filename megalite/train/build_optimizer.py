@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from megalite.config import Config, ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.model.attention import Attention
-from megalite.model.attention_core import MeasuredCore
 from megalite.model.experts import Router
 from megalite.model.stage import DTYPES, Stage
-from megalite.optim.adjustment import Adjustment
 from megalite.optim.expert_balance import ExpertBalance
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.post_step_hook import PostStepHook
 from megalite.optim.qk_clip import MeasuredHeads, QKClip
 from megalite.optim.sharded_weights import ChunkModules
 from megalite.tensor_parallel.parameter_spec import forget_initial_values
@@ -49,18 +48,18 @@ def build_optimizer(
         chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
         keeps_weights=keeps_weights,
     )
-    optimizer.adjustments = _adjustments(config.model, topology, chunks, optimizer)
+    optimizer.post_step_hooks = _post_step_hooks(config.model, topology, chunks, optimizer)
     optimizer.initialize_main(config.training.seed)
     for _, parameter in named_parameters(chunks):
         forget_initial_values(parameter)
     return optimizer
 
 
-def _adjustments(
+def _post_step_hooks(
     model: ModelConfig, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
-) -> list[Adjustment]:
+) -> list[PostStepHook]:
     """Return the changes that follow an update of the chunks."""
-    found: list[Adjustment] = []
+    found: list[PostStepHook] = []
     if model.qk_clip:
         found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))
     modules = [module for chunk in chunks for module in chunk.modules()]
@@ -76,7 +75,7 @@ def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:
         MeasuredHeads(module.qkv.weight, module.qkv.bias, module.core.largest)
         for chunk in chunks
         for module in chunk.modules()
-        if isinstance(module, Attention) and isinstance(module.core, MeasuredCore)
+        if isinstance(module, Attention) and module.core.largest is not None
     ]
 
 

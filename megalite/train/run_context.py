@@ -112,7 +112,7 @@ def resolve_run(
         record = {"the tokenizer's vocabulary": f"{tokenizer.vocab_size} tokens"}
         topology.check_agreement(record, "tokenizer")
         check_config(config, topology.world_size)
-    timers = timers or Timers(topology.device, config.logging.timers_level)
+    timers = timers or Timers(topology.device, config.logging.timers_level, topology.observers)
     return RunContext(config, topology, timers, samples, tokenizer, sources, lease, providers)
 
 

@@ -51,7 +51,7 @@ class TraceSpan(NamedTuple):
         return self.end - self.start
 
 
-class Recorder(Observer[Timed]):
+class Recorder(Observer):
     """Records when events begin and end; `spans` converts the times to seconds.
 
     Args:

@@ -175,7 +175,7 @@ class TrainStep:
         Args:
             replica: a rank of those that read different samples; it may differ between these ranks.
         """
-        load, own = self.load.of_replica, self.topology.sample_ranks.rank
+        load, own = self.load.load_for_replica, self.topology.sample_ranks.rank
         _, divisors = self.batches.open(
             lambda index: load(plan.first_sample, index, own),
             plan.num_microbatches,

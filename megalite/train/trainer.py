@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import Tensor
 
@@ -123,8 +122,8 @@ class Trainer:
         )
         self.evaluator = Evaluator(run, self.chunks, self.pipeline)
         self._is_unchecked = is_own_model(run.providers.model) and topology.device.type != "meta"
-        for observers in self.observer_lists() if self.timers.level > 0 else ():
-            observers.append(self.timers)
+        if self.timers.level > 0:
+            topology.observers.append(self.timers)
 
     def step(self) -> StepResult:
         """Train one iteration and advance the progress."""
@@ -172,10 +171,6 @@ class Trainer:
         optimizer.gatherer.start()
         if stopped is not None:
             raise stopped
-
-    def observer_lists(self) -> list[list[Any]]:
-        """Return the lists to which an observer of all events on this rank is appended."""
-        return [self.pipeline.observers, self.optimizer.observers, *self.topology.observer_lists()]
 
     def tensors(self) -> dict[str, Tensor | ParameterShard]:
         """Return this rank's tensors in a checkpoint, by name: views of the model and the optimizer state."""
@@ -261,6 +256,8 @@ class Trainer:
         """
         self.load_batch.close(waits=waits)
         self.optimizer.reducer.close()
+        if self.timers in self.topology.observers:
+            self.topology.observers.remove(self.timers)
 
     def __enter__(self) -> Trainer:
         return self

@@ -23,6 +23,7 @@ from megalite.config import Config
 from megalite.distributed.axes import Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
+from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch
@@ -149,13 +150,16 @@ class ActivationRecorder(Reader):
     _calls: Counter[str] = field(default_factory=Counter)
     _num_gradients: int = 0
 
-    def begins(self, action: Action) -> None:
-        """Begin to record the modules that the action runs."""
-        self._microbatch = action.microbatch
-        self.collectives.in_forward = action.kind is ActionKind.FORWARD
+    def begins(self, what: object) -> None:
+        """Begin to record the modules that an action runs."""
+        if isinstance(what, Action):
+            self._microbatch = what.microbatch
+            self.collectives.in_forward = what.kind is ActionKind.FORWARD
 
-    def ends(self, action: Action) -> None:
-        """Stop recording."""
+    def ends(self, what: object) -> None:
+        """Stop recording at an action's end."""
+        if not isinstance(what, Action):
+            return
         self._microbatch = None
         self.collectives.in_forward = False
         self._seen.clear()
@@ -410,11 +414,10 @@ def trace_rank(
         for chunk in trainer.chunks:
             activations.watch(chunk)
         trainer.pipeline.turns = None  # a module that runs belongs to one action
-        trainer.pipeline.observers.append(activations)
         steps = StepRecorder(trainer, collectives)
         steps.note_weights("weight before")
         steps.watch()
-        with collectives:
+        with collectives, observing(topology.observers, activations):
             result = trainer.step()
         steps.note_result(result)
         steps.note_weights("weight")

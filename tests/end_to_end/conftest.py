@@ -24,6 +24,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 RunHere = Callable[..., tuple[int, list[str]]]
 TINY_FLAGS = (
     *("--preset", "gpt-tiny", "--tokenizer-type", "byte", "--seq-length", "32", "--split", "90,5,5"),
+    *("--layout", "manual"),
     *("--global-batch-size", "4", "--train-iters", "4", "--log-interval", "1", "--eval-iters", "1"),
 )
 

@@ -15,6 +15,7 @@ WORDS = [*("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), *(f"word{i}" for i in 
 FLAGS = (
     *("--preset", "bert-tiny", "--seq-length", "24", "--global-batch-size", "4", "--micro-batch-size", "2"),
     *("--log-interval", "1", "--eval-iters", "1", "--eval-interval", "2", "--lr", "1e-3"),
+    *("--layout", "manual"),
 )
 
 

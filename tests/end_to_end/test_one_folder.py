@@ -20,7 +20,16 @@ PATIENCE = 300.0
 
 def _flags(folder: Path, train_iters: int, ranks: int) -> list[str]:
     files = ["--save", str(folder), "--load", str(folder), "--metrics-file", str(folder / "metrics.jsonl")]
-    own = ["--tp", str(ranks), "--train-iters", str(train_iters), "--save-interval", "2"]
+    own = [
+        "--layout",
+        "manual",
+        "--tp",
+        str(ranks),
+        "--train-iters",
+        str(train_iters),
+        "--save-interval",
+        "2",
+    ]
     return [*RUN, *own, *DECAY, *files]
 
 

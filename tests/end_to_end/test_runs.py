@@ -162,24 +162,24 @@ def test_outputs_hold_every_iteration_and_evaluation(pretrain_here: RunHere, tmp
     assert list((tmp_path / "tensorboard" / "TRACE").iterdir())
 
 
-@pytest.mark.parametrize("reader", ["event_accumulator", "plugin_event_accumulator"])
 def test_tensorboard_has_each_step_once_after_a_resume_from_an_earlier_iteration(
-    pretrain_here: RunHere, tmp_path: Path, reader: str
+    pretrain_here: RunHere, tmp_path: Path
 ) -> None:
     """The first reader is TensorBoard's public one, the second its server's."""
     board = tmp_path / "board"
     package = "tensorboard.backend.event_processing"
-    read = pytest.importorskip(f"{package}.{reader}").EventAccumulator
+    names = ("event_accumulator", "plugin_event_accumulator")
+    readers = [pytest.importorskip(f"{package}.{name}").EventAccumulator for name in names]
 
     def run(*flags: str, save: str = "run") -> None:
         files = ("--save", str(tmp_path / save), "--save-interval", "2", "--tensorboard-dir", str(board))
         logged = ("--eval-interval", "1", "--log-layer-grad-norms-interval", "1")
         assert pretrain_here(*flags, *files, *logged, "--lr-decay-style", "constant") == (0, [])
 
-    def steps(folder: Path) -> dict[str, list[int]]:
+    def steps(read: type, folder: Path) -> dict[str, list[int]]:
         """Return the steps of each tag; the second reader has all of them as tensors, and the config too."""
         kinds = {"scalars": "Scalars", "histograms": "Histograms"}
-        if reader.startswith("plugin"):
+        if read is readers[1]:
             kinds = {"tensors": "Tensors"}
         events = read(str(folder), size_guidance=dict.fromkeys(kinds, 0)).Reload()
         return {
@@ -190,14 +190,15 @@ def test_tensorboard_has_each_step_once_after_a_resume_from_an_earlier_iteration
 
     def check(iterations: list[int], configs: list[int]) -> None:
         """Check the steps, where a batch has four samples."""
-        found = steps(board)
-        assert found.pop("config/text_summary", configs) == configs
-        assert found.pop("lm loss test")[-1] == iterations[-1]
-        assert len(found) > 10 and {"lm loss", "lm loss validation", "grad-norm by layer"} <= found.keys()
-        assert all(numbers == iterations for numbers in found.values()), found
-        by_samples = steps(board / "samples")
-        assert len(by_samples) == 4
-        assert all(numbers == [4 * number for number in iterations] for numbers in by_samples.values())
+        for read in readers:
+            found = steps(read, board)
+            assert found.pop("config/text_summary", configs) == configs
+            assert found.pop("lm loss test")[-1] == iterations[-1]
+            assert len(found) > 10 and {"lm loss", "lm loss validation", "grad-norm by layer"} <= found.keys()
+            assert all(numbers == iterations for numbers in found.values()), found
+            by_samples = steps(read, board / "samples")
+            assert len(by_samples) == 4
+            assert all(numbers == [4 * number for number in iterations] for numbers in by_samples.values())
 
     resume = ("--load", str(tmp_path / "run"), "--ckpt-step", "2")
     run("--train-iters", "4")

@@ -120,8 +120,7 @@ def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outco
 
     with start_trainer(config, topology) as trainer:
         phases = _Phases(checks)
-        trainer.pipeline.observers.append(phases)
-        trainer.optimizer.observers.append(phases)
+        topology.observers.append(phases)
         queue_update = trainer.optimizer.step
 
         def step(*arguments: Any) -> None:
@@ -141,7 +140,7 @@ def _train(config: Any, topology: Topology, checks: DeviceChecks, outcome: Outco
 
 
 class _Phases:
-    """Tells the checks which part of a step runs; an observer of the pipeline and the optimizer."""
+    """Tells the checks which part of a step runs."""
 
     def __init__(self, checks: DeviceChecks) -> None:
         self._checks = checks
@@ -149,11 +148,18 @@ class _Phases:
     def begins(self, what: Any) -> None:
         if what == "optimizer-inner-step":
             self._checks.phase = "update"
-        elif not isinstance(what, str):  # an action of the pipeline
+        elif _is_action(what):
             self._checks.phase = "forward" if what.kind.name == "FORWARD" else "backward"
 
     def ends(self, what: Any) -> None:
-        self._checks.phase = BETWEEN
+        if _is_action(what) or what == "optimizer-inner-step":
+            self._checks.phase = BETWEEN
+
+
+def _is_action(event: object) -> bool:
+    from megalite.pipeline.schedules import Action
+
+    return isinstance(event, Action)
 
 
 def _misplaced(trainer: Trainer) -> list[str]:

@@ -62,9 +62,12 @@ def _reference(norm_position: str) -> RunRecord:
 @pytest.mark.parametrize(
     ("row", "norm_position"),
     [
-        *((row, "post") for row in ROWS if row != "heads in a ring"),
-        pytest.param("heads in a ring", "post", marks=pytest.mark.slow),
-        ("zero bubble", "pre"),
+        *((row, "post") for row in ROWS if row not in ("heads in a ring", "sequence parallel")),
+        ("sequence parallel", "pre"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("heads in a ring", "post"), ("sequence parallel", "post"), ("zero bubble", "pre"))
+        ),
     ],
 )
 def test_same_run(row: str, norm_position: str) -> None:

@@ -20,7 +20,7 @@ from megalite.verify.record_run import RunRecord
 from tests.live_ranks import run_ranks
 from tests.parity.models import run_alone, run_in
 
-NUM_ITERATIONS = 4
+NUM_ITERATIONS = 3
 OPTIMIZER = OptimizerConfig(
     lr=3e-3,
     min_lr=3e-4,

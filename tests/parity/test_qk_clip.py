@@ -54,7 +54,7 @@ def largest_scores(trainer: Trainer) -> Tensor:
 
     def measure(self: Any, q: Tensor, k: Tensor, *others: Any) -> Tensor:
         keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = q @ keys.transpose(2, 3) * self.core.scales[q.shape[-1]]
+        scores = q @ keys.transpose(2, 3) * self.scales[q.shape[-1]]
         size = scores.shape[-1]
         hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
         if (window := trainer.config.model.window_size) is not None:
@@ -81,7 +81,7 @@ def compare_with_formula(topology: Topology, config: Config) -> None:
         scores = largest_scores(trainer)
         of_groups = scores.unflatten(1, (model.num_kv_heads, -1)).amax(2)
         threshold = 0.6 * of_groups[0].max().item() + 0.3 * of_groups[0].min().item()
-        trainer.optimizer.adjustments[0].config = replace(model, qk_clip_threshold=threshold)
+        trainer.optimizer.post_step_hooks[0].config = replace(model, qk_clip_threshold=threshold)
         before = {name: weight.detach().clone() for name, weight in named_parameters(trainer.chunks)}
         trainer.step()
         for name, weight in named_parameters(trainer.chunks):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.attention import algebra, core, exchange, plain, positions, ring
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
@@ -24,17 +25,13 @@ from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,
-    attention_block,
-    attention_core,
     bert_stage,
-    context_parallel,
     embedding,
     expert_dispatch,
     expert_exchange,
     experts,
     gated_delta_net,
     head,
-    head_exchange,
     latent_attention,
     layer,
     mamba,
@@ -42,9 +39,7 @@ from megalite.model import (
     multi_token_prediction,
     norm,
     normed_experts,
-    positions,
     recompute,
-    ring_attention,
     shared_expert,
     short_convolution,
     stage,
@@ -749,9 +744,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda x, tp: original(_gradient_times(x, tp.size), tp), "bert"),
     ],
     "context parallelism": [
-        ("queries of a slice see the keys of the first slice", "cp2", attention_core.SoftmaxCore, "in_slices",
-         instead(lambda self, q, softmax, attend: attend(q, softmax))),
-        ("documents of a slice are off by one", "cp2", attention_core.AttentionCore, "visible_keys",
+        ("queries of a slice see the keys of the first slice", "cp2", plain, "attend_slices",
+         instead(lambda q, softmax, runs, attend: attend(q, softmax))),
+        ("documents of a slice are off by one", "cp2", core.StageCore, "visible_keys",
          before(lambda self, shape, ids, windows: (
              self, shape, ids if ids is None else ids.roll(self.own_positions.index, dims=1), windows)),
          "packed"),
@@ -763,7 +758,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda x, axis: (x / axis.size, axis))),
         ("slices of keys are gathered in another order", "cp2", collectives, "start_all_gather",
          after(lambda pending, *_: _rolled(pending, halves=True))),
-        ("heads return in the order of another rank", "cp2+a2a", context_parallel, "_to_tokens",
+        ("heads return in the order of another rank", "cp2+a2a", exchange, "_to_tokens",
          after(lambda y, x, cp: y.roll(x.shape[2], dims=2))),
         ("exchanged heads have the ALiBi slopes of the first ones", "cp2+a2a", parameter_spec.LayerContext,
          "attention_heads", lambda original, _: property(
@@ -775,13 +770,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("tokens with a loss are counted on a slice", "cp2", train_step.LossMasks, "token_ratio",
          lambda original, topology: lambda self, over: original(self, topology) * (1 + over.positions.index),
          "packed"),
-        ("a block of a ring sees later keys", "cp2+p2p", attention_block, "_hide_",
+        ("a block of a ring sees later keys", "cp2+p2p", plain, "_hide_",
          before(lambda scores, queries, keys, softmax: (
              scores, range(queries.start + 1, queries.stop + 1), keys, softmax))),
-        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring_attention, "ring_steps",
+        ("queries of a ring do not see the slice before theirs", "cp2+p2p", ring, "ring_steps",
          after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps))),
-        ("a ring does not see a key at the edge of a window", "cp2+p2p", ring_attention, "ring_steps",
+        ("a ring does not see a key at the edge of a window", "cp2+p2p", ring, "ring_steps",
          after(_blind_at_the_window_edge), "edge"),
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
@@ -790,20 +785,20 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda original, topology: lambda self, count: (
              (range((first := topology.positions.index * count), first + count),)
              if topology.positions.count > 1 else original(self, count))),
-        ("results of a ring are merged without their weights", "cp2+p2p", ring_attention, "merge_",
+        ("results of a ring are merged without their weights", "cp2+p2p", ring, "merge_",
          before(lambda out, sums, more, more_sums: (out, sums, more, sums.clone()))),
-        ("gradients of keys do not return to their rank", "cp2+p2p", ring_attention, "_add_returned",
+        ("gradients of keys do not return to their rank", "cp2+p2p", ring, "_add_returned",
          instead(lambda returning, own: returning and returning[1].wait())),
-        ("keys of a ring arrive one token later than their values", "cp4+p2p", ring_attention, "_unpacked",
+        ("keys of a ring arrive one token later than their values", "cp4+p2p", ring, "_unpacked",
          after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
-        ("a block's softmax is differentiated alone", "cp2+p2p", attention_block.PlainBlocks, "backward",
+        ("a block's softmax is differentiated alone", "cp2+p2p", plain.PlainKernel, "backward",
          before(_of_block_alone)),
-        ("sinks of a ring count twice", "cp2+p2p", attention_block, "add_sinks_",
+        ("sinks of a ring count twice", "cp2+p2p", algebra, "add_sinks_",
          lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
-         context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
+         exchange, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
-         context_parallel, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size)),
+         exchange, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size)),
          "mixed"),
         ("exchanged heads of a ring have the ALiBi slopes of the first ones", "cp4+a2a+p2p",
          parameter_spec.LayerContext, "attention_heads", lambda original, _: property(
@@ -813,17 +808,17 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda own, *_: replace(own, position_ids=own.position_ids.roll(1, dims=1))), "later"),
         ("the last label of an assigned document is the rank's next token", "cp2+p2p+dynamic", Microbatch,
          "of_rank", after(lambda own, *_: replace(own, labels=own.tokens.roll(-1, dims=1))), "later"),
-        ("queries of assigned documents see earlier documents", "cp2+p2p+dynamic", ring_attention, "_blocks",
+        ("queries of assigned documents see earlier documents", "cp2+p2p+dynamic", ring, "_blocks",
          before(lambda queries, keys, *rest: (_of_one_document(queries), _of_one_document(keys), *rest)),
          "later"),
         ("queries of an assigned document do not see the part before theirs", "cp2+p2p+dynamic",
-         ring_attention, "ring_steps", after(lambda steps, held, own, *_: tuple(
+         ring, "ring_steps", after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
         ("dropout of assigned documents counts a rank's tokens from 0", "cp2+p2p+dynamic",
          parameter_spec.LayerContext, "runs_by_samples", after(lambda groups, self, num_positions, _: [
              (numbers, (range(num_positions),) if len(groups) > 1 else runs) for numbers, runs in groups]),
          "packed"),
-        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", head_exchange,
+        ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", exchange,
          "_rows", instead(lambda x, order: x), "hybrid"),
         ("every slice adds an order loss", "cp2", bert_stage.BertStage, "_order_loss",
          after(lambda loss, self, *_: loss + 1.0 * self.context.topology.positions.index), "bert"),
@@ -1049,7 +1044,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              q, k, v, decay, rate, None, state)), "hybrid"),
         ("convolutions of later stages see the document before", "pp2", short_convolution.ShortConvolution,
          "forward", _on_later_stages(lambda self, x, starts, before: (self, x, None, before)), "hybrid"),
-        ("slices recur with the convolution of the first heads", "cp2", head_exchange.HeadExchange, "own",
+        ("slices recur with the convolution of the first heads", "cp2", exchange.HeadExchange, "own",
          lambda original, _: lambda self, each: (
              original(self, each) if each.dim() == 1 else each.chunk(self.cp.size)[0]), "hybrid"),
         ("tokens of zigzag slices recur in the order of the ranks", "cp2+p2p", HeldPositions,
@@ -1060,10 +1055,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("factors of queries continue over the replicas' samples", "dp2", positions.QueryScale, "compute",
          lambda original, topology: lambda self, ids: original(
              self, ids * (1 + topology.replicas.rank)), "gpt-oss"),
-        ("sinks have the gradient of the first replica's samples", "dp2", attention_core, "sinks_gradient",
+        ("sinks have the gradient of the first replica's samples", "dp2", algebra, "sinks_gradient",
          lambda original, topology: lambda *args: original(*args) * float(topology.replicas.is_first),
          "gpt-oss"),
-        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", attention_core,
+        ("the gradient of sinks is a mean over the microbatch's samples", "mbs1", algebra,
          "sinks_gradient", after(lambda gradient, grad, *_: gradient / len(grad)), "gpt-oss"),
         ("the gradient of the shared part of keys is that of the rank's heads", "tp2", latent_attention,
          "copy_to_tensor_parallel", instead(_first), "latent"),
@@ -1078,7 +1073,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
          "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),
          "gemma4"),
-        ("ranks after the first rotate layers without a window by the windows' base", "tp2", attention_core,
+        ("ranks after the first rotate layers without a window by the windows' base", "tp2", core,
          "build_rotations", lambda original, topology: lambda config, context: original(
              replace(config, rotary_base=100.0) if topology.tp.rank else config, context), "gemma4"),
         ("ranks after the first use keys as values after their norm", "tp2", attention.Attention,

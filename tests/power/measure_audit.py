@@ -16,7 +16,7 @@ import numpy as np
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.train.audit.finding import AuditFailed, Finding
+from megalite.train.audit.replicas import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals

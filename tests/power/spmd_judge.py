@@ -23,12 +23,13 @@ from spmd_types import I, P, R, S, SpmdTypeError, V, rules
 from spmd_types.checker import typecheck
 from torch import Tensor
 
+from megalite.attention import algebra
 from megalite.config import Config
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
 from megalite.microbatch import Microbatch
-from megalite.model import attention_core, recompute
+from megalite.model import recompute
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel import linear, vocab_cross_entropy
@@ -106,8 +107,8 @@ RULES: dict[Any, Any] = {
 """Types of the functions that communicate: I is full with a full gradient, R is full with a partial gradient,
 V varies between ranks, P is partial."""
 
-LOCAL = (packed_heads.SplitHeads, norm._WithResidual, recompute._Keep, attention_core._BlockwiseAttention)
-"""Functions without communication."""
+LOCAL = (packed_heads.SplitHeads, norm._WithResidual, recompute._Keep, algebra._Attention)
+"""Functions without communication between the ranks of tp and dp."""
 
 
 @contextmanager

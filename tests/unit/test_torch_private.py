@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from megalite.distributed.topology import Topology
 from megalite.model.grouped_linear import GroupedGemm
 from megalite.observe.meta_tensors import fused_attention
 from megalite.observe.operator_log import _ATTENTION, OperatorLog
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2] / "megalite"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]
@@ -58,9 +57,10 @@ def _trees() -> dict[Path, ast.Module]:
 
 
 @functools.cache
-def _ours() -> set[str]:
-    """Return the private names that megalite defines."""
-    return {name for tree in _trees().values() for name in _defined(tree) if _is_private(name)}
+def _known() -> set[str]:
+    """Return the private names that megalite or the standard library defines."""
+    ours = {name for tree in _trees().values() for name in _defined(tree) if _is_private(name)}
+    return ours | STANDARD_LIBRARY
 
 
 def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _private_names_of_torch(tree: ast.AST) -> Iterator[str]:
         yield from (name for name in names if name.startswith("torch.") and _is_private(name))
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             chain = ast.unparse(node)
-            if chain.startswith("torch.") or node.attr not in _ours() | STANDARD_LIBRARY:
+            if chain.startswith("torch.") or node.attr not in _known():
                 yield chain
 
 
@@ -275,7 +275,7 @@ def test_kernels_are_registered_and_taken_back() -> None:
     assert torch_private.has_kernel("aten::relu", "CPU")
 
 
-def test_gloo_does_not_warn_of_nccls_options() -> None:
+def test_gloo_does_not_warn_of_nccls_options(tmp_path: Path) -> None:
     """A group of gloo and NCCL is split with NCCL's options. C++ code of gloo warns once in a process."""
     split = f"""
 import datetime, sys, torch.distributed as dist
@@ -289,12 +289,12 @@ with quietly() if sys.argv[1:] else nullcontext():
     dist.group.WORLD.split_group([0], timeout=limit, opts=options, group_name="x", group_desc="x")
 dist.destroy_process_group()
 """
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", split, *more], check=True, capture_output=True, text=True
-        ).stderr
-        for more in ((), ("quietly",))
-    ]
+    (tmp_path / "split.py").write_text(split)
+    printed = []
+    for more in ((), ("quietly",)):
+        done = run_program(tmp_path / "split.py", *more)
+        assert done.returncode == 0
+        printed.append(done.stderr)
     assert "Tried to pass options to ProcessGroupGloo::split" in printed[0]
     assert printed[1] == ""
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import Tensor
 
 from megalite.checkpoint.convert.folded_mup import FoldedMup
-from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
     ModelOutputs,
@@ -24,6 +23,7 @@ from megalite.checkpoint.convert.model_settings import Settings, loses_digits, p
 from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
 from megalite.errors import UserError
+from megalite.frontends.huggingface.families import family_of
 from megalite.log import LineInterval, log
 
 

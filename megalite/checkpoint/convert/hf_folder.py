@@ -16,17 +16,22 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
-from megalite.checkpoint.convert.families.family import VOCABULARY
-from megalite.checkpoint.convert.families.multi_token import COUNT, copied_names
 from megalite.checkpoint.convert.foreign_files import open_weights
-from megalite.checkpoint.convert.hf_config import config_of, recorded_of, rounding_note
-from megalite.checkpoint.convert.hf_tensors import all_entries, end_entries, family_of, mtp_entries
 from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
 from megalite.errors import UserError, few
 from megalite.files import parse_json, read_regular
+from megalite.frontends.huggingface.config import config_of, recorded_of, rounding_note
+from megalite.frontends.huggingface.families import (
+    all_entries,
+    copied_names,
+    end_entries,
+    family_of,
+    mtp_entries,
+)
+from megalite.frontends.huggingface.family import MTP_COUNT, VOCABULARY
 from megalite.log import log
 
 CONFIG_FILE = "config.json"
@@ -127,7 +132,7 @@ class HFSource:
                 f"{folder} has {len(self._files.files)} tensors, and config.json says {model.num_layers} "
                 "layers: does config.json belong to another model?"
             )
-        self.hugging_face = recorded_of(self._files.config, settings)
+        self.hugging_face = recorded_of(self._files.config, settings.change_tokenizer)
         if (note := rounding_note(self._files.config)) is not None:
             log.warning("%s: %s", folder / CONFIG_FILE, note)
         self._model_type = self._files.config.get("model_type")
@@ -168,7 +173,7 @@ class HFSource:
         log.warning(
             "%s lacks the weights of multi-token prediction, which %s %d in its config.json names: the model "
             "is read without it",
-            *(self._files.folder, COUNT, model.mtp_num_layers),
+            *(self._files.folder, MTP_COUNT, model.mtp_num_layers),
         )
         return replace(model, mtp_num_layers=0)
 

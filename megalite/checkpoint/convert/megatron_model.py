@@ -13,7 +13,6 @@ from megalite.checkpoint.convert.foreign_files import StandIn
 from megalite.checkpoint.convert.megatron_tensors import join
 from megalite.checkpoint.convert.model_settings import (
     Settings,
-    none_if_default,
     parameters_of,
     precision_of,
 )
@@ -22,6 +21,7 @@ from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
 from megalite.config.model_fields import MODEL_FIELDS
 from megalite.errors import UserError, few
+from megalite.frontends import none_if_default
 
 Arguments = Mapping[str, Any]
 

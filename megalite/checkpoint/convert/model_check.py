@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of
 from megalite.checkpoint.convert.hf_folder import HFFolder
-from megalite.checkpoint.convert.hf_tensors import family_of
 from megalite.checkpoint.convert.model_settings import without_training_buffers
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few, first_line
+from megalite.frontends.huggingface.config import hf_config_of
+from megalite.frontends.huggingface.families import family_of
 from megalite.log import LineInterval, log
 from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch

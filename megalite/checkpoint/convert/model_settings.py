@@ -66,11 +66,6 @@ def precision_of(dtype: torch.dtype) -> ParamsDtype:
     raise UserError(f"{dtype} weights cannot be converted: {', '.join(map(str, DTYPES.values()))} can")
 
 
-def none_if_default(value: int | None, default: int) -> int | None:
-    """Return None for a size that equals its default, so that a model has only one possible config."""
-    return None if value == default else value
-
-
 def loses_digits(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether numbers of one dtype are rounded in the other."""
     return torch.promote_types(source, target) != target

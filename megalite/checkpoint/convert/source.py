@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.dcp_folder import check_index
-from megalite.checkpoint.convert.hf_config import RECORDED, recorded_of
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFSource
 from megalite.checkpoint.convert.megatron_deepspeed import find_in_deepspeed, is_deepspeed
 from megalite.checkpoint.convert.megatron_folder import find_in_megatron, is_megatron
@@ -25,6 +24,7 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
 from megalite.errors import ConfigError, UserError, few
 from megalite.frontends.command_line import parse
+from megalite.frontends.huggingface.config import RECORDED, recorded_of
 
 
 class ConversionSource(Protocol):
@@ -80,7 +80,7 @@ class MegaliteSource:
         self.progress = TrainingProgress.from_record(manifest.description["progress"])
         is_same = self.config.model.params_dtype == base.model.params_dtype
         recorded = manifest.description.get(RECORDED) or model_beside(base.data)
-        self.hugging_face = recorded_of(recorded, settings)
+        self.hugging_face = recorded_of(recorded, settings.change_tokenizer)
         names = parameters_of(self.config.model)
         check_weights(manifest, names.keys(), self.config.model.num_layers)
         self._names = {

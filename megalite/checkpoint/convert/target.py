@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.hf_config import RECORDED, TOKENS, TRAINED
-from megalite.checkpoint.convert.hf_config_writer import hf_config_of, with_end
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, WEIGHT_FILES
-from megalite.checkpoint.convert.hf_tensors import all_entries
 from megalite.checkpoint.convert.stream_writer import ShardedWriter, TensorInfo
 from megalite.checkpoint.convert.tokenizer_files import (
     GENERATION,
@@ -39,6 +36,8 @@ from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.axes import MODEL
 from megalite.errors import UserError
 from megalite.files import parse_json
+from megalite.frontends.huggingface.config import RECORDED, TOKENS, TRAINED, hf_config_of, with_end
+from megalite.frontends.huggingface.families import all_entries
 from megalite.log import log
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.convert.families.hf_settings import TOKEN_IDS
-from megalite.checkpoint.convert.hf_config import TOKENS, TRAINED
 from megalite.config import DataConfig
 from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
+from megalite.frontends.huggingface.config import TOKENS, TRAINED
+from megalite.frontends.huggingface.settings import TOKEN_IDS
 from megalite.log import log
 
 TOKENIZER = "tokenizer"

@@ -55,13 +55,6 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
                 f"{flag}: layer {lonely[0]} has no layer before layer {first} with the same window and "
                 "rotation, whose keys it could share: pass fewer",
             )
-    width, tp = model.kv_shared_ffn_hidden_size, config.parallel.tp
-    if width is not None and width % tp:
-        yield Problem(
-            ("kv_shared_ffn_hidden_size", TP),
-            f"--kv-shared-ffn-hidden-size {width} is not divisible by --tp {tp}: use a multiple of it, such "
-            f"as {-(-width // tp) * tp}",
-        )
 
 
 def _shares(model: ModelConfig, number: int) -> bool:

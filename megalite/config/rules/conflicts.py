@@ -13,7 +13,7 @@ from megalite.errors import Problem
 
 
 class Conflict(NamedTuple):
-    """Describes two settings that exclude each other, and why, with what to pass instead."""
+    """Two settings that exclude each other, and why, with what to pass instead."""
 
     one: Setting
     other: Setting

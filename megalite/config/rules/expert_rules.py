@@ -25,13 +25,6 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_router_topk", "num_experts"),
             f"--moe-router-topk {model.moe_router_topk} with {flag}: pass at most {model.num_experts}",
         )
-    shared, tp = model.moe_shared_expert_intermediate_size, config.parallel.tp
-    if shared is not None and shared % tp:
-        yield Problem(
-            ("moe_shared_expert_intermediate_size", "num_experts", "tensor_model_parallel_size"),
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-shared // tp) * tp}",
-        )
     yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
@@ -141,7 +134,7 @@ def audited_experts(config: Config, world_size: int | None) -> Iterator[Problem]
 def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
     model, parallel = config.model, config.parallel
-    tp, ep, etp, width = parallel.tp, parallel.ep, parallel.etp, model.expert_ffn_size
+    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
     if not model.has_experts:
         if parallel.has_expert_axes:
             sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
@@ -156,13 +149,6 @@ def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             (_EP, "num_experts"),
             f"--ep {ep} does not divide --num-experts {model.num_experts}: each rank takes whole experts; "
             f"use --ep {fitting[-1]}",
-        )
-    if width % etp:
-        flag = "--etp" if parallel.expert_tensor_parallel_size else "--tp"
-        yield Problem(
-            ("moe_ffn_hidden_size", "num_experts", _TP, _ETP),
-            f"--moe-ffn-hidden-size {width} is not divisible by {flag} {etp}: "
-            f"use a multiple of it, such as {-(-width // etp) * etp}",
         )
     if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
         yield Problem(

@@ -10,6 +10,7 @@ from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
 from megalite.config.flags import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
+from megalite.config.rules.model_rules import divisors_near
 from megalite.config.stage_layers import (
     even_partition,
     layers_per_rank_with_ends,
@@ -30,20 +31,49 @@ _CP = "context_parallel_size"
 
 
 def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that tp divides the query heads, the MLP columns and the vocabulary rows."""
-    model, tp = config.model, config.parallel.tp
-    if model.num_attention_heads % tp:
-        yield Problem(
-            ("num_attention_heads", _TP),
-            f"--num-attention-heads {model.num_attention_heads} is not divisible by --tp {tp}: "
-            "each rank takes whole heads",
-        )
-    if model.ffn_size % tp:
-        yield Problem(
-            ("ffn_hidden_size", "hidden_size", "activation", _TP),
-            f"--ffn-hidden-size {model.ffn_size} is not divisible by --tp {tp}: "
-            f"use a multiple of it, such as {-(-model.ffn_size // tp) * tp}",
-        )
+    """Check that tp divides heads, widths and the vocabulary's rows, and that etp divides experts' width."""
+    model, parallel = config.model, config.parallel
+    tp, has_delta_net = parallel.tp, model.recurrent_mixer == "gated_delta_net"
+    heads = [
+        ("num_attention_heads", model.num_attention_heads, "heads"),
+        (
+            "linear_num_key_heads",
+            model.linear_num_key_heads * has_delta_net,
+            "key heads with their value heads",
+        ),
+        ("mamba_num_groups", model.mamba_num_groups * model.has_mamba, "groups with their heads"),
+    ]
+    for name, number, what in heads:
+        if number % tp:
+            yield Problem(
+                (name, _TP),
+                f"{flag_of(name)} {number} is not divisible by --tp {tp}: pass --tp "
+                f"{divisors_near(number, tp)}; each rank takes whole {what}",
+            )
+    experts = model.has_experts
+    widths = [
+        ("ffn_hidden_size", model.ffn_size, "--tp", tp),
+        ("kv_shared_ffn_hidden_size", model.kv_shared_ffn_hidden_size or 0, "--tp", tp),
+        (
+            "moe_shared_expert_intermediate_size",
+            (model.moe_shared_expert_intermediate_size or 0) * experts,
+            "--tp",
+            tp,
+        ),
+        (
+            "moe_ffn_hidden_size",
+            model.expert_ffn_size * experts,
+            "--etp" if parallel.expert_tensor_parallel_size else "--tp",
+            parallel.etp,
+        ),
+    ]
+    for name, width, flag, ranks in widths:
+        if width % ranks:
+            yield Problem(
+                (name, "hidden_size", "activation", "num_experts", _TP, "expert_tensor_parallel_size"),
+                f"{flag_of(name)} {width} is not divisible by {flag} {ranks}: use a multiple of it, such as "
+                f"{-(-width // ranks) * ranks}",
+            )
     for text in vocab_padding_problems(model, tp):
         yield Problem(("pad_vocab_size_to", "vocab_size", _TP), text)
 

@@ -33,8 +33,8 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
 
 
 def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that key heads serve equal numbers of value heads, and that tp divides the key heads."""
-    model, tp = config.model, config.parallel.tp
+    """Check that key heads serve equal numbers of value heads."""
+    model = config.model
     if model.recurrent_mixer != "gated_delta_net":
         return
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
@@ -44,12 +44,6 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
             f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}: pass "
             f"--linear-num-value-heads {-(-values // keys) * keys}, or --linear-num-key-heads "
             f"{divisors_near(values, keys)}",
-        )
-    if keys % tp:
-        yield Problem(
-            (_KEYS, "tensor_model_parallel_size"),
-            f"--linear-num-key-heads {keys} is not divisible by --tp {tp}: pass --tp "
-            f"{divisors_near(keys, tp)}; each rank takes whole key heads with their value heads",
         )
 
 
@@ -101,8 +95,8 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that groups have equal numbers of heads, and that tp divides the groups."""
-    model, tp = config.model, config.parallel.tp
+    """Check that groups have equal numbers of heads."""
+    model = config.model
     if not model.has_mamba:
         return
     sizes = model.mamba
@@ -118,10 +112,4 @@ def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("mamba_num_groups", "mamba_num_heads", "mamba_head_dim", "hidden_size", PATTERN),
             f"--mamba-num-groups {sizes.num_groups} does not divide the {sizes.num_heads} heads of Mamba-2: "
             f"pass --mamba-num-groups {divisors_near(sizes.num_heads, sizes.num_groups)}",
-        )
-    if sizes.num_groups % tp:
-        yield Problem(
-            ("mamba_num_groups", PATTERN, "tensor_model_parallel_size"),
-            f"--mamba-num-groups {sizes.num_groups} is not divisible by --tp {tp}: pass --tp "
-            f"{divisors_near(sizes.num_groups, tp)}; each rank takes whole groups with their heads",
         )

@@ -260,7 +260,6 @@ class _Run:
     def _write_dataset(
         self, path: Path, tokenizer: Tokenizer, made_with: dict[str, Any], k: int
     ) -> DatasetReport:
-        """Write a dataset's files beside the shards."""
         total, dtype = self._totals[k], token_dtype(tokenizer.vocab_size)
         join_shards(str(path.parent), total.extents, dtype, f"{path}.bin", f"{path}.idx")
         write_tokenizer_digest(str(path), tokenizer)

@@ -35,7 +35,7 @@ class PreprocessJob:
     append_eod: bool = False
     """End each document with the end-of-document token."""
     chat: bool = False
-    """Render conversations with the tokenizer's chat template. The only key is that of the messages, and a
+    """Render conversations with the tokenizer's chat template. The only key is the messages' key, and a
     second file, .loss_mask, marks the answers."""
     now: datetime = field(default_factory=datetime.now)
     """The time that a chat template reads."""

@@ -19,8 +19,7 @@ from megalite.observe.recorder import Reader, watch_modules
 from megalite.optim.flat_buffers import BucketEntry
 from megalite.optim.gradient_buckets import GradientBuffer
 from megalite.train.audit.checksum import checksum, checksum_of
-from megalite.train.audit.finding import Finding
-from megalite.train.audit.replicas import gather_rows
+from megalite.train.audit.replicas import Finding, gather_rows
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.model_chunks import unchanged_buffers
 from megalite.train.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Callbacks, which do all work of a run besides training: one callback per file."""
+"""Callbacks, which do all work of a run besides training."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.callbacks.evaluation import Evaluation
 from megalite.train.callbacks.expert_use import ExpertLogging
 from megalite.train.callbacks.garbage_collection import GarbageCollection
-from megalite.train.callbacks.hang_watchdog import HangWatchdog
-from megalite.train.callbacks.layer_norms import LayerNorms
+from megalite.train.callbacks.health import HangWatchdog, Stragglers
 from megalite.train.callbacks.metrics_logging import MetricsLogging
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
-from megalite.train.callbacks.optimizer_norms import OptimizerNorms
+from megalite.train.callbacks.norms import LayerNorms, OptimizerNorms
 from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
-from megalite.train.callbacks.stragglers import Stragglers
 from megalite.train.loop import Callback
 from megalite.train.telemetry.writers import Writers
 

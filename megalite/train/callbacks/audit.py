@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from megalite.errors import UserError
 from megalite.log import log
-from megalite.train.audit.finding import AuditFailed, Finding
 from megalite.train.audit.first_microbatch import MicrobatchComparison
-from megalite.train.audit.replicas import ReplicaComparison
+from megalite.train.audit.replicas import AuditFailed, Finding, ReplicaComparison
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import DEVICE, Observer
+from megalite.distributed.observer import DEVICE, observing
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log
@@ -66,7 +66,6 @@ class PipelineTrace:
     def __init__(self, numbers: range, path: Path, trainer: Trainer) -> None:
         self.numbers = numbers
         self._path = path
-        self._trainer = trainer
         self._topology = trainer.topology
         self._recorder: Recorder | None = None
         self._has_traced = False
@@ -83,7 +82,7 @@ class PipelineTrace:
                     torch.cuda.synchronize(self._topology.device)
             self._recorder = Recorder(clock_for(self._topology.device), WallClock())
         self._has_traced = True
-        with _observed(self._trainer, self._recorder), self._recorder.iteration(number):
+        with observing(self._topology.observers, self._recorder), self._recorder.iteration(number):
             yield
 
     def after(self, number: int) -> None:
@@ -181,13 +180,3 @@ def _folder_flag(logging: LoggingConfig) -> str:
     if logging.trace_pipeline_path is not None:
         return "--trace-pipeline-path"
     return "--tensorboard-dir" if logging.tensorboard_dir else "--save"
-
-
-@contextmanager
-def _observed(trainer: Trainer, observer: Observer[Any]) -> Iterator[None]:
-    """Pass all events of this rank to the observer."""
-    with ExitStack() as stack:
-        for observers in (*trainer.observer_lists(), trainer.timers.observers):
-            observers.append(observer)
-            stack.callback(observers.remove, observer)
-        yield

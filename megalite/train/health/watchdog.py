@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
 from megalite.torch_private import num_collectives
@@ -89,13 +90,13 @@ class Watchdog:
         self._stamp = 0
         self._num_silent_polls: dict[int, tuple[int, int]] = {}  # by rank: its last stamp, and polls since
 
-    def begins(self, what: Action) -> None:
+    def begins(self, what: object) -> None:
         """Count the beginning of a pipeline's action as progress."""
-        self._num_actions += 1
+        self._num_actions += isinstance(what, Action)
 
-    def ends(self, what: Action) -> None:
+    def ends(self, what: object) -> None:
         """Count the end of a pipeline's action as progress."""
-        self._num_actions += 1
+        self._num_actions += isinstance(what, Action)
 
     def watch(self, closed: threading.Event) -> None:
         """Poll until the event is set or the process ends."""
@@ -261,11 +262,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
         dog = Watchdog(
             timeout, topology, store, Path(folder) if folder else None, lambda: trainer.progress.iteration
         )
-        trainer.pipeline.observers.append(dog)
-        stack.callback(trainer.pipeline.observers.remove, dog)
-        for observers in (*trainer.observer_lists(), trainer.timers.observers):
-            observers.append(topology.events)
-            stack.callback(observers.remove, topology.events)
+        stack.enter_context(observing(topology.observers, dog, topology.events))
         closed = threading.Event()
         thread = threading.Thread(target=dog.watch, args=(closed,), name="watchdog", daemon=True)
         thread.start()

@@ -12,10 +12,10 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity
 
+from megalite.attention.blockwise import attend, attend_backward
 from megalite.config import Config
 from megalite.distributed.observer import PROFILER, EventStack
 from megalite.distributed.topology import Topology
-from megalite.model.blockwise_attention import attend, attend_backward
 from megalite.observe.operator_log import kernel_kind, kind_by_name
 from megalite.observe.recorder import Reader
 from megalite.observe.unit_record import ATTENTION, KERNEL_KINDS, MEMORY_BOUND, KernelKind

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megalite.distributed.observer import DEVICE, Observer
+from megalite.distributed.observer import DEVICE, Observer, observing
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.observe.unit_record import KernelKind
@@ -48,7 +48,7 @@ _TERM_OF_TIMER = {
 }
 
 
-class BetweenClock(Observer[Timed]):
+class BetweenClock(Observer):
     """Adds up the seconds that this process spends between iterations, by term."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class BetweenClock(Observer[Timed]):
         self._began = 0.0
 
     def begins(self, what: Timed) -> None:
-        if what in _TERM_OF_TIMER:
+        if isinstance(what, str) and what in _TERM_OF_TIMER:
             self._began = time.perf_counter()
 
     def ends(self, what: Timed) -> None:
-        if what in _TERM_OF_TIMER:
-            self.add(_TERM_OF_TIMER[str(what)], time.perf_counter() - self._began)
+        if isinstance(what, str) and what in _TERM_OF_TIMER:
+            self.add(_TERM_OF_TIMER[what], time.perf_counter() - self._began)
 
     def add(self, term: str, seconds: float) -> None:
         self._seconds[term] = self._seconds.get(term, 0.0) + seconds
@@ -140,16 +140,14 @@ class TimeRecorder:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Observe the run in the block, and log its slow terms in one line at its end."""
-        observers: list[Observer[Any]] = self._trainer.timers.observers
-        observers.append(self._between)
         gc.callbacks.append(self._collections)
         try:
-            yield
+            with observing(self._topology.observers, self._between):
+                yield
         finally:
             self._open.close()
             self._measuring.close()
             gc.callbacks.remove(self._collections)
-            observers.remove(self._between)
         steady = self.samples[1:] or self.samples  # the first iteration compiles and allocates
         if steady and (summary := compare(steady).summary()):
             log.info("time breakdown: %s", summary, extra=THIS_RANK)
@@ -173,9 +171,7 @@ class TimeRecorder:
             return
         self._recorder = Recorder(clock_for(self._topology.device), WallClock())
         self._collected_before = self._collections.seconds
-        for each in (*self._trainer.observer_lists(), self._trainer.timers.observers):
-            each.append(self._recorder)
-            self._open.callback(each.remove, self._recorder)
+        self._open.enter_context(observing(self._topology.observers, self._recorder))
         self._open.enter_context(self._recorder.iteration(self._trainer.progress.iteration + 1))
 
     def end_iteration(self) -> float:

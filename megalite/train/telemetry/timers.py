@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -96,8 +96,8 @@ class _Use(NamedTuple):
         return -seconds if self.is_subtracted else seconds
 
 
-class Timers(Observer[Timed]):
-    """Sums the time spent in parts of the program: ``with timers("forward-backward"): ...``.
+class Timers(Observer):
+    """Sums of the time spent in parts of the program: ``with timers("forward-backward"): ...``.
 
     A timer above the level costs two table look-ups. On a GPU, timers of level 1 and 2 record events in the
     stream: a kernel's time counts for the part that launched it, and nothing waits until `take`.
@@ -105,14 +105,14 @@ class Timers(Observer[Timed]):
     Args:
         device: device that computes the parts; None for the host.
         level: 0, 1 or 2; see `LEVELS`.
-
-    Attributes:
-        observers: notified of every part, whatever its level.
+        observers: notified of every part, whatever its level. Append these timers to time other events too.
     """
 
-    def __init__(self, device: torch.device | None = None, level: int = 0) -> None:
+    def __init__(
+        self, device: torch.device | None = None, level: int = 0, observers: Sequence[Observer] = ()
+    ) -> None:
         self.level = level
-        self.observers: list[Observer[Any]] = [self]
+        self._observers = observers
         self._wall_clock = WallClock()
         self._clock = clock_for(device or torch.device("cpu"))
         self._open: list[tuple[str, Any, Clock[Any]]] = []
@@ -120,7 +120,8 @@ class Timers(Observer[Timed]):
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Add the block's time to the timer `name`, even if the block raises."""
-        return observed(self.observers, name)
+        known = self._observers
+        return observed(known if self in known else (self, *known), name)
 
     def begins(self, what: Timed) -> None:
         name = _timer_of(what)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megalite.attention.cache import CachedCore, build_cache
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
@@ -13,8 +14,6 @@ from megalite.errors import UserError
 from megalite.generate.generator import CompletionWriter, Generator, Prompt
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.microbatch import Microbatch
-from megalite.model.divided_cache import build_cache
-from megalite.model.kv_cache import CachedCore
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

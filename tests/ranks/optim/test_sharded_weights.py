@@ -27,9 +27,11 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
+from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.optim.flat_buffers import ALIGNMENT
+from megalite.pipeline.schedules import Action
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
@@ -281,13 +283,14 @@ def weights_in_use(topology: Topology, config: Config) -> tuple[list[int], int]:
                 pass
 
             def ends(self, what: object) -> None:
-                seen.append(count())
+                if isinstance(what, Action):
+                    seen.append(count())
 
-        trainer.pipeline.observers.append(Look())
-        trainer.step()
-        after_step = count()
-        trainer.evaluate(trainer.datasets.train, 0)
-        trainer.step()
+        with observing(topology.observers, Look()):
+            trainer.step()
+            after_step = count()
+            trainer.evaluate(trainer.datasets.train, 0)
+            trainer.step()
         return seen, after_step
 
 

@@ -8,12 +8,13 @@ from torch import nn
 
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import RankError
+from megalite.distributed.observer import observing
 from megalite.errors import UserError
 from megalite.loss_terms import LossTerm, WithTerms
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.messages import MAX_OPEN_BATCHES
 from megalite.pipeline.point_to_point import PointToPoint
-from megalite.pipeline.schedules import SCHEDULES, ActionKind, peak_in_flight
+from megalite.pipeline.schedules import SCHEDULES, Action, ActionKind, peak_in_flight
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from tests.live_ranks import run_ranks
 
@@ -347,19 +348,19 @@ class Notes:
     def __init__(self):
         self.begun, self.ended = [], []
 
-    def begins(self, action):
-        self.begun.append(action)
+    def begins(self, what):
+        self.begun += [what] if isinstance(what, Action) else []
 
-    def ends(self, action):
-        self.ended.append(action)
+    def ends(self, what):
+        self.ended += [what] if isinstance(what, Action) else []
 
 
 def observe(topology):
     _, pipeline = build(topology, "zb-h1")
     notes = Notes()
-    pipeline.observers.append(notes)
-    pipeline.evaluate(3, load, SHAPE)
-    pipeline.train_step(3, load, SHAPE)
+    with observing(topology.observers, notes):
+        pipeline.evaluate(3, load, SHAPE)
+        pipeline.train_step(3, load, SHAPE)
     return notes.begun, notes.ended
 
 

@@ -221,7 +221,7 @@ def _observed(topology: Topology, config: Config) -> Run:
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    timers = Timers(topology.device, config.logging.timers_level)
+    timers = Timers(topology.device, config.logging.timers_level, topology.observers)
     with (
         mock.patch.object(writers_module, "TensorBoardWriter", Dashboard),
         Writers(config.logging, topology, "") as writers,
@@ -229,10 +229,10 @@ def _observed(topology: Topology, config: Config) -> Run:
     ):
         tokens = _count_tokens(trainer) if topology.world_size == 1 else {}
         callbacks = default_callbacks(writers, config)
-        num_observers = [*map(len, trainer.observer_lists())]
+        num_observers = len(topology.observers)
         run = Run(_train(trainer, callbacks), Path(config.logging.tensorboard_dir or ""), lines)
         assert all(each.state() == {"last_passed": 2} for each in callbacks if isinstance(each, Audit))
-        assert [*map(len, trainer.observer_lists())] == num_observers
+        assert len(topology.observers) == num_observers
         for dashboard in writers._dashboards:
             assert isinstance(dashboard, Dashboard)
             run.reported = dashboard.kept

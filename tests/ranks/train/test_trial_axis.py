@@ -37,8 +37,7 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
-from megalite.train.callbacks.layer_norms import layer_grad_norms
-from megalite.train.callbacks.optimizer_norms import optimizer_norms
+from megalite.train.callbacks.norms import layer_grad_norms, optimizer_norms
 from megalite.train.callbacks.pipeline_trace import pipeline_trace
 from megalite.train.health.straggler import straggler_log
 from megalite.train.run_context import Providers

@@ -152,5 +152,5 @@ def test_conversations_and_text_are_not_merged(tmp_path: Path) -> None:
     """The text would have no answers. `test_preprocess_chat` merges datasets of conversations."""
     text = write(tmp_path / "text", [[[1, 2]]])
     chat = write_masked(str(tmp_path / "chat"), [5])
-    with pytest.raises(UserError, match=r"chat holds conversations and .*text plain text: merge them apart"):
+    with pytest.raises(UserError, match=r"chat holds conversations and .*text: merge them separately"):
         merge_datasets([text, chat], str(tmp_path / "merged"))

@@ -124,7 +124,7 @@ def test_zero_shards_over_the_replicas_of_two_axes(rank: int) -> None:
         assert replicas.replicate is not None
         assert replicas.replicate.ranks == replicas.ranks[replicas.rank % 4 :: 4]
         assert [part.name for part in replicas.parts] == ["dp_cp", "dp_cp_replicate", "dp_cp_shard"]
-        assert all(part.observers is replicas.observers for part in replicas.parts)
+        assert all(each.observers is topology.observers for each in (*topology.groups(), *replicas.parts))
 
 
 @pytest.mark.parametrize("rank", [0, 9, 23])

@@ -83,7 +83,7 @@ def test_zero_shards_over_neighbours(rank):
         for axis in dp.parts:
             assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
             assert axis.ranks[axis.rank] == rank
-            assert axis.observers is dp.observers
+            assert axis.observers is topology.observers
 
 
 def test_one_group_is_the_axis_itself():

@@ -22,17 +22,17 @@ MODEL = (
     "--attention-dropout 0 --attention-backend fused --train-iters 4 --lr 1e-3 --bf16 --micro-batch-size 1"
 )
 CASES = [
-    ("--pp 1", 0, 24),
-    ("--pp 1 --use-distributed-optimizer --dp 2", 0, 24),
-    ("--pp 4", 0, 40),
-    ("--pp 4 --tp 2 --sequence-parallel --recompute-granularity full", 5, 40),
-    ("--pp 4 --dp 2 --zero-stage 2", 7, 40),
-    ("--pp 2 --pipeline-schedule interleaved", 0, 40),
-    ("--pp 2 --pipeline-schedule interleaved", 1, 41),
-    ("--pp 4 --pipeline-schedule zb-h1", 2, 48),
-    ("--pp 2 --pipeline-schedule zb-v", 0, 40),
-    ("--pp 2 --pipeline-schedule zb-v", 1, 41),
-    ("--pp 2 --cpu-offload-activations 1 --seq-length 512", 0, 24),
+    ("--pp 1", 0, 18),
+    ("--pp 1 --use-distributed-optimizer --dp 2", 0, 18),
+    ("--pp 4", 0, 24),
+    ("--pp 4 --tp 2 --sequence-parallel --recompute-granularity full", 5, 24),
+    ("--pp 4 --dp 2 --zero-stage 2", 7, 24),
+    ("--pp 2 --pipeline-schedule interleaved", 0, 24),
+    ("--pp 2 --pipeline-schedule interleaved", 1, 25),
+    ("--pp 4 --pipeline-schedule zb-h1", 2, 32),
+    ("--pp 2 --pipeline-schedule zb-v", 0, 24),
+    ("--pp 2 --pipeline-schedule zb-v", 1, 25),
+    ("--pp 2 --cpu-offload-activations 1 --seq-length 512", 0, 18),
 ]
 
 

@@ -1,1 +1,1 @@
-from tests.unit.config.conftest import one_rank, problems  # noqa: F401
+from tests.unit.config.conftest import no_launcher, problems  # noqa: F401

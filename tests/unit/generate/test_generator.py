@@ -57,12 +57,12 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_tensors import from_hf
+from megalite.attention.cache import CachedCore
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, build_tokenizer
+from megalite.frontends.huggingface.config import config_of
+from megalite.frontends.huggingface.families import from_hf
 from megalite.generate.generator import Generator, Prompt, TextStream, text_of
 from megalite.generate.sampling import Sampler, Sampling
-from megalite.model.kv_cache import CachedCore
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision, as_saved
 

@@ -154,7 +154,7 @@ def test_a_device_without_the_kernel_has_two_operators(
     x, residual = numbers(3, 2, 6, dtype=torch.float32), numbers(3, 2, 6, dtype=torch.float32, seed=1)
     total = ResidualSum(x, None, residual, 0.25, KEY, samples(2))
     rest = (*[torch.randn(6)] * (1 if choose is rms_norm_on else 2), EPSILON)
-    normal, found = functions.of_sum(total, *rest)
+    normal, found = functions.norm_of_sum(total, *rest)
     assert torch.equal(found, total.compute())
     assert torch.equal(normal, functions.alone(found, *rest))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.attention.blockwise import Blocking, attend
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
 from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.kernels.flash_attention import (
@@ -23,7 +24,6 @@ from megalite.kernels.flash_attention import (
     different_sizes,
     padded,
 )
-from megalite.model.blockwise_attention import Blocking, attend
 from tests.unit.kernels.test_softmax import expected_weights
 
 KEY = site_key(1, "attention.weights")

@@ -20,7 +20,7 @@ needs_nvcc = pytest.mark.skipif(
 )
 BERT = "dropout, documents, both sides"
 FAST = {(90, 64, "dropout"), (90, 128, ""), (90, 128, "dropout"), (90, 256, "dropout")}
-FAST_FILES = {(90, file) for file in ("adamw", "norm", "softmax", "cross_entropy")}
+FAST_FILES = {(90, "adamw"), (90, "cross_entropy")}  # others take nvcc three times as long
 
 
 @needs_triton

@@ -231,7 +231,7 @@ def test_meta_tensors_have_the_kernels_of_a_gpu(
 ) -> None:
     functions = choose("meta")
     assert functions.alone is KERNELS[name].function
-    assert functions.of_sum in (norm.bias_dropout_add_norm, norm._rms_norm_of_sum)
+    assert functions.norm_of_sum in (norm.bias_dropout_add_norm, norm._rms_norm_of_sum)
 
 
 @pytest.mark.usefixtures("compiled")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,22 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalite.attention import choice
+from megalite.attention.blockwise import Blocking
+from megalite.attention.choice import (
+    BACKENDS,
+    Case,
+    build_core,
+    by_speed,
+    choose,
+    cudnn_version,
+    kernel_of,
+    preference,
+)
+from megalite.attention.core import LayerCore, StageCore
+from megalite.attention.kernels import FlexKernel, Kernel, SdpaKernel, TritonKernel
+from megalite.attention.plain import PlainKernel
+from megalite.attention.positions import alibi_slopes
 from megalite.config import LayerKind, ModelConfig
 from megalite.config.cp_comm_type import CpCommType
 from megalite.distributed.held_positions import HeldPositions
@@ -21,24 +38,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.kernels import Drop, VisibleKeys, dropout, site_key
 from megalite.kernels.visible_keys import document_starts
-from megalite.model import attention_backends
 from megalite.model.attention import Attention
-from megalite.model.attention_backends import (
-    BACKENDS,
-    Case,
-    build_core,
-    build_stage_core,
-    by_speed,
-    choose,
-    cudnn_version,
-    kernel_of,
-    preference,
-)
-from megalite.model.attention_core import AttentionCore, Blocking, SdpaCore, TritonCore, UnfusedCore
-from megalite.model.core_by_comm_type import CoreByCommType
-from megalite.model.flex_attention import FlexCore
-from megalite.model.positions import alibi_slopes
-from megalite.model.ring_attention import RingCore
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.live_bytes import LiveBytes
 
@@ -126,7 +126,7 @@ def expected(
 
 
 def computed(
-    core: AttentionCore,
+    core: StageCore,
     parts: list[Tensor],
     ids: Tensor | None,
     drop: Drop | None = None,
@@ -138,8 +138,17 @@ def computed(
     if ids is None and not core.config.is_causal:
         ids = torch.zeros(len(grad), grad.shape[2], dtype=torch.int64, device=grad.device)
     visible = core.visible_keys((len(grad), grad.shape[2]), ids, [window])[window]
-    out = core(q, k, v, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))), *sinks)
+    out = core.for_layer(0, LayerKind(window=window))(
+        q, k, v, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))), *sinks
+    )
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def kernel_in(core: StageCore) -> PlainKernel:
+    """Return the only kernel of a core."""
+    (layer,) = core.cores.values()
+    assert isinstance(layer.kernel, PlainKernel)
+    return layer.kernel
 
 
 def assert_close(results: list[Tensor], references: list[Tensor], dtype: torch.dtype) -> None:
@@ -181,13 +190,14 @@ LATENT = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("size", [5, 24, 40])
-@pytest.mark.parametrize("core", [SdpaCore, UnfusedCore, TritonCore])
+@pytest.mark.parametrize("kernel", [SdpaKernel, PlainKernel, TritonKernel])
 def test_values_of_another_size(
-    core: type[AttentionCore], size: int, packed: bool, dtype: torch.dtype, one_rank: Topology
+    kernel: type[Kernel], size: int, packed: bool, dtype: torch.dtype, one_rank: Topology
 ) -> None:
     config = config_of(**LATENT, v_head_dim=size)
     parts, ids = inputs(config, 37, dtype), document_ids(37) if packed else None
-    built = core(config, context_of(one_rank, dtype, has_documents=packed))
+    context = context_of(one_rank, dtype, has_documents=packed)
+    built = StageCore(config, context, {"p2p": LayerCore(config, context, kernel(config, context))})
     assert_close(computed(built, parts, ids), expected(config, parts, ids), dtype)
 
 
@@ -200,37 +210,47 @@ def test_flash_needs_values_of_the_size_of_keys(one_rank: Topology) -> None:
     assert choose(Case(dataclasses.replace(config, v_head_dim=24), context))[0] == "flash"
 
 
-@pytest.mark.parametrize("window", [0, 1, 20, 129])
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("case", ["causal", "alibi", "gqa"])
-@pytest.mark.parametrize("core", [SdpaCore, UnfusedCore, TritonCore])
+@pytest.mark.parametrize(
+    ("case", "window", "packed"),
+    [
+        (case, window, (i + j) % 2 == 1)
+        for i, case in enumerate(("causal", "alibi", "gqa"))
+        for j, window in enumerate((0, 1, 20, 129))
+    ],
+)
+@pytest.mark.parametrize("backend", ["fused", "unfused", "triton"])
 def test_a_window_is_the_formula(
-    core: type[AttentionCore], case: str, packed: bool, window: int, one_rank: Topology
+    backend: str, case: str, packed: bool, window: int, one_rank: Topology
 ) -> None:
     s, config = 130, config_of(**CASES[case])
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
-    result = computed(core(config, context_of(one_rank, torch.float64)), parts, ids, window=window)
+    result = computed(
+        build_core(config, context_of(one_rank, torch.float64), backend), parts, ids, window=window
+    )
     assert_close(result, expected(config, parts, ids, window=window), torch.float64)
 
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
+SMALL_DTYPES = [dtype for dtype in ROUNDING if dtype.itemsize < 8]
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, torch.float64) for case in CASES] + [("gqa", dtype) for dtype in ROUNDING if dtype.itemsize < 8],
+    ("kind", "case", "dtype", "packed"),
+    [
+        (kind, *each, (i + j) % 2 == 1)
+        for i, each in enumerate([*product(CASES, [torch.float64]), *product(["gqa"], SMALL_DTYPES)])
+        for j, kind in enumerate(("unfused", "triton"))
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("kind", [UnfusedCore, TritonCore])
 def test_sinks_are_the_formula(
-    kind: type[AttentionCore], case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
+    kind: str, case: str, packed: bool, dtype: torch.dtype, one_rank: Topology
 ) -> None:
     """With dropout, which drops weights of keys and no sink, and with a window or documents."""
     config, numbers = config_of(attention_dropout=0.3, **CASES[case]), torch.tensor([2**40, 3])
     window = 9 if config.is_causal and not packed else None
     for s in (1, 37, 130):
-        core = kind(config, context_of(one_rank, dtype, has_documents=packed))
+        core = build_core(config, context_of(one_rank, dtype, has_documents=packed), kind)
         parts, ids = inputs(config, s, dtype), document_ids(s) if packed else None
         parts.append(SINKS.to(dtype))
         kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0]
@@ -240,8 +260,8 @@ def test_sinks_are_the_formula(
 
 def test_a_window_drops_what_attention_without_it_drops(one_rank: Topology) -> None:
     s, config, numbers = 37, config_of(attention_dropout=0.3), torch.tensor([2**40, 3])
-    core = UnfusedCore(config, context_of(one_rank, torch.float64))
-    core.blocking = Blocking(5, 1)
+    core = build_core(config, context_of(one_rank, torch.float64), "unfused")
+    kernel_in(core).blocking = Blocking(5, 1)
     parts, kept = (
         inputs(config, s, torch.float64),
         dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0],
@@ -256,8 +276,8 @@ def test_blockwise_attention_skips_keys_that_no_query_of_a_block_sees(
 ) -> None:
     """By the FLOPs of its products: two in forward, five in backward."""
     config, s, m, d = config_of(), 1024, 128, 64
-    core = UnfusedCore(config, context_of(one_rank, torch.float32))
-    assert core.blocking.step(s) == m
+    core = build_core(config, context_of(one_rank, torch.float32), "unfused")
+    assert kernel_in(core).blocking.step(s) == m
     with FlopCounterMode(display=False) as counter:
         computed(core, inputs(config, s, torch.float32, b=1), None, window=window)
     begins = [max(0, first - (s if window is None else window)) // 16 * 16 for first in range(0, s, m)]
@@ -272,7 +292,7 @@ def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) ->
     parts = [part.half() for part in (24 * q, 24 * q + 0.01 * k, v, grad)]
     products = parts[0].double() @ parts[1].double().mT
     assert products.max() > 1.2 * 65504
-    core = UnfusedCore(config, context_of(one_rank, torch.float16))
+    core = build_core(config, context_of(one_rank, torch.float16), "unfused")
     assert all(x.isfinite().all() for x in computed(core, parts, None))
 
 
@@ -281,8 +301,8 @@ def test_fp16_overflows_no_earlier_than_the_scaled_scores(one_rank: Topology) ->
 def test_no_cut_changes_what_comes_out(case: str, blocking: Blocking, one_rank: Topology) -> None:
     """Blocks of some queries, tiles of some heads: with documents and dropout, whose indices count on."""
     s, config = 37, config_of(attention_dropout=0.3, **CASES[case])
-    core = UnfusedCore(config, context_of(one_rank, torch.float64))
-    core.blocking = blocking
+    core = build_core(config, context_of(one_rank, torch.float64), "unfused")
+    kernel_in(core).blocking = blocking
     parts, ids, numbers = inputs(config, s, torch.float64), document_ids(s), torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), 0.3, KEY, numbers)[0]
     assert_close(
@@ -296,14 +316,14 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
     s, config, numbers = 21, config_of(attention_dropout=0.5, **CASES[case]), torch.arange(2)
     parts = inputs(config, s, torch.float64)
     context = context_of(one_rank, torch.float64)
-    whole = computed(UnfusedCore(config, context), parts, None, Drop(0.5, KEY, numbers))
+    whole = computed(build_core(config, context, "unfused"), parts, None, Drop(0.5, KEY, numbers))
     halves = []
     for rank in range(2):
         (model,) = one_rank.factorings.values()
         tp = dataclasses.replace(one_rank.tp, size=2, rank=rank)
         axes = dataclasses.replace(model, axes={**model.axes, "tp": tp})
         topology = dataclasses.replace(one_rank, factorings={"model": axes})
-        core = UnfusedCore(config, context_of(topology, torch.float64))
+        core = build_core(config, context_of(topology, torch.float64), "unfused")
         mine = [part.chunk(2, dim=1)[rank] for part in parts]
         base = rank * HEADS // 2 * s * s
         halves.append(computed(core, mine, None, Drop(0.5, KEY, numbers, base)))
@@ -319,17 +339,20 @@ def with_cp(topology: Topology, size: int, rank: int) -> Topology:
     return dataclasses.replace(topology, factorings={"model": axes}, is_zigzag=True)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
-    ("backend", "case"), [(backend, case) for backend in ("unfused", "triton") for case in CASES]
+    ("backend", "case", "window", "packed"),
+    [
+        (backend, case, window, (i + j) % 2 == 1)
+        for backend in ("unfused", "triton")
+        for i, case in enumerate(CASES)
+        for j, window in enumerate((None, 5))
+        if window is None or CASES[case].get("architecture") != "bert"
+    ],
 )
 def test_slices_of_the_queries_see_all_keys(
     backend: str, case: str, window: int | None, packed: bool, one_rank: Topology
 ) -> None:
     s, num_ranks, config = 36, 3, config_of(**CASES[case])
-    if window is not None and not config.is_causal:
-        return
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     p, numbers = 0.3, torch.tensor([2**40, 3])
     kept = dropout(torch.ones(1, 2, HEADS, s, s, dtype=torch.float64), p, KEY, numbers)[0]
@@ -337,19 +360,19 @@ def test_slices_of_the_queries_see_all_keys(
     slices = []
     for rank in range(num_ranks):
         context = context_of(with_cp(one_rank, num_ranks, rank), torch.float64, has_documents=packed)
-        core = BACKENDS[backend].build(config, context)
+        core = build_core(config, context, backend)
         visible = core.visible_keys((2, s), known, [window])[window]
         slices.append(of_slices(core, parts, visible, Drop(p, KEY, numbers)))
     together = joined(slices)
     assert_close(together, expected(config, parts, ids, kept, window), torch.float64)
 
 
-def of_slices(core: AttentionCore, parts: list[Tensor], visible: VisibleKeys, drop: Drop) -> list[Tensor]:
+def of_slices(core: StageCore, parts: list[Tensor], visible: VisibleKeys, drop: Drop) -> list[Tensor]:
     """Return the output and gradients of the queries that a rank holds, and of all keys and values."""
     q, k, v, grad = parts
     own, grad = (core.own_positions.take(x, dim=2) for x in (q, grad))
     leaves = [x.detach().requires_grad_() for x in (own, k, v)]
-    out = core(*leaves, visible, drop)
+    out = core.for_layer(0, LayerKind())(*leaves, visible, drop)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -369,7 +392,9 @@ def joined(ranks: list[list[Tensor]]) -> list[Tensor]:
 def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> None:
     """Forward alone, and not compiled: that is all that FlexAttention has on a CPU."""
     config, s = config_of(**CASES[case]), 130
-    core = FlexCore(config, context_of(one_rank, torch.float64), partial(flex_attention))
+    context = context_of(one_rank, torch.float64)
+    layer = LayerCore(config, context, FlexKernel(config, context, partial(flex_attention)))
+    core = StageCore(config, context, {"all_gather": layer})
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     if ids is None and not config.is_causal:
         ids = torch.zeros(2, s, dtype=torch.int64)
@@ -378,7 +403,7 @@ def test_flex_is_the_formula(case: str, packed: bool, one_rank: Topology) -> Non
     for window, sinks in pairs if config.is_causal else ((None, []), (None, [SINKS])):
         visible = core.visible_keys((2, s), ids, [window])[window]
         drop = Drop(0.0, KEY, torch.arange(2))
-        result = core(*(part.detach() for part in parts[:3]), visible, drop, *sinks)
+        result = layer(*(part.detach() for part in parts[:3]), visible, drop, *sinks)
         with torch.enable_grad():
             reference = expected(config, [*parts, *sinks], ids, window=window)[0]
         torch.testing.assert_close(result, reference, rtol=1e-12, atol=1e-12)
@@ -392,7 +417,7 @@ def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) 
     parts = inputs(config, 1024, torch.float32, b=1)
     leaves = [part.detach().requires_grad_() for part in parts[:3]]
     with LiveBytes() as memory:
-        out = core(*leaves, VisibleKeys(), Drop(0.0, KEY, torch.arange(1)))
+        out = core.for_layer(0, LayerKind())(*leaves, VisibleKeys(), Drop(0.0, KEY, torch.arange(1)))
         assert memory.count() <= 1.1 * out.nbytes
         assert out.nbytes < 1024 * 1024 * HEADS * 4 / 4
 
@@ -405,16 +430,14 @@ def test_triton_drops_what_unfused_drops(case: str, packed: bool, one_rank: Topo
     context = context_of(one_rank, torch.float64, has_documents=packed)
     parts, ids = inputs(config, s, torch.float64), document_ids(s) if packed else None
     drop = Drop(0.3, KEY, torch.tensor([2**40, 3]), 4 * s * s)
-    unfused = computed(UnfusedCore(config, context), parts, ids, drop)
-    assert_close(computed(TritonCore(config, context), parts, ids, drop), unfused, torch.float64)
+    unfused = computed(build_core(config, context, "unfused"), parts, ids, drop)
+    assert_close(computed(build_core(config, context, "triton"), parts, ids, drop), unfused, torch.float64)
 
 
-@pytest.mark.parametrize("kind", [UnfusedCore, TritonCore])
-def test_a_plan_runs_it_on_tensors_without_memory(
-    kind: type[UnfusedCore] | type[TritonCore], one_rank: Topology
-) -> None:
+@pytest.mark.parametrize("kind", ["unfused", "triton"])
+def test_a_plan_runs_it_on_tensors_without_memory(kind: str, one_rank: Topology) -> None:
     config = config_of(attention_dropout=0.1, **CASES["gqa alibi"])
-    core = kind(config, context_of(one_rank, torch.bfloat16, "meta"))
+    core = build_core(config, context_of(one_rank, torch.bfloat16, "meta"), kind)
     parts = [part.to("meta") for part in inputs(config, 37, torch.bfloat16)]
     ids, numbers = document_ids(37).to("meta"), torch.arange(2, device="meta")
     out, *grads = computed(core, parts, ids, Drop(0.1, KEY, numbers))
@@ -515,10 +538,12 @@ def test_each_comm_type_has_a_core_for_its_own_layers(one_rank: Topology) -> Non
     config = config_of(num_layers=4, window_size=(8, 0), window_attn_skip_freq=(2,))
     comm_types: tuple[CpCommType, ...] = ("p2p", "a2a", "p2p", "a2a")
     context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
-    core = build_stage_core(config, dataclasses.replace(context, cp_comm_type=comm_types))
-    assert isinstance(core, CoreByCommType)
-    kinds = [type(core.for_layer(number, config.layer_kind(number))) for number in range(5)]
-    assert kinds == [RingCore, SdpaCore, RingCore, SdpaCore, SdpaCore]  # with one of multi-token prediction
+    core = build_core(config, dataclasses.replace(context, cp_comm_type=comm_types))
+    layers = [core.for_layer(number, config.layer_kind(number)) for number in range(5)]
+    ring, whole = core.cores["p2p"], core.cores["a2a"]
+    assert layers == [ring, whole, ring, whole, whole]  # with one of multi-token prediction
+    assert (ring.context.has_ring, whole.context.has_ring) == (True, False)
+    assert (type(ring.kernel), type(whole.kernel)) == (TritonKernel, SdpaKernel)
     assert core.choice.startswith("with --cp-comm-type p2p, triton, chosen for meta in fp32; not flash: ")
     assert core.choice.endswith("with --cp-comm-type a2a, fused, chosen for meta in fp32")
     visible = core.visible_keys((2, 16), None, core.windows)
@@ -529,16 +554,16 @@ def test_each_comm_type_has_a_core_for_its_own_layers(one_rank: Topology) -> Non
     assert documents[None].starts is not None
     flex = dataclasses.replace(config, attention_backend="flex")
     with pytest.raises(UserError, match=r"^--attention-backend flex .*--cp-comm-type a2a"):
-        build_stage_core(flex, dataclasses.replace(context, cp_comm_type=comm_types))
+        build_core(flex, dataclasses.replace(context, cp_comm_type=comm_types))
 
 
 def test_comm_types_of_layers_without_attention_have_no_core(one_rank: Topology) -> None:
     context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
     recurrent = {"recurrent_mixer": "gated_delta_net", "linear_attention_freq": (2,), "num_layers": 2}
     exchanged = dataclasses.replace(context, cp_comm_type=("p2p", "a2a"))
-    assert isinstance(build_stage_core(config_of(**recurrent), exchanged), SdpaCore)
+    assert list(build_core(config_of(**recurrent), exchanged).cores) == ["a2a"]
     passed = dataclasses.replace(context, cp_comm_type=("a2a", "p2p"))
-    assert isinstance(build_stage_core(config_of(**recurrent), passed), RingCore)
+    assert list(build_core(config_of(**recurrent), passed).cores) == ["p2p"]
 
 
 def test_auto_prefers_our_kernels_for_gathered_keys_in_bf16_on_a_cpu(one_rank: Topology) -> None:
@@ -644,9 +669,7 @@ def test_the_line_names_the_kernel_that_pytorch_selects(
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", selected)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(
-        attention_backends, "by_speed", lambda kernels, device: [SDPBackend.CUDNN_ATTENTION, *kernels]
-    )
+    monkeypatch.setattr(choice, "by_speed", lambda kernels, device: [SDPBackend.CUDNN_ATTENTION, *kernels])
     assert (
         kernel_of(BACKENDS["fused"].kernels, case_of(one_rank, torch.float32, "cpu"))
         == "cuDNN (cuDNN 9.19.0)"

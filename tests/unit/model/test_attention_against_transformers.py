@@ -12,11 +12,12 @@ from transformers import GptOssConfig, Qwen3NextConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
+from megalite.attention.choice import build_core
+from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
+from megalite.kernels import VisibleKeys
 from megalite.model.attention import Attention
-from megalite.model.attention_backends import build_core
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.unit.model.test_against_transformers import InDoublePrecision
 
@@ -51,9 +52,7 @@ def attention_of(config: ModelConfig, topology: Topology) -> Attention:
 
 def run(attention: Attention, x: Tensor) -> Tensor:
     """Map ``[b, s, h]`` to ``[b, s, h]``."""
-    tokens = torch.zeros(B, S, dtype=torch.int64)
-    attention.core.for_layer(0, LayerKind())
-    positions = attention.core.position_info(Microbatch(tokens, tokens, torch.arange(B)))
+    positions = PositionInfo({None: VisibleKeys()})
     y, bias, *_ = attention(x.transpose(0, 1), torch.arange(B), positions)
     return (y if bias is None else y + bias).transpose(0, 1)
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 
-from megalite.checkpoint.convert.hf_tensors import from_hf, to_hf
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
+from megalite.frontends.huggingface.families import from_hf, to_hf
 from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite import LossTerm, SequentialStage, WithTerms
+from megalite.attention.choice import build_core
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
@@ -30,9 +31,7 @@ from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual
 from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
-from megalite.model.attention_core import UnfusedCore
 from megalite.model.compiled import check_compiler, compile_layers
-from megalite.model.flex_attention import FlexCore
 from megalite.model.stage import Stage
 from megalite.tensor_parallel import linear
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -437,7 +436,13 @@ def test_calls_of_the_graph_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.model.norm.rms_norm_on", lambda _: norm)
     with Topology.fake(ParallelConfig().mesh, 1, 0, device="meta") as topology:
         model = CASES["llama"][0]
-        stage = build_stage(model, topology, range(2), attention=UnfusedCore, fuses_weight_gradients=True)
+        stage = build_stage(
+            model,
+            topology,
+            range(2),
+            attention=partial(build_core, backend="unfused"),
+            fuses_weight_gradients=True,
+        )
         _set(stage, _main_grads(stage))
         recorder = Recorder()
         compile_layers(stage, recorder.backend)
@@ -500,9 +505,9 @@ def test_flex_attention_stays_a_graph_of_its_own(position: str, one_rank: Topolo
     )
     ids = torch.randint(64, (2, 129), generator=torch.Generator().manual_seed(0))
     losses = []
-    for core in (UnfusedCore, FlexCore):
-        stage = build_stage(model, one_rank, range(2), seed=1, attention=core)
-        if core is FlexCore:
+    for backend in ("unfused", "flex"):
+        stage = build_stage(model, one_rank, range(2), seed=1, attention=partial(build_core, backend=backend))
+        if backend == "flex":
             compile_layers(stage)
         with torch.no_grad():
             losses.append(stage(Microbatch(ids[:, :-1], ids[:, 1:], torch.tensor([0, 1])), None).item())

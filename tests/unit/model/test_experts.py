@@ -275,12 +275,12 @@ def test_balance_loss_by_global_loads_is_that_of_the_last_batch(one_rank) -> Non
     """With equal batches, it is the loss over a microbatch that is the whole batch."""
     config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
     block, x = experts_of(config, one_rank), hidden(3)
-    adjustment = ExpertBalance(one_rank, [block.router], rate=0.0)
+    balance = ExpertBalance(one_rank, [block.router], rate=0.0)
 
     def iteration() -> torch.Tensor:
-        adjustment.begin()
+        balance.begin()
         total = sum(block(x[:, i : i + 1]).terms[BALANCE_LOSS].total for i in range(3))
-        adjustment.step(torch.tensor(True))
+        balance.step(torch.tensor(True))
         return total
 
     num_tokens = len(x) * 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.attention.positions import Rotary
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.model.positions import Rotary
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
 

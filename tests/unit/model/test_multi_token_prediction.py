@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_tensors import family_of, from_hf, to_hf
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
+from megalite.frontends.huggingface.config import config_of
+from megalite.frontends.huggingface.families import family_of, from_hf, to_hf
 from megalite.loss_terms import Terms, WithTerms, later_token
 from megalite.microbatch import Microbatch
 from tests.stages import build_stage

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.attention.cache import CachedCore
+from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.config.presets import PRESETS
 from megalite.microbatch import Microbatch
-from megalite.model.kv_cache import CachedCore
-from megalite.model.positions import PositionInfo
 from megalite.model.recurrent_mixer import RecurrentMixer
 from tests.stages import build_stage
 

@@ -25,12 +25,12 @@ def router_of(topology) -> Router:
 @pytest.mark.parametrize("is_good", [True, False])
 def test_the_bias_follows_the_counts(is_good: bool, one_rank) -> None:
     router = router_of(one_rank)
-    adjustment = ExpertBalance(one_rank, [router], rate=0.25)
+    balance = ExpertBalance(one_rank, [router], rate=0.25)
     router.num_tokens.fill_(7)
-    adjustment.begin()
+    balance.begin()
     assert not router.num_tokens.any()
     router.num_tokens.copy_(torch.tensor([3, 5, 4, 0, 8]))  # 4 in the mean
-    adjustment.step(torch.tensor(is_good))
+    balance.step(torch.tensor(is_good))
     expected = [0.25, -0.25, 0.0, 0.25, -0.25] if is_good else [0.0] * 5
     assert router.expert_bias.tolist() == expected
 
@@ -64,10 +64,10 @@ def test_the_loads_are_those_of_the_counts(is_good: bool, one_rank) -> None:
     config = replace(CONFIG, moe_router_load_balancing_type="global_aux_loss")
     router = Router(config, LayerContext(one_rank, torch.float64))
     router.num_tokens.copy_(torch.tensor([3, 5, 4, 0, 8]))
-    adjustment = ExpertBalance(one_rank, [router], rate=0.25)
-    adjustment.step(torch.tensor(is_good))
+    balance = ExpertBalance(one_rank, [router], rate=0.25)
+    balance.step(torch.tensor(is_good))
     expected = [0.15, 0.25, 0.2, 0.0, 0.4] if is_good else [0.2] * 5
     assert router.expert_loads.tolist() == expected
-    adjustment.begin()
-    adjustment.step(torch.tensor(True))  # forced balance counts nothing
+    balance.begin()
+    balance.step(torch.tensor(True))  # forced balance counts nothing
     assert router.expert_loads.tolist() == expected

@@ -49,7 +49,7 @@ def test_one_group_of_two_is_scaled(make_parameter, topology, dtype, bad):
         dtype,
     )
     heads = MeasuredHeads(weight, bias, largest)
-    optimizer.adjustments = [QKClip(CONFIG, topology, [heads], optimizer.updated)]
+    optimizer.post_step_hooks = [QKClip(CONFIG, topology, [heads], optimizer.updated)]
     optimizer.begin(1)
     assert (largest == -torch.inf).all()
     largest.copy_(torch.tensor([1.0, 8.0, -3.0, 1.5]))

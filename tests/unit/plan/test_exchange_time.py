@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -52,6 +53,7 @@ def config_of(layout: str, imbalance: float = 1.0, model: ModelConfig = MODEL) -
     return parsed.apply(config, 8 * parsed.num_sample_ranks), parsed.world_size
 
 
+@cache
 def both(layout: str, imbalance: float = 1.0, model: ModelConfig = MODEL) -> tuple[PlannedRun, Counts]:
     """Return the plan of a run, and the counts of its rank in the last stage."""
     config, world_size = config_of(layout, imbalance, model)

@@ -28,7 +28,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
-from megalite.train.audit.finding import AuditFailed, Finding
+from megalite.train.audit.replicas import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit, check_determinism
 from megalite.train.callbacks.checkpointing import Checkpointing
 from megalite.train.loop import Callback, TrainingLoop, train

@@ -60,7 +60,7 @@ def _sleep(*_: Any) -> None:
 
 
 @dataclass
-class SlowWait(Observer[Any]):
+class SlowWait(Observer):
     """Makes each wait along an axis longer, on every rank, as a slow link does."""
 
     axis: str
@@ -86,8 +86,7 @@ def _slow_rank(trainer: Trainer) -> None:
 
 def _slow_link(trainer: Trainer) -> None:
     axis = _axis(trainer)
-    for observers in trainer.observer_lists():
-        observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
+    trainer.topology.observers.insert(0, SlowWait(axis, LINK_SECONDS[axis]))
 
 
 def _starved_loader(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.observer import Observer, Wait
+from megalite.distributed.observer import Observer, Wait, observing
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.callbacks import default_callbacks
@@ -47,7 +47,7 @@ def _run(topology: Topology, logging: LoggingConfig) -> tuple[list[str], int]:
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
     config = replace(CONFIG, logging=logging)
     signals = StopSignals(RequeueNote(None))
-    timers = Timers(topology.device, logging.timers_level)
+    timers = Timers(topology.device, logging.timers_level, topology.observers)
     with start_trainer(config, topology, timers) as trainer:
         trainer.verify_data = lambda: None  # it gathers errors at the end
         with Writers(config.logging, topology, "") as writers:
@@ -99,14 +99,14 @@ def test_timers_for_tensorboard_alone_are_not_in_the_log(tmp_path: Path) -> None
     assert [event.step for event in events.Scalars("forward-backward-time")] == [1, 2, 3, 4]
 
 
-class _WaitsOfAxes(Observer[object]):
-    """Collect the axes and kinds of waits."""
+class _WaitsForReplicas(Observer):
+    """Collect the axes and kinds of waits for other replicas."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
 
     def begins(self, what: object) -> None:
-        if isinstance(what, Wait):
+        if isinstance(what, Wait) and what.axis.startswith("dp"):
             self.seen.add((what.axis, what.what))
 
     def ends(self, what: object) -> None:
@@ -115,11 +115,13 @@ class _WaitsOfAxes(Observer[object]):
 
 def _step_in_groups(topology: Topology, config: Config) -> tuple[set[str], set[tuple[str, str]], set[str]]:
     """Return the timers of a step, its waits for other replicas, and their categories in a trace."""
-    timers, waits, recorder = Timers(level=1), _WaitsOfAxes(), Recorder(WallClock(), WallClock())
+    timers = Timers(level=1, observers=topology.observers)
+    waits, recorder = _WaitsForReplicas(), Recorder(WallClock(), WallClock())
     with start_trainer(config, topology, timers) as trainer:
-        topology.dp.observers.extend((waits, recorder))
-        trainer.step()
-        return set(timers.take()), waits.seen, {span.category for span in recorder.spans()}
+        with observing(topology.observers, waits, recorder):
+            trainer.step()
+        categories = {span.category for span in recorder.spans()}
+        return set(timers.take()), waits.seen, {each for each in categories if each.startswith("dp")}
 
 
 def test_waits_within_and_between_groups_count_as_those_of_all_replicas() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megalite.checkpoint.convert.hf_config import config_of
-from megalite.checkpoint.convert.hf_tensors import FAMILIES, all_entries, family_of, to_hf
 from megalite.config.presets import PRESETS
 from megalite.errors import UserError
+from megalite.frontends.huggingface.config import config_of
+from megalite.frontends.huggingface.families import FAMILIES, all_entries, family_of, to_hf
 from megalite.tensor_parallel.parameter_spec import spec_of
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, same_bits, tensors_of

@@ -10,11 +10,11 @@ from transformers import MistralConfig, MistralForCausalLM
 from megalite.checkpoint.convert import convert as convert_module
 from megalite.checkpoint.convert import hf_folder, target
 from megalite.checkpoint.convert.convert import Conversion
-from megalite.checkpoint.convert.hf_tensors import all_entries
 from megalite.checkpoint.convert.model_check import check_same, filled, parameters_on_meta
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.cli.convert import main
 from megalite.errors import UserError
+from megalite.frontends.huggingface.families import all_entries
 from megalite.log import configure_logging
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, build, save
 

@@ -17,7 +17,7 @@ from megalite.config.rules.expert_rules import (
     options_without_experts,
     recorded_routing,
 )
-from megalite.config.rules.parallel_rules import world
+from megalite.config.rules.parallel_rules import tensor_parallel, world
 from megalite.config.unused_options import unused_options
 from megalite.errors import Problem
 
@@ -47,9 +47,9 @@ def _problems(config: Config) -> list[Problem]:
     ],
 )
 def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
-    model = ModelConfig(num_experts=8, moe_ffn_hidden_size=12)
+    model = ModelConfig(num_attention_heads=16, num_experts=8, moe_ffn_hidden_size=12)
     config = Config(model=model, parallel=ParallelConfig(**changes))
-    problems = [problem.text for problem in expert_parallel(config, None)]
+    problems = [problem.text for problem in (*expert_parallel(config, None), *tensor_parallel(config, None))]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 

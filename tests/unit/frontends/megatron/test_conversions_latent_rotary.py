@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.attention.positions import Rotary
 from megalite.config import ModelConfig, to_yaml
 from megalite.frontends.command_line import parse
-from megalite.model.positions import Rotary
 
 BASE = "--mock-data --vocab-size 64 --train-iters 2 --num-layers 2 --disable-bias-linear "
 LATENT = (

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from megalite.distributed.collectives import Pending
-from megalite.distributed.observer import CHECKPOINT, DEVICE, PROFILER, STORE_BARRIER, EventStack, Wait
+from megalite.distributed.observer import (
+    CHECKPOINT,
+    DEVICE,
+    PROFILER,
+    STORE_BARRIER,
+    EventStack,
+    Wait,
+    observing,
+)
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.health.hang_report import in_debugger, main_stack
@@ -104,12 +112,8 @@ def test_store_barriers_and_collectives_of_all_ranks_are_posted(one_rank: Topolo
         def ends(self, what: Wait) -> None:
             pass
 
-    one_rank.world.observers.append(Notes())
-    try:
-        with one_rank.agreed():
-            assert waits == []
-    finally:
-        one_rank.world.observers.clear()
+    with observing(one_rank.observers, Notes()), one_rank.agreed():
+        assert waits == []
     assert waits == [Wait("world", STORE_BARRIER), Wait("world", "all-gather", "errors")]
     assert describe(waits[:1]) == "store barrier over all ranks"
 
@@ -121,11 +125,8 @@ def test_a_collective_on_its_way_is_posted_where_it_is_waited_for(one_rank: Topo
         def wait(self) -> None:
             found.append(describe(one_rank.events.now()))
 
-    one_rank.tp.observers.append(one_rank.events)
-    try:
+    with observing(one_rank.observers, one_rank.events):
         Pending(torch.zeros(1), Work(), one_rank.tp, "all-gather").wait()  # type: ignore[arg-type]
-    finally:
-        one_rank.tp.observers.clear()
     assert found == ["all-gather over tp"]
     assert one_rank.events.now() == ()
 

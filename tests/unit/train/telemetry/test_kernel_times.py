@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from megalite.config import Config, LoggingConfig, TrainingConfig
+from megalite.attention.plain import PlainKernel
+from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.observer import EventStack
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
-from megalite.model.attention_core import _BlockwiseAttention
-from megalite.model.blockwise_attention import Blocking
 from megalite.observe.operator_log import _ATTENTION, _GEMMS, kernel_kind, kind_by_name
+from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.torch_private import EagerMode
 from megalite.train.telemetry.kernel_times import KernelProfile, OperatorTimer, kernel_seconds, kernel_timer
 
@@ -47,8 +47,9 @@ def _block() -> None:
     q = y.view(2, 8, 4, 4).transpose(1, 2)
     fused = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     softmax = CausalSoftmax(8, 0.5, None, VisibleKeys(), Drop(0.0, 0, torch.zeros(2, dtype=torch.int64)))
-    blocking = Blocking.for_device(torch.device("cpu"), torch.float32)
-    unfused = _BlockwiseAttention.apply(fused, fused, fused, softmax, blocking)
+    with Topology.fake(ParallelConfig().mesh, 1, 0, device="cpu") as topology:
+        kernel = PlainKernel(ModelConfig(), LayerContext(topology, torch.float32))
+    unfused = kernel.attend(fused, fused, fused, softmax)
     unfused.sum().backward()
 
 

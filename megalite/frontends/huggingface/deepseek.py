@@ -1,0 +1,166 @@
+"""DeepSeek-V2 and V3, which have multi-latent attention, and GLM-4.5, which has their experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megalite.config import ModelConfig
+from megalite.frontends.huggingface.experts import (
+    FUSED_EXPERTS,
+    biased_scores,
+    expert_bias,
+    expert_modules,
+    experts_after_dense,
+    modules_with_some_experts,
+    shared_expert_modules,
+)
+from megalite.frontends.huggingface.family import modules
+from megalite.frontends.huggingface.llama import LLAMA, QK_NORMS, llama_like
+from megalite.frontends.huggingface.positions import rotary
+from megalite.frontends.huggingface.settings import (
+    Fields,
+    HFSettings,
+    Rule,
+    biases,
+    fixed,
+    only,
+    setting,
+    switch,
+)
+
+_MLP = "model.layers.{}.mlp"
+_EXPERTS = (
+    *expert_modules(_MLP, "gate_proj", "up_proj", "down_proj"),
+    *shared_expert_modules(f"{_MLP}.shared_experts"),
+    *expert_bias(f"{_MLP}.gate.e_score_correction_bias"),
+)
+"""Modules of a layer with experts."""
+
+
+def _read_heads(hf: HFSettings, _: Fields) -> Fields:
+    if hf.get("num_key_value_heads") is not None:
+        hf.require(num_key_value_heads=hf["num_attention_heads"])
+    return {"num_query_groups": None, "kv_channels": None}
+
+
+_LATENT_RULES = (
+    only(mlp_bias=False),
+    *llama_like(writes_head_dim=False),
+    biases(),
+    Rule(_read_heads, lambda config: {"num_key_value_heads": config.num_attention_heads}),
+    fixed(
+        latent_norm_epsilon=1e-6,  # of the norms of latents, which their config does not have
+        multi_latent_attention=True,
+        qk_layernorm=True,
+    ),
+    setting("q_lora_rank", "q_lora_rank", None),
+    setting("kv_lora_rank", "kv_lora_rank", None),
+    setting("qk_nope_head_dim", "qk_head_dim", None),
+    setting("qk_rope_head_dim", "qk_pos_emb_head_dim", None),
+    setting("v_head_dim", "v_head_dim", None),
+)
+"""Rules of dense models that DeepSeek-V2 and V3 share."""
+
+
+def _has_query_latent(config: ModelConfig) -> bool:
+    return config.q_lora_rank is not None
+
+
+def _has_no_query_latent(config: ModelConfig) -> bool:
+    return config.q_lora_rank is None
+
+
+_OURS, _THEIRS = "layers.{}.attention.", "model.layers.{}.self_attn."
+_LATENT_ATTENTION = (
+    *modules(
+        _OURS,
+        _THEIRS,
+        ("qkv", "query_down", "q_a_proj"),
+        ("norm", "query_norm", "q_a_layernorm"),
+        ("linear", "query_up", "q_b_proj"),
+        only_if=_has_query_latent,
+    ),
+    *modules(_OURS, _THEIRS, ("linear", "query_up", "q_proj"), only_if=_has_no_query_latent),
+    *modules(
+        _OURS,
+        _THEIRS,
+        ("qkv", "key_value_down", "kv_a_proj_with_mqa"),
+        ("norm", "key_value_norm", "kv_a_layernorm"),
+        ("linear", "key_value_up", "kv_b_proj"),
+    ),
+)
+"""Modules of a layer besides the projection of its output."""
+
+
+def _read_v3_scores(hf: HFSettings, fields: Fields) -> Fields:
+    hf.require(topk_method="noaux_tc")
+    return biased_scores(groups=8, group_topk=4).read(hf, fields)
+
+
+DEEPSEEK_V3 = replace(
+    LLAMA,
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rules=(
+        *_LATENT_RULES,
+        switch("rope_interleave", "rotary_interleaved", True),
+        experts_after_dense(dense=3, factor=2.5, scores=Rule(_read_v3_scores)),
+    ),
+    layer=(
+        *modules_with_some_experts((module for module in LLAMA.layer if module.kind != "qkv"), _EXPERTS),
+        *_LATENT_ATTENTION,
+    ),
+    without_effect=(
+        *("ep_size", "seq_aux", "output_router_logits", "router_aux_loss_coef"),  # of training
+        "qk_head_dim",  # a sum of sizes
+    ),
+    experts=FUSED_EXPERTS,
+)
+_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+def _read_v2_scores(hf: HFSettings, _: Fields) -> Fields:
+    """Return our fields for `topk_method`: a token's experts are of all groups, or of those with the best."""
+    hf.require(norm_topk_prob=False, scoring_func="softmax")
+    fields: Fields = {"moe_router_pre_softmax": True}
+    method, numbers = hf.get("topk_method", _GREEDY), (hf.get("n_group"), hf.get("topk_group"))
+    if method == _GREEDY or numbers == (1, 1):
+        return fields
+    hf.require(topk_method=_IN_GROUPS)
+    names = "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"
+    return fields | dict(zip(names, (*numbers, 1), strict=True))
+
+
+def _write_v2_scores(config: ModelConfig) -> Fields:
+    method = _GREEDY if config.moe_router_num_groups is None else _IN_GROUPS
+    return {"topk_method": method, "norm_topk_prob": False}
+
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    rules=(
+        *_LATENT_RULES,
+        fixed(rotary_interleaved=True),
+        experts_after_dense(dense=0, factor=1.0, scores=Rule(_read_v2_scores)),
+        Rule(write=_write_v2_scores),
+    ),
+)
+GLM4_MOE = replace(
+    LLAMA,
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    rules=(
+        only(output_router_logits=False),
+        *llama_like(131072, 1e-5, rotary=rotary(share=("partial_rotary_factor", 0.5))),
+        switch("attention_bias", "add_qkv_bias", False, "has_qkv_bias"),
+        switch("use_qk_norm", "qk_layernorm", False),
+        experts_after_dense(dense=1, factor=1.0, scores=biased_scores()),
+    ),
+    layer=(
+        *modules_with_some_experts(LLAMA.layer, _EXPERTS),
+        *(replace(each, only_if=lambda config: config.qk_layernorm) for each in QK_NORMS),
+    ),
+    experts=FUSED_EXPERTS,
+)

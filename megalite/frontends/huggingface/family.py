@@ -1,0 +1,331 @@
+"""Describe an architecture of transformers: its config, and the tensors with the same numbers as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.config.model_fields import resolved_fields
+from megalite.config.vocab_padding import padded_vocab_size
+from megalite.errors import UserError
+from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
+
+Parts = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Converts one of our full tensors to transformers' parts of it, and back."""
+
+    to_hf: Callable[[Tensor, ModelConfig], Parts]
+    from_hf: Callable[[Parts, ModelConfig], Tensor]
+
+
+def by_kind(groups_and_rows: Callable[[ModelConfig], tuple[int, Sequence[int]]], apart: int = 0) -> Transform:
+    """Return the transform of rows that are ordered by group of heads in ours, and by kind of row in theirs.
+
+    Args:
+        groups_and_rows: returns the number of groups, and the numbers of rows of each kind in a group.
+        apart: how many of the last kinds are tensors of their own in theirs; the others are one tensor.
+    """
+
+    def to_hf(full: Tensor, config: ModelConfig) -> Parts:  # [groups sum(rows), ...]
+        groups, rows = groups_and_rows(config)
+        parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(list(rows), dim=1)]
+        joined = len(rows) - apart
+        return [torch.cat(parts[:joined]), *parts[joined:]]
+
+    def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
+        groups, rows = groups_and_rows(config)
+        joined = parts[0].split([groups * size for size in rows[: len(rows) - apart]])
+        kinds = zip((*joined, *parts[1:]), rows, strict=True)
+        return torch.cat([part.unflatten(0, (groups, size)) for part, size in kinds], dim=1).flatten(0, 1)
+
+    return Transform(to_hf, from_hf)
+
+
+def with_kernel_dim(transform: Transform) -> Transform:
+    """Return the transform of a convolution's weight, whose second dim is 1 in theirs."""
+    return Transform(
+        lambda full, config: [part.unsqueeze(1) for part in transform.to_hf(full, config)],
+        lambda parts, config: transform.from_hf([part.squeeze(1) for part in parts], config),
+    )
+
+
+def _transposed(transform: Transform) -> Transform:
+    """Return the transform of GPT-2's Conv1D: its weight is ``[in, out]``, and a bias stays as it is."""
+    return Transform(
+        lambda full, config: [part.t() for part in transform.to_hf(full, config)],
+        lambda parts, config: transform.from_hf([part.t() for part in parts], config),
+    )
+
+
+def qkv_groups(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    """Return the number of key/value heads, and the rows of queries, keys and values of each."""
+    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
+    return config.num_kv_heads, (queries * d, d, d)
+
+
+def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
+    (table,) = parts
+    if config.vocab_size is not None and table.shape[0] < config.vocab_size:
+        raise UserError(
+            f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
+            "pass a smaller size"
+        )
+    return torch.cat(
+        (table, table.new_zeros(padded_vocab_size(config, 1) - table.shape[0], *table.shape[1:]))
+    )
+
+
+SAME = Transform(lambda full, _: [full], lambda parts, _: parts[0])
+VOCABULARY = Transform(lambda full, config: [full[: config.vocab_size]], _pad_vocabulary)  # [v, h]
+QKV = by_kind(qkv_groups, apart=2)
+HALVES = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
+CONV, CONV_QKV = _transposed(SAME), _transposed(by_kind(qkv_groups))
+
+
+@dataclass(frozen=True)
+class Module:
+    """Names a module's tensors in both programs; ``{}`` is the layer's number, ``{expert}`` the expert's.
+
+    Attributes:
+        kind: determines whether the module has a bias: a table never has one, a norm does if it is a
+            LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
+            no suffix.
+        only_if: returns whether the model has the module; by default it has.
+        only_in: returns whether layers of a kind have the module; by default all have it.
+    """
+
+    kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "mamba", "vector"]
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform = SAME
+    only_if: Callable[[ModelConfig], bool] = lambda config: True
+    only_in: Callable[[LayerKind], bool] = lambda kind: True
+
+    def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
+        """Yield its weight and, if it has one, its bias."""
+        kind = LayerKind() if layer is None else config.layer_kind(layer)
+        if not self.only_if(config) or not self.only_in(kind):
+            return
+        if self.kind == "vector":
+            names = tuple(name.format(layer) for name in self.theirs)
+            yield Entry(self.ours.format(layer), names, self.transform, kind)
+            return
+        has_bias = {
+            "table": False,
+            "norm": config.normalization == "LayerNorm",
+            "linear": config.add_bias_linear,
+            "qkv": config.has_qkv_bias,
+            "attention_output": config.has_attention_output_bias,
+            "mlp": config.has_mlp_bias,
+            "mamba": config.has_mamba_bias,
+        }
+        for suffix in (".weight", ".bias")[: 1 + has_bias[self.kind]]:
+            experts = range(config.num_experts or 0 if "{expert}" in self.theirs[0] else 1)
+            theirs = tuple(
+                name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
+            )
+            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, kind)
+
+
+def modules(
+    ours: str,
+    theirs: str,
+    *rows: tuple[Any, ...],
+    only_if: Callable[[ModelConfig], bool] = lambda config: True,
+    only_in: Callable[[LayerKind], bool] = lambda kind: True,
+) -> tuple[Module, ...]:
+    """Return modules from the rows of a table: kind, our name, their names, and a transform.
+
+    Args:
+        ours, theirs: prefixes of the names. The names of theirs are separated by spaces.
+        only_if, only_in: conditions of all these modules; see `Module`.
+    """
+
+    def module(kind: Any, name: str, names: str, transform: Transform = SAME) -> Module:
+        full_names = tuple(theirs + each for each in names.split())
+        return Module(kind, ours + name, full_names, transform, only_if, only_in)
+
+    return tuple(module(*row) for row in rows)
+
+
+def in_layers_that(test: Callable[[LayerKind], bool], *chosen: Module) -> tuple[Module, ...]:
+    """Return the modules for layers of some kinds only."""
+    return tuple(replace(module, only_in=test) for module in chosen)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Pairs one of our tensors with the tensors of theirs that hold the same numbers.
+
+    Attributes:
+        kind: kind of the tensor's layer.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform
+    kind: LayerKind
+
+    def to_hf(self, full: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+        """Return their tensors by name, contiguous, without the vocabulary's padding rows."""
+        parts = self.transform.to_hf(full, config.for_kind(self.kind))
+        return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
+
+    def from_hf(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
+        """Return our tensor, contiguous; padding rows are zero, as many as one tensor-parallel rank needs.
+
+        If more ranks cannot divide the rows, use a config with a suitable `pad_vocab_size_to`.
+
+        Raises:
+            UserError: one of their tensors is missing, or its shape differs from the config's.
+        """
+        if missing := [name for name in self.theirs if name not in tensors]:
+            raise UserError(
+                f"the weights lack {', '.join(missing)}: does the config belong to another model?"
+            )
+        parts = [tensors[name] for name in self.theirs]
+        try:
+            return self.transform.from_hf(parts, config.for_kind(self.kind)).contiguous()
+        except RuntimeError:
+            shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
+            raise UserError(
+                f"{shapes}: the config has other shapes; does config.json belong to another model?"
+            ) from None
+
+
+MTP_COUNT = "num_nextn_predict_layers"
+"""Name of the number of modules of multi-token prediction in config.json."""
+UNREADABLE = "unreadable"
+"""Key of the problem of a family that refuses to read a config's settings."""
+_NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
+"""Sizes that every family has, under names that not every family distinguishes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describes one of transformers' architectures.
+
+    Attributes:
+        architecture: name of transformers' class, unless a rule writes another.
+        rules: the table of its settings; a later rule replaces fields and settings of earlier ones. If the
+            family cannot be a model, reading what it wrote returns other fields: `problems` finds them.
+        ends: modules before and after the layers.
+        layer: modules of one layer.
+        prefix: prefix of the names; the hub's files of a bare model lack it.
+        heads: prefixes of names outside of the bare model.
+        tied: default of `tie_word_embeddings`; None if it has no effect, and the weights are never tied.
+        without_effect: their settings that do not change the model.
+        other_names: parts of names in older files or in transformers' modules, and the written names.
+        experts: parts of the name of a parameter that holds the matrices of all experts, and the names of an
+            expert's own matrices in files, which are stacked along the rows.
+        mtp: modules of multi-token prediction besides their layer; none if the family cannot have any.
+    """
+
+    model_type: str
+    architecture: str
+    rules: tuple[Rule, ...]
+    ends: tuple[Module, ...]
+    layer: tuple[Module, ...]
+    prefix: str = "model."
+    heads: tuple[str, ...] = ("lm_head.",)
+    tied: bool | None = False
+    without_effect: tuple[str, ...] = ()
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mtp: tuple[Module, ...] = ()
+
+    def full_name(self, name: str) -> str:
+        """Return a tensor's name with the prefix, which it may lack, and with the name that is written."""
+        for old, new in self.other_names.items():
+            name = name.replace(old, new)
+        return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
+
+    def names_in_files(self, name: str, num_experts: int) -> list[tuple[str, ...]]:
+        """Return the names of the tensors that transformers reads a parameter from.
+
+        Returns:
+            One for most parameters; for the matrices of all experts, those of each expert.
+        """
+        name = self.full_name(name)
+        for fused, parts in self.experts.items():
+            if name.endswith(fused):
+                block = name.removesuffix(fused)
+                of_experts = (f"{block}experts.{number}" for number in range(num_experts))
+                return [tuple(f"{expert}.{part}.weight" for part in parts) for expert in of_experts]
+        return [(name,)]
+
+    def model(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Return our config of a config of this family.
+
+        Raises:
+            UserError: megalite does not have one of its options, or a setting is unknown.
+        """
+        settings = HFSettings(hf, self.model_type)
+        fields: Fields = {}
+        for rule in (_VOCABULARY_AND_SCALE, *self.rules):
+            fields |= rule.read(settings, fields)
+        tied = False if self.tied is None else settings.switch("tie_word_embeddings", self.tied)
+        if self.mtp:
+            counts = [settings.get(name) for name in (MTP_COUNT, "num_mtp_layers")]  # in files and in configs
+            fields["mtp_num_layers"] = counts[0] or counts[1] or 0
+        settings.refuse_unread(self.without_effect)
+        return ModelConfig(**_without_defaults(fields), untie_embeddings_and_output_weights=not tied)
+
+    def settings(self, config: ModelConfig) -> dict[str, Any]:
+        """Return their settings for our config."""
+        settings: Fields = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        }
+        for rule in (_VOCABULARY_AND_SCALE, *self.rules):
+            settings |= rule.write(config)
+        has_mtp = self.mtp and config.mtp_num_layers
+        return settings | ({MTP_COUNT: config.mtp_num_layers} if has_mtp else {})
+
+    def problems(self, config: ModelConfig) -> dict[str, str]:
+        """Return the fields that this architecture cannot have, each with its value and the needed one.
+
+        If it cannot read its own settings for the config, the only problem is `UNREADABLE`.
+        """
+        try:
+            needed = resolved_fields(self.model(self.settings(config)))
+        except UserError as error:
+            return {UNREADABLE: str(error)}
+        found = resolved_fields(config)
+        return {
+            name: f"{name} {value} (needs {needed[name]})"
+            for name, value in found.items()
+            if value != needed[name] and name not in _NOT_COMPARED
+        }
+
+
+def _without_defaults(fields: Fields) -> Fields:
+    """Return fields without sizes that equal their default, so that a model has only one possible config."""
+    heads = fields["num_attention_heads"]
+    defaults = {"num_query_groups": heads}
+    if "kv_channels" in fields:
+        defaults["kv_channels"] = fields["hidden_size"] // heads
+    return {name: None if value == defaults.get(name) else value for name, value in fields.items()}
+
+
+_VOCABULARY_AND_SCALE = Rule(
+    lambda hf, _: {"vocab_size": hf["vocab_size"], "init_method_std": hf.get("initializer_range", 0.02)},
+    lambda config: {"vocab_size": config.vocab_size, "initializer_range": config.init_method_std},
+)
+OUTPUT = Module(
+    "table",
+    "output",
+    ("lm_head",),
+    VOCABULARY,
+    only_if=lambda config: config.untie_embeddings_and_output_weights,
+)
+"""The output layer's own weight, only in untied models."""

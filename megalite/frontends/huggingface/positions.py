@@ -1,0 +1,261 @@
+"""Rules of a family's table for rotary positions and sliding windows, of all layers or by kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config import ModelConfig
+from megalite.errors import UserError
+from megalite.frontends import none_if_default
+from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+"""Their names of layers with and without a window."""
+_KINDS = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "proportional": "proportional",
+}
+_THEIR_KINDS = {ours: theirs for theirs, ours in _KINDS.items()}
+_NAMES: dict[str, dict[str, str]] = {
+    "none": {},
+    "linear": {"factor": "rope_scaling_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "truncate": "yarn_truncate",
+        "attention_factor": "yarn_attention_factor",
+        "mscale": "yarn_mscale",
+        "mscale_all_dim": "yarn_mscale_all_dim",
+    },
+    "proportional": {"partial_rotary_factor": "proportional_rotary_share"},
+}
+"""Our fields for the settings of each kind of scaling."""
+_WHOLE = {"original_max_position_embeddings", "yarn_truncate"}
+_REQUIRED = {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
+
+
+def rotary(
+    base: float = 10000.0, old_base: str = "rope_theta", share: tuple[str, float] | None = None
+) -> Rule:
+    """Return the rule of rotary positions, which are in `rope_parameters` since version 5 of transformers.
+
+    Args:
+        base: base of the angles if the config does not have it.
+        old_base: name of the base in older versions, which are written.
+        share: setting of the share of a head's elements that are rotated, and its default; None if the family
+            rotates all of them.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        return read_rotary(hf, base, None if share is None else hf.get(*share), old_base)
+
+    def write(config: ModelConfig) -> Fields:
+        written = {} if share is None else {share[0]: config.rotary_percent}
+        return _written_rotary(config, old_base) | written
+
+    return Rule(read, write)
+
+
+def read_rotary(hf: HFSettings, base: float, share: float | None, old_base: str = "rope_theta") -> Fields:
+    """Return our fields of rotary positions; see `rotary`."""
+    current, old, theta = hf.get("rope_parameters"), hf.get("rope_scaling"), hf.get(old_base)
+    return rotary_fields(current or old or {}, theta or base, share)
+
+
+def rotary_by_layer(
+    base: float, window_base: float | None = None, old_window_base: str = "", *, in_old_files: bool = True
+) -> Rule:
+    """Return the rule of a family with other rotary positions in layers with a window.
+
+    Args:
+        base: base of the angles in layers without a window, if the config does not have it.
+        window_base: the same with a window; by default the other layers' base.
+        old_window_base: name of the base in layers with a window in older versions, if it had one.
+        in_old_files: whether older versions have the family; their settings are written too.
+    """
+
+    def read(hf: HFSettings, _: Fields) -> Fields:
+        by_kind = hf.get("rope_parameters") or {}
+        kinds = HFSettings(by_kind, "rotary positions by kind of layer", "transformers' rope_parameters")
+        old, theta = hf.get("rope_scaling"), hf.get("rope_theta")
+        full = rotary_fields(kinds.get(FULL) or old or {}, theta or base, None)
+        old_base = hf.get(old_window_base) if old_window_base else None
+        windows = rotary_fields(kinds.get(WINDOW) or {}, old_base or window_base or full["rotary_base"], None)
+        kinds.refuse_unread()
+        own_base = windows.pop("rotary_base")
+        is_scaled = windows["rope_scaling"] != "none"
+        if is_scaled and any(full.get(name) != value for name, value in windows.items()):
+            raise UserError(
+                f"rope_parameters of {WINDOW} cannot be converted: only {FULL}'s or 'default' can"
+            )
+        return {
+            **full,
+            "window_rotary_base": none_if_default(own_base, full["rotary_base"]),
+            "window_rope_scaling": is_scaled or full["rope_scaling"] == "none",
+        }
+
+    def write(config: ModelConfig) -> Fields:
+        own_base = config.window_rotary_base or config.rotary_base
+        window = scaling_of(config) if config.window_rope_scaling else {"rope_type": "default"}
+        full = {**scaling_of(config), "rope_theta": config.rotary_base}
+        return {
+            **(_written_rotary(config, "rope_theta") if in_old_files else {}),
+            **({old_window_base: own_base} if old_window_base else {}),
+            "rope_parameters": {FULL: full, WINDOW: {**window, "rope_theta": own_base}},
+        }
+
+    return Rule(read, write)
+
+
+def rotary_fields(settings: Mapping[str, Any], theta: float, share: float | None) -> Fields:
+    """Return our fields for one object of settings.
+
+    Args:
+        theta: base of the angles if the object does not have it.
+        share: see `rotary`.
+    """
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    rope = HFSettings(settings, f"rope_type {kind!r}", "transformers' rope_parameters")
+    rope.names_read.update(("rope_type", "type"))
+    if kind not in _KINDS:
+        raise UserError(f"rope_type {kind!r} cannot be converted: {', '.join(_KINDS)} can")
+    fields: Fields = {
+        "position_embedding_type": "rope",
+        "rotary_base": float(rope.get("rope_theta") or theta),
+        "rope_scaling": _KINDS[kind],
+    }
+    if kind == "proportional":
+        rope.require(factor=1.0)
+        fields["proportional_rotary_share"] = 1.0  # theirs by default
+    elif share is None:
+        rope.require(partial_rotary_factor=1.0)
+    else:
+        fields["rotary_percent"] = float(rope.get("partial_rotary_factor", share))
+    for theirs, ours in _NAMES[_KINDS[kind]].items():
+        value = rope.get(theirs)
+        if value is not None:
+            fields[ours] = value if ours in _WHOLE else float(value)
+        elif theirs in _REQUIRED:
+            raise UserError(f"rope_type {kind!r} without {theirs} cannot be converted")
+    rope.refuse_unread()
+    return fields
+
+
+def _written_rotary(config: ModelConfig, old_base: str) -> Fields:
+    """Return transformers' settings, under names that older versions read too."""
+    scaling = {} if config.rope_scaling == "none" else {"rope_scaling": scaling_of(config)}
+    return {old_base: config.rotary_base, **scaling}
+
+
+def scaling_of(config: ModelConfig) -> Fields:
+    """Return transformers' settings of the scaling, without the base."""
+    values = {theirs: getattr(config, ours) for theirs, ours in _NAMES[config.rope_scaling].items()}
+    known = {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": _THEIR_KINDS[config.rope_scaling], **known}
+
+
+def _read_windows(hf: HFSettings, fields: Fields) -> Fields:
+    num_layers, size = fields["num_layers"], hf.get("sliding_window")
+    first = hf.get("max_window_layers", 0)
+    marks = _marks_of(hf, [number >= first for number in range(num_layers)])
+    if not hf.switch("use_sliding_window", False) or size is None or size >= fields["seq_length"]:
+        return {}
+    return _window_fields(size, marks)
+
+
+def _write_windows(config: ModelConfig) -> Fields:
+    marks = [kind.window is not None for kind in config.layer_kinds]
+    return {
+        **_written_types(config),
+        **({} if any(marks) else {"sliding_window": None}),
+        "use_sliding_window": any(marks),
+        "max_window_layers": marks.index(True) if any(marks) else config.num_layers,
+    }
+
+
+WINDOWS = Rule(_read_windows, _write_windows)
+"""Windows as Qwen and SmolLM describe them."""
+
+
+def one_window(default: int | None = None, *, switched: bool = False) -> Rule:
+    """Return the rule of a window in all layers, as Mistral's.
+
+    Args:
+        default: size if the config does not have it.
+        switched: whether `use_sliding_window` turns it on.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        size = hf.get("sliding_window", default)
+        is_off = switched and not hf.switch("use_sliding_window", False)
+        if is_off or size is None or size >= fields["seq_length"]:
+            return {}
+        return {"window_size": (size - 1, 0)}  # theirs counts the token itself
+
+    def write(config: ModelConfig) -> Fields:
+        window = config.layer_kinds[0].window
+        own = {"use_sliding_window": window is not None} if switched else {}
+        return {"sliding_window": None if window is None else window + 1, **own}
+
+    return Rule(read, write)
+
+
+def layer_types(full_every: int, old_name: str = "") -> Rule:
+    """Return the rule of windows as Gemma and OLMo 3 describe them; it comes after all other rules.
+
+    Layers with a window may have other rotary positions or sizes: they then keep a window that is as long as
+    the samples.
+
+    Args:
+        full_every: every Nth layer has no window, if the config does not list the layers.
+        old_name: older name of a setting for this number, if there is one.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        size, every = hf.get("sliding_window", 4096), full_every
+        if old_name:
+            every = hf.get(old_name, full_every)
+        marks = _marks_of(hf, [(number + 1) % every != 0 for number in range(fields["num_layers"])])
+        if size is None or (size >= fields["seq_length"] and not ModelConfig(**fields).windows_differ):
+            return {}
+        return _window_fields(size, marks)
+
+    return Rule(read, _written_types)
+
+
+def _marks_of(hf: HFSettings, usual: list[bool]) -> list[bool]:
+    """Return whether each layer has a window, by default as usual in the family."""
+    types = hf.get("layer_types")
+    if types is None:
+        return usual
+    if len(types) != len(usual) or not {*types} <= {WINDOW, FULL}:
+        raise UserError(f"layer_types {types} cannot be converted: {WINDOW} and {FULL} of each layer can")
+    return [kind == WINDOW for kind in types]
+
+
+def _window_fields(size: int, marks: list[bool]) -> Fields:
+    if not any(marks):
+        return {}
+    window = {"window_size": (size - 1, 0)}  # theirs counts the token itself
+    return window if all(marks) else {**window, "window_attn_skip_freq": tuple(map(int, marks))}
+
+
+def _written_types(config: ModelConfig) -> Fields:
+    """Return the kinds of layers, and the size of a window even if no layer has one."""
+    size = config.num_positions if config.window_size is None else config.window_size[0] + 1
+    return {
+        "sliding_window": size,
+        "layer_types": [FULL if kind.window is None else WINDOW for kind in config.layer_kinds],
+    }

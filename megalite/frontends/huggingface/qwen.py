@@ -1,0 +1,229 @@
+"""Qwen2-MoE and Qwen3-MoE, and the Qwen with Gated DeltaNet: Qwen3-Next, Qwen3.5 and Qwen3.5-MoE.
+
+The rows of two projections of Gated DeltaNet are grouped by key head; those of four are queries, keys and
+values, gates, rates, and decays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalite.config import LayerKind, ModelConfig
+from megalite.errors import UserError
+from megalite.frontends.huggingface.experts import (
+    FUSED_EXPERTS,
+    expert_modules,
+    modules_with_some_experts,
+    shared_expert_modules,
+    sparse_experts,
+)
+from megalite.frontends.huggingface.family import (
+    Module,
+    Parts,
+    Transform,
+    by_kind,
+    in_layers_that,
+    modules,
+    with_kernel_dim,
+)
+from megalite.frontends.huggingface.llama import LLAMA, QWEN3, QWEN3_RULES, llama_like
+from megalite.frontends.huggingface.positions import FULL, WINDOWS, one_window, rotary, rotary_fields
+from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, biases, fixed, switch
+
+_MLP = "model.layers.{}.mlp"
+_EXPERTS = expert_modules(_MLP, "gate_proj", "up_proj", "down_proj")
+_GATED_EXPERTS = (
+    *_EXPERTS,
+    *shared_expert_modules(f"{_MLP}.shared_expert"),
+    *modules("layers.{}.mlp.", f"{_MLP}.", ("table", "shared.gate", "shared_expert_gate")),
+)
+"""Modules of a layer with experts, without and with a shared one."""
+
+
+def _check_types(hf: HFSettings, _: Fields) -> Fields:
+    if hf.get("use_sliding_window", False) and hf.get("layer_types") is None:
+        raise UserError("qwen2_moe with use_sliding_window cannot be converted without layer_types")
+    return {}
+
+
+QWEN2_MOE = replace(
+    LLAMA,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    rules=(
+        *llama_like(32768),
+        Rule(_check_types),
+        WINDOWS,
+        sparse_experts(gated=True),
+        switch("qkv_bias", "add_qkv_bias", True, "has_qkv_bias"),
+    ),
+    layer=modules_with_some_experts(LLAMA.layer, _GATED_EXPERTS),
+    experts=FUSED_EXPERTS,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rules=(*QWEN3_RULES, one_window(switched=True), sparse_experts()),
+    layer=modules_with_some_experts(QWEN3.layer, _EXPERTS),
+    experts=FUSED_EXPERTS,
+)
+
+_RECURRENT = "linear_attention"
+"""Their name of layers with Gated DeltaNet."""
+_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Sizes of Gated DeltaNet, which have the same names here and there, with their defaults."""
+
+
+def _read_delta_net(hf: HFSettings, fields: Fields) -> Fields:
+    every, types, num_layers = (
+        hf.get("full_attention_interval", 4),
+        hf.get("layer_types"),
+        fields["num_layers"],
+    )
+    if types is None:
+        types = [FULL if (number + 1) % every == 0 else _RECURRENT for number in range(num_layers)]
+    if len(types) != num_layers or not {*types} <= {_RECURRENT, FULL}:
+        raise UserError(f"layer_types {types} cannot be converted: {_RECURRENT} and {FULL} of each layer can")
+    sizes = {name: hf.get(name, usual) for name, usual in _SIZES.items()}
+    if _RECURRENT not in types:
+        return {}
+    marks = tuple(int(kind == _RECURRENT) for kind in types)
+    return {
+        "recurrent_mixer": "gated_delta_net",
+        "linear_attention_freq": None if all(marks) else marks,
+        **sizes,
+    }
+
+
+def _write_delta_net(config: ModelConfig) -> Fields:
+    types = [FULL if kind.mixer == "attention" else _RECURRENT for kind in config.layer_kinds]
+    return {"layer_types": types, **{name: getattr(config, name) for name in _SIZES}}
+
+
+def _hybrid(positions: Rule, width: str = "intermediate_size") -> tuple[Rule, ...]:
+    """Return the rules that Qwen3-Next and Qwen3.5 share; `width` is their name of the MLP's width."""
+    return (
+        *llama_like(32768, rotary=positions, width=width, head_dim=256),
+        biases(),
+        Rule(_read_delta_net, _write_delta_net),
+        fixed(qk_layernorm=True, zero_centered_norms=True, attention_output_gate=True),
+    )
+
+
+def _delta_net_modules(in_projections: str, grouping: Transform) -> tuple[Module, ...]:
+    """Return the modules of a layer with Gated DeltaNet.
+
+    Args:
+        in_projections: their names of the projections that are one of ours.
+        grouping: converts the rows of these projections.
+    """
+    return modules(
+        "layers.{}.gated_delta_net.",
+        "model.layers.{}.linear_attn.",
+        ("table", "in_projection", in_projections, grouping),
+        ("table", "convolution", "conv1d", with_kernel_dim(_by_kind(3))),
+        ("vector", "A_log", "A_log"),
+        ("vector", "dt_bias", "dt_bias"),
+        ("table", "norm", "norm"),
+        ("table", "projection", "out_proj"),
+        only_in=_is_recurrent,
+    )
+
+
+def _is_recurrent(kind: LayerKind) -> bool:
+    return kind.mixer == "gated_delta_net"
+
+
+def _groups_of_two(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    rows = config.delta_net.group_rows
+    return config.delta_net.key_heads, (sum(rows[:4]), sum(rows[4:]))
+
+
+def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
+    """Return the transform of the first kinds of rows in a group; see `by_kind`."""
+    return by_kind(
+        lambda config: (config.delta_net.key_heads, config.delta_net.group_rows[:num_kinds]), apart
+    )
+
+
+def _split_gated_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
+    """Split our rows into queries with their gates, head by head, keys and values."""
+    grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
+    queries, gates, keys, values = grouped.split(config.group_heads(LayerKind()), dim=1)
+    return [torch.stack((queries, gates), dim=2).flatten(0, 3), keys.flatten(0, 2), values.flatten(0, 2)]
+
+
+def _join_gated_qkv(parts: Parts, config: ModelConfig) -> Tensor:
+    q, k, v = (part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts)
+    queries, gates = q.unflatten(1, (-1, 2)).unbind(2)
+    return torch.cat((queries, gates, k, v), dim=1).flatten(0, 2)
+
+
+_GATED_QKV = Transform(_split_gated_qkv, _join_gated_qkv)
+_ATTENTION = in_layers_that(
+    lambda kind: kind.mixer == "attention",
+    *(
+        replace(module, transform=_GATED_QKV) if module.kind == "qkv" else module
+        for module in QWEN3.layer
+        if ".attention." in module.ours
+    ),
+)
+_SHARED_LAYER = (
+    *modules_with_some_experts(
+        (module for module in QWEN3.layer if ".attention." not in module.ours), _GATED_EXPERTS
+    ),
+    *_ATTENTION,
+)
+_SHARE = ("partial_rotary_factor", 0.25)
+QWEN3_NEXT = replace(
+    QWEN3,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    rules=(*_hybrid(rotary(share=_SHARE)), sparse_experts(norm_topk_prob=True, gated=True)),
+    layer=(*_SHARED_LAYER, *_delta_net_modules("in_proj_qkvz in_proj_ba", by_kind(_groups_of_two, apart=1))),
+    experts=FUSED_EXPERTS,
+    mtp=(),  # its files have other names for these modules
+)
+
+
+def _read_text_rotary(hf: HFSettings, _: Fields) -> Fields:
+    share, theta = hf.get(*_SHARE), hf.get("rope_theta", 10000.0)
+    settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # Of images: the three positions of a token of text are equal.
+    of_images = {"mrope_section", "mrope_interleaved"}
+    of_text = {name: value for name, value in settings.items() if name not in of_images}
+    return rotary_fields(of_text, theta, share)
+
+
+_TEXT_ROTARY = Rule(_read_text_rotary, rotary(share=_SHARE).write)
+QWEN3_5 = replace(
+    QWEN3_NEXT,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    rules=_hybrid(_TEXT_ROTARY),
+    layer=(
+        *_SHARED_LAYER,
+        *_delta_net_modules("in_proj_qkv in_proj_z in_proj_b in_proj_a", _by_kind(6, apart=3)),
+    ),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    rules=(
+        *_hybrid(_TEXT_ROTARY, width="moe_intermediate_size"),
+        sparse_experts(norm_topk_prob=True, gated=True, in_all_layers=True),
+    ),
+    without_effect=("intermediate_size",),
+)

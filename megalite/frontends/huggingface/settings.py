@@ -1,0 +1,225 @@
+"""Rows of a family's table of settings: names in config.json, and the fields of our config.
+
+`HFSettings` reads a config.json and remembers what was read, so that no setting is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config import ModelConfig
+from megalite.errors import UserError, shortened
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NAMES = """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
+    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id dtype finetuning_task
+    gradient_checkpointing id2label initializer_range is_decoder is_encoder_decoder label2id mask_token_id
+    model_type name_or_path output_attentions output_hidden_states output_past pretraining_tp problem_type
+    return_dict return_dict_in_generate sep_token_id task_specific_params tokenizer_class torch_dtype
+    torchscript transformers_version unk_token_id use_bfloat16 use_cache vocab_size
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty suppress_tokens temperature
+    top_k top_p typical_p
+"""
+WITHOUT_EFFECT = frozenset((*TOKEN_IDS, *_NAMES.split()))
+"""Settings of any model that do not change what it computes: tokens, formats, and defaults of generation."""
+
+HF_ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+"""Our activation for each of transformers' names for ungated activations. ``silu`` is missing: in Llama it is
+the gate of SwiGLU, and megalite has no ungated MLP with SiLU."""
+HF_GATES = {
+    "silu": "swiglu",
+    "gelu_pytorch_tanh": "geglu",
+    "gelu_new": "geglu",
+    "gelu": "geglu_exact",
+    "relu": "reglu",
+}
+"""Our gated activation for each of transformers' names for the gate's function."""
+THEIR_GATES = {ours: theirs for theirs, ours in reversed(HF_GATES.items())}
+THEIR_ACTIVATIONS = {ours: theirs for theirs, ours in reversed(HF_ACTIVATIONS.items())}
+
+
+class HFSettings:
+    """Reads the settings of a ``config.json`` by name, and remembers which names were read.
+
+    Args:
+        hf: ``config.json`` read as JSON, or a config's ``to_dict()``.
+        kind: name of what the settings describe, such as the family, in error messages.
+        name: name of the object in error messages.
+    """
+
+    def __init__(self, hf: Mapping[str, Any], kind: str, name: str = "transformers' config") -> None:
+        self.hf, self.kind, self.name = hf, kind, name
+        self.names_read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names_read.add(name)
+        return self.hf[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting, or the default if it is absent."""
+        self.names_read.add(name)
+        return self.hf.get(name, default)
+
+    def first(self, *names: str) -> Any:
+        """Return the value under the first of these names that is present, since settings were renamed."""
+        self.names_read.update(names)
+        for name in names:
+            if self.hf.get(name) is not None:
+                return self.hf[name]
+        raise UserError(f"{self.name} has no {' or '.join(names)}")
+
+    def switch(self, name: str, default: bool) -> bool:
+        """Return a setting that is true or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.name} has {name} {value!r}, which is not true or false")
+        return value
+
+    def activation(self, name: str, default: str, known: Mapping[str, str] = HF_ACTIVATIONS) -> str:
+        """Return our name of an activation, by default of an ungated one."""
+        value = self.get(name, default)
+        if value not in known:
+            raise UserError(f"{name} {value!r} cannot be converted: {', '.join(known)} can")
+        return known[value]
+
+    def require(self, **needed: Any) -> None:
+        """Refuse settings that are present with another value than the only one that megalite has."""
+        for name, value in needed.items():
+            if self.get(name, value) != value:
+                raise UserError(
+                    f"{self.kind} with {name} {self.hf[name]} cannot be converted: only {value} can"
+                )
+
+    def require_equal(self, first: str, second: str, default: object) -> None:
+        """Refuse different values of two settings that are one option here."""
+        values = self.get(first, default), self.get(second, default)
+        if values[0] != values[1]:
+            raise UserError(f"{first} {values[0]} and {second} {values[1]} must be equal to be converted")
+
+    def refuse_unread(self, without_effect: Collection[str] = ()) -> None:
+        """Refuse settings that were not read, unless they are null or have no effect."""
+        for name in sorted(self.hf.keys() - self.names_read - WITHOUT_EFFECT - {*without_effect}):
+            if self.hf[name] is not None:
+                raise UserError(
+                    f"{self.kind} with {name} {shortened(repr(self.hf[name]))} cannot be converted: megalite "
+                    "does not know this setting"
+                )
+
+
+Fields = dict[str, Any]
+"""Fields of our config, or settings of theirs, by name."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings of theirs that belong together, and our fields for them: one or several rows of a table.
+
+    Attributes:
+        read: returns our fields, for their settings and for the fields of the rules before.
+        write: returns their settings for our config.
+    """
+
+    read: Callable[[HFSettings, Fields], Fields] = lambda hf, fields: {}
+    write: Callable[[ModelConfig], Fields] = lambda config: {}
+
+
+_REQUIRED = object()
+_RESOLVED = {
+    "ffn_hidden_size": "ffn_size",
+    "kv_channels": "head_dim",
+    "moe_ffn_hidden_size": "expert_ffn_size",
+    "num_query_groups": "num_kv_heads",
+    "seq_length": "num_positions",
+}
+"""Properties of our config with the value of a field that may be unset."""
+
+
+def setting(theirs: str, ours: str, default: Any = _REQUIRED, attribute: str = "") -> Rule:
+    """Return the rule of a setting whose value is a field's.
+
+    Args:
+        theirs: its name; of several names, the first is written, and the first that is present is read.
+        default: value if it is absent; without one, it is required.
+        attribute: property of our config to write; by default the field's.
+    """
+    names, attribute = theirs.split(), attribute or _RESOLVED.get(ours, ours)
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        if default is not _REQUIRED:
+            return {ours: hf.get(theirs, default)}
+        return {ours: hf.first(*names) if len(names) > 1 else hf[theirs]}
+
+    return Rule(read, lambda config: {names[0]: getattr(config, attribute)})
+
+
+def switch(theirs: str, ours: str, default: bool, attribute: str = "", *, negated: bool = False) -> Rule:
+    """Return the rule of a setting that is true or false, the field's value or its negation."""
+    return Rule(
+        lambda hf, fields: {ours: hf.switch(theirs, default) != negated},
+        lambda config: {theirs: getattr(config, attribute or ours) != negated},
+    )
+
+
+def fixed(**fields: Any) -> Rule:
+    """Return the rule of fields that have the same value in every model of a family."""
+    return Rule(lambda hf, _: fields)
+
+
+def only(**needed: Any) -> Rule:
+    """Return the rule of settings of which megalite has only one value."""
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        hf.require(**needed)
+        return {}
+
+    return Rule(read)
+
+
+def activation(theirs: str, default: str, known: Mapping[str, str] = HF_ACTIVATIONS) -> Rule:
+    """Return the rule of the activation."""
+    written = THEIR_ACTIVATIONS if known is HF_ACTIVATIONS else THEIR_GATES
+    return Rule(
+        lambda hf, fields: {"activation": hf.activation(theirs, default, known)},
+        lambda config: {theirs: written.get(config.activation, default)},
+    )
+
+
+def biases(default: bool = False, mlp: bool | None = False) -> Rule:
+    """Return the rule of `attention_bias`, which adds biases to all projections of attention.
+
+    Args:
+        default: default of `attention_bias`.
+        mlp: whether the MLPs have biases; None if `mlp_bias` says so.
+    """
+
+    def read(hf: HFSettings, fields: Fields) -> Fields:
+        has_mlp_bias = hf.switch("mlp_bias", False) if mlp is None else mlp
+        has_bias = hf.switch("attention_bias", default)
+        if has_bias and has_mlp_bias:
+            return {"add_bias_linear": True}
+        return {
+            "add_bias_linear": False,
+            "add_qkv_bias": has_bias,
+            "add_attention_output_bias": has_bias,
+            "add_mlp_bias": has_mlp_bias,
+        }
+
+    def write(config: ModelConfig) -> Fields:
+        own = {"mlp_bias": config.has_mlp_bias} if mlp is None else {}
+        return {"attention_bias": config.has_attention_output_bias, **own}
+
+    return Rule(read, write)
