@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import Config, check_config
-from megalite.data.bert_dataset import BertOptions
-from megalite.data.bert_masking import WordPieces
-from megalite.data.bert_samples import BertSamples, word_pieces
+from megalite.data.bert_dataset import BertSamples
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
@@ -147,31 +145,9 @@ def packed_samples(config: Config) -> PackedSamples:
     )
 
 
-def bert_samples(config: Config, tokenizer: Tokenizer | None) -> BertSamples:
-    """Return the samples of a BERT run.
-
-    Raises:
-        UserError: the tokenizer is not a WordPiece tokenizer with BERT's special tokens.
-    """
-    model, data = config.model, config.data
-    assert model.vocab_size is not None
-    is_null = data.resolved_tokenizer_type == "NullTokenizer"
-    pieces = WordPieces.mock(model.vocab_size) if tokenizer is None or is_null else word_pieces(tokenizer)
-    return BertSamples(
-        BertOptions(
-            model.seq_length,
-            config.training.seed,
-            pieces,
-            model.mask_prob,
-            data.short_seq_prob,
-            has_two_segments=model.bert_binary_head,
-        )
-    )
-
-
 SAMPLES: Mapping[str, Callable[[Config, Tokenizer | None], Samples]] = {
     "gpt": gpt_samples,
-    "bert": bert_samples,
+    "bert": BertSamples.of,
 }
 """Functions that describe the samples of a run, by the model's architecture."""
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from megalite.data import _index_builder
-from megalite.data.bert_dataset import BertDataset, BertOptions
-from megalite.data.bert_samples import BertSamples, word_pieces
+from megalite.data.bert_dataset import BertDataset, BertOptions, BertSamples, word_pieces
 from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_corpora
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
