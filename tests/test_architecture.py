@@ -93,7 +93,18 @@ CLASS_VERBS = {
 }
 """Verbs that do not begin the docstring of a class, a noun phrase such as "Options of BERT samples"."""
 CLASSES_WITH_VERBS = {
-    *("attention", "convert", "dry_run", "frontends", "generate", "ladder", "model", "observe", "plan", "report"),
+    *(
+        "attention",
+        "convert",
+        "dry_run",
+        "frontends",
+        "generate",
+        "ladder",
+        "model",
+        "observe",
+        "plan",
+        "report",
+    ),
     *("train", "verify"),
 }
 """Packages whose classes still begin so; convert is in checkpoint"""
