@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.attention.choice import build_core
 from megalite.config import LayerKind, ModelConfig, ParallelConfig
-from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
+from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megalite.distributed.axis import Observer, observing
 from megalite.distributed.local_ranks import run_ranks
-from megalite.distributed.observer import Observer, observing
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.telemetry.metrics import IntervalMeter

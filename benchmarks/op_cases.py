@@ -20,7 +20,7 @@ from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.state_space import scan
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 P, KEY, EPSILON = 0.1, kernels.site_key(1, "benchmark"), 1e-5
 ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ from megalite.tensor_parallel.parameter_spec import ParameterSpec as ParameterSp
 from megalite.tensor_parallel.parameter_spec import new_buffer as new_buffer
 from megalite.tensor_parallel.parameter_spec import new_parameter as new_parameter
 from megalite.tensor_parallel.placement import Cut as Cut
-from megalite.tensor_parallel.vocab_cross_entropy import (
+from megalite.tensor_parallel.vocab_parallel import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
 from megalite.train.loop import Callback as Callback

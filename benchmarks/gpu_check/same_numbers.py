@@ -29,7 +29,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import compare
 from megalite.verify.record_run import RunRecord, record_rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.frontends.deepspeed.settings import tables
 
 BEGIN = "<!-- settings of DeepSpeed's file, made by python -m docs.make -->"

@@ -21,7 +21,7 @@ from megalite.attention.core import LayerCore, StageCore
 from megalite.attention.kernels import BlockKernel, FlexKernel, Kernel, SdpaKernel, TritonKernel
 from megalite.attention.plain import PlainKernel
 from megalite.config import ModelConfig
-from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
+from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem

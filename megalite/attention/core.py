@@ -27,7 +27,7 @@ from megalite.attention.positions import (
 )
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import positions_in
 from megalite.document_assignment import Assignment
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys

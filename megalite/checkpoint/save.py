@@ -30,7 +30,7 @@ from megalite.data.corpus_record import DataRecord
 from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
 from megalite.files import partial_name, replace_file
-from megalite.hardware.device_name import device_name
+from megalite.hardware.gpu_query import device_name
 from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 

@@ -26,8 +26,8 @@ from megalite.checkpoint.save import Contents, Save, plan_save, replace_text, wh
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveError
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import CheckpointConfig
+from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.observer import CHECKPOINT
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, few, first_line
 from megalite.log import log

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from megalite.config.flags import flag_of, flag_with_value
+from megalite.config.option import flag_of, flag_with_value
 from megalite.data.preprocessing.documents import (
     MAX_DOCUMENT_BYTES,
     TEXT_DOCUMENTS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megalite.config.fields import MAX_INT, ConfigField, nearest_hint, normalised
-from megalite.config.flags import format_value
+from megalite.config.option import format_value
 from megalite.errors import shortened
 
 _TRUE = ("true", "yes", "on", "1")

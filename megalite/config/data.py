@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.flags import flag_of
-from megalite.config.option import SHARE, OnResume, Setting, option
+from megalite.config.option import SHARE, OnResume, Setting, flag_of, option
 
 TokenizerType = Literal[
     "byte",

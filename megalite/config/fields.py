@@ -15,8 +15,16 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flag_with_value, format_value
-from megalite.config.option import OnResume, Option, Range, Setting, option_of
+from megalite.config.option import (
+    OnResume,
+    Option,
+    Range,
+    Setting,
+    flag_of,
+    flag_with_value,
+    format_value,
+    option_of,
+)
 
 _MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""

@@ -8,8 +8,8 @@ from dataclasses import fields
 from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS
 from megalite.config.fields import config_fields, without_effect
-from megalite.config.flags import flag_with_value, format_value
 from megalite.config.model_fields import MAMBA_OPTIONS
+from megalite.config.option import flag_with_value, format_value
 from megalite.config.rules.parallel_rules import replicas
 from megalite.pipeline.schedules import SCHEDULES
 

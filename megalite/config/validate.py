@@ -8,8 +8,8 @@ from typing import Any
 
 from megalite.config.config import Config
 from megalite.config.fields import MAX_INT, ConfigField, config_fields
-from megalite.config.flags import flag_of
 from megalite.config.layout_options import LAYOUT_OPTIONS
+from megalite.config.option import flag_of
 from megalite.config.rules import (
     attention_rules,
     data_rules,

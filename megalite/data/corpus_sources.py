@@ -14,7 +14,7 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.config.data import WEIGHTED_SPLIT_FIELDS, split_weights
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.data.blend import parse_data_path
 from megalite.errors import UserError
 from megalite.files import parse_json

@@ -24,11 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.distributed.agreement import RankRecord, check_agreement
 from megalite.distributed.axes import MODEL, Factoring, MeshOptions
-from megalite.distributed.axis import WORLD, Axis, AxisSet
+from megalite.distributed.axis import DEVICE, STORE_BARRIER, WORLD, Axis, AxisSet, EventStack, Observer
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
 from megalite.distributed.network import choose_interface
-from megalite.distributed.observer import DEVICE, STORE_BARRIER, EventStack, Observer
 from megalite.distributed.rendezvous import (
     Launch,
     check_start,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.data.build_datasets import DatasetSplits
-from megalite.distributed.observer import observing
+from megalite.distributed.axis import observing
 from megalite.dry_run.repetition import Repetition
 from megalite.hardware.host_buffers import HostBuffers
 from megalite.log import log

@@ -20,7 +20,7 @@ from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.config.stage_layers import even_partition, layers_of_stages
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest

@@ -2,7 +2,7 @@
 
 The forward reads the logits once and computes three numbers per token. The backward reads them again and
 replaces them with their gradient. The communication in between is in
-`megalite.tensor_parallel.vocab_cross_entropy`.
+`megalite.tensor_parallel.vocab_parallel`.
 """
 
 import torch

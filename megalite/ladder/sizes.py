@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.config import Config, ModelConfig, OptimizerConfig, to_yaml
-from megalite.config.flags import flag_of
 from megalite.config.model import round_up
 from megalite.config.model_flops import flops_per_token
+from megalite.config.option import flag_of
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.errors import UserError
 from megalite.files import replace_file

@@ -15,7 +15,7 @@ from megalite.microbatch import Microbatch
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.vocab_parallel import VocabParallelEmbedding
 
 
 class PositionTable(nn.Module):

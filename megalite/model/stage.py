@@ -29,7 +29,7 @@ from megalite.tensor_parallel.parameter_spec import (
     buffer_spec,
     replicate_parameters,
 )
-from megalite.tensor_parallel.vocab_cross_entropy import (
+from megalite.tensor_parallel.vocab_parallel import (
     losses_and_log_sums,
     vocab_parallel_cross_entropy,
 )

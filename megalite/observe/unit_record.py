@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megalite.config import ModelConfig
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.config.recompute import Module
 from megalite.distributed.axes import MODEL
 from megalite.observe.recurrence_call import RecurrenceCall

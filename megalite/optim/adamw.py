@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.distributed.observer import Observer, observed
+from megalite.distributed.axis import Observer, observed
 from megalite.kernels import adamw_
 from megalite.optim.flat_buffers import Bucket, BucketEntry, Section
 from megalite.optim.gradient_buckets import main_dtype

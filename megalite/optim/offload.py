@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.distributed.observer import HOST_UPDATE
+from megalite.distributed.axis import HOST_UPDATE
 from megalite.distributed.topology import FakeTopology, Topology
 from megalite.errors import UserError
 from megalite.hardware.host_memory import free_bytes

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.distributed.axis import Axis
+from megalite.distributed.axis import Axis, observed
 from megalite.distributed.collectives import all_reduce, flat_all_gather
-from megalite.distributed.observer import observed
 from megalite.distributed.topology import Topology
 from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
 from megalite.optim.averaged_weights import AveragedWeights
@@ -33,7 +32,7 @@ from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of
-from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
+from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
 from megalite.torch_private import foreach_copy_, foreach_mul_
 
 

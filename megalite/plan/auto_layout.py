@@ -12,15 +12,14 @@ from typing import Any
 from torch.distributed import Store
 
 from megalite.config import Config, DataConfig
-from megalite.config.flags import flag_with_value
 from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.option import flag_with_value
 from megalite.distributed.rendezvous import Launch
 from megalite.errors import UserError, first_line
 from megalite.files import parse_json, read_regular, replace_file
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.hardware.node_hardware import CPU, NodeHardware, weakest
-from megalite.plan.calibrate import with_cpu_defaults
-from megalite.plan.calibration_file import read_calibration
+from megalite.plan.calibrate import read_calibration, with_cpu_defaults
 from megalite.plan.estimate import Costs, RunPlan
 from megalite.plan.layout_fields import layout_flags, layout_name, routing_line, with_layout
 from megalite.plan.layout_search import (

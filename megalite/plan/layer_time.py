@@ -10,7 +10,7 @@ from functools import lru_cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from megalite.config.cp_comm_type import CP_COMM_PROPERTIES
+from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.hardware.gpus import Gpu
 from megalite.observe.unit_record import (
     AttentionCall,
@@ -20,8 +20,7 @@ from megalite.observe.unit_record import (
     PhaseRecord,
     UnitRecord,
 )
-from megalite.plan.communication import CONTENTION, Group
-from megalite.plan.exchange_time import cp_seconds, ep_seconds, recurrent_cp_seconds
+from megalite.plan.communication import CONTENTION, Group, cp_seconds, ep_seconds, recurrent_cp_seconds
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.recurrence_time import recurrence_seconds
 from megalite.plan.saved_activations import group_bytes

@@ -12,15 +12,14 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from megalite.config import Config
-from megalite.config.cp_comm_type import CpCommTypes
-from megalite.config.parallel import num_neighbours
+from megalite.config.parallel import CpCommTypes, num_neighbours
 from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
 from megalite.config.validate import RULES
 from megalite.errors import Problem, UserError
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.plan.communication import CP_SECONDS
 from megalite.plan.estimate import RunPlan
-from megalite.plan.exchange_time import CP_SECONDS
 from megalite.plan.iteration_time import least_layer_seconds, least_seconds
 from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
 from megalite.plan.offloaded_state import NODE_MEMORY_GB

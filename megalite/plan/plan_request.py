@@ -13,8 +13,8 @@ from megalite.commands import torchrun_arguments
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.fields import fields_by_flag
-from megalite.config.flags import flag_with_value
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
+from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS
 from megalite.config.rules.conflicts import conflicts
@@ -24,7 +24,7 @@ from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
-from megalite.plan.calibration_file import read_calibration, write_calibration
+from megalite.plan.calibrate import read_calibration, write_calibration
 from megalite.plan.estimate import Costs
 from megalite.plan.goodput_plan import Reliability
 from megalite.plan.layout_fields import (

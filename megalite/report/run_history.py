@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.errors import UserError
 from megalite.files import parse_json
-from megalite.train.telemetry.expert_use import LayerLoads, loads_in
+from megalite.train.telemetry.metrics import LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import TimeSample, sample_in
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.config.cp_comm_type import (
+from megalite.config.parallel import (
     CP_COMM_PROPERTIES,
     CpCommProperties,
     CpCommType,
@@ -25,7 +25,7 @@ from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.microbatch import AssignedSamples, SampleNumbers
 from megalite.tensor_parallel.fp8 import Fp8Weights
-from megalite.tensor_parallel.overlap import SEPARATE, Overlap
+from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 

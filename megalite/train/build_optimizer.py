@@ -15,7 +15,7 @@ from megalite.optim.post_step_hook import PostStepHook
 from megalite.optim.qk_clip import MeasuredHeads, QKClip
 from megalite.optim.sharded_weights import ChunkModules
 from megalite.tensor_parallel.parameter_spec import forget_initial_values
-from megalite.tensor_parallel.tied_embedding import TiedWeight
+from megalite.tensor_parallel.vocab_parallel import TiedWeight
 from megalite.train.model_chunks import named_parameters
 
 

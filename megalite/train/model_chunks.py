@@ -22,7 +22,7 @@ from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider, is_own_model
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
-from megalite.tensor_parallel.overlap import choose_overlap
+from megalite.tensor_parallel.gemm_collectives import choose_overlap
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, buffer_spec
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.own_model import OutputCheck, check_stage

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count, shape_wrapper
 
-from megalite.distributed.observer import DEVICE
+from megalite.distributed.axis import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch.distributed as dist
 
 from megalite.config import Config
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.data.batch_loader import reads_data
 from megalite.data.build_datasets import (
     BuildOptions,

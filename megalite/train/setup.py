@@ -11,15 +11,15 @@ import torch
 from megalite import kernels
 from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
-from megalite.config.flags import flag_of
 from megalite.config.model_flops import CONVENTION
+from megalite.config.option import flag_of
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.errors import counted
+from megalite.hardware.cpu import bind_to_gpu
 from megalite.hardware.cuda_environment import describe, settings_for
-from megalite.hardware.numa import bind_to_gpu
 from megalite.hardware.shared_gpus import describe_sharing
 from megalite.log import configure_logging, log, log_notes
 from megalite.optim.offload import OffloadBytes

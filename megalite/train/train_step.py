@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.data.batch_loader import BatchLoader
+from megalite.distributed.axis import DEVICE
 from megalite.distributed.collectives import all_reduce
-from megalite.distributed.observer import DEVICE
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
 from megalite.loss_terms import REAL_TOKEN, later_real_token, later_token

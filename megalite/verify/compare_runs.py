@@ -23,8 +23,7 @@ from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.compare_traces import magnitude
 from megalite.verify.first_difference import SMALLEST, is_only_rounding
 from megalite.verify.layouts import Layout, common_batch_size
-from megalite.verify.record_run import RunRecord, record_run
-from megalite.verify.save_chain import SaveChain
+from megalite.verify.record_run import RunRecord, SaveChain, record_run
 
 
 @dataclass(frozen=True)

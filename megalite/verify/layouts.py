@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megalite.config import Config, ParallelConfig, check_config
-from megalite.config.cp_comm_type import CpCommType
-from megalite.config.parallel import TokenDispatcherType
+from megalite.config.parallel import CpCommType, TokenDispatcherType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL

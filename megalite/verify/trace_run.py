@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.distributed.axes import Slice
+from megalite.distributed.axis import observing
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.local_ranks import run_ranks
-from megalite.distributed.observer import observing
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.microbatch import Microbatch

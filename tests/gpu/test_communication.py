@@ -14,8 +14,8 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.mesh import group_options
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel.overlap import choose_overlap, trial_problem
-from megalite.train.health.flight_recorder import recorder_of, write_records
+from megalite.tensor_parallel.gemm_collectives import choose_overlap, trial_problem
+from megalite.train.health.hang_report import recorder_of, write_records
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.errors import ConfigError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout

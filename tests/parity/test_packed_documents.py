@@ -26,7 +26,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.data.mock_dataset import MockDataset
 from megalite.distributed.topology import Topology

@@ -61,7 +61,7 @@ from megalite.optim import (
     weight_gatherer,
 )
 from megalite.pipeline import executor, point_to_point
-from megalite.pipeline.point_to_point import PointToPoint
+from megalite.pipeline.messages import PointToPoint
 from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,

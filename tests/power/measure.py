@@ -20,7 +20,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
@@ -28,8 +28,7 @@ from megalite.errors import UserError
 from megalite.train.run_context import Providers
 from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare, resumed_excesses
 from megalite.verify.layouts import Layout, default_layouts
-from megalite.verify.record_run import RunRecord, merge_stages, record_rank
-from megalite.verify.save_chain import SaveChain
+from megalite.verify.record_run import RunRecord, SaveChain, merge_stages, record_rank
 from tests.live_ranks import RANKS, run_ranks
 from tests.power.catalogue import CATALOGUE, CONTROL
 from tests.power.injected_error import InjectedError

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megalite.config.config import Config
-from megalite.config.cp_comm_type import CpCommType, comm_type_of_layer
-from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import ModelConfig
+from megalite.config.option import flag_of, flag_with_value
+from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.config.rules.model_rules import groups_name, pattern_problems
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.errors import Problem

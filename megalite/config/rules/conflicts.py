@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.config import Config
 from megalite.config.fields import config_fields, fields_by_name, without_effect
-from megalite.config.flags import flag_of, flag_with_value
-from megalite.config.option import ABOVE_ONE, Range, Setting, other_than
+from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
 from megalite.errors import Problem
 
 

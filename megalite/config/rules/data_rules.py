@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megalite.commands import command_name
 from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, split_weights
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.errors import Problem
 
 

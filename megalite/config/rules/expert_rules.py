@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_with_value
+from megalite.config.option import flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.config.training import iteration_range
 from megalite.errors import Problem

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
-from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import LayerKind
 from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
+from megalite.config.option import flag_of, flag_with_value
 from megalite.errors import Problem
 
 MIN_BERT_LENGTH = 8

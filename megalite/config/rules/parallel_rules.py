@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flag_with_value, format_value
+from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
 from megalite.config.rules.model_rules import divisors_near
 from megalite.config.stage_layers import (

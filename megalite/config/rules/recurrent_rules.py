@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flag_with_value
 from megalite.config.layer_kind import HYBRID_KINDS
+from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.errors import Problem
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megalite.config.batch_size import BatchSize, schedule_steps
 from megalite.config.config import Config
-from megalite.config.flags import flag_of, flag_with_value
+from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
 from megalite.config.training import iteration_range
 from megalite.errors import Problem

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.fields import MAX_INT, fields_by_flag, nearest_hint
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.errors import shortened
 from megalite.frontends import read_table
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.arguments import Diagnostics, FlagTokens
 from megalite.config.config import Config
-from megalite.config.flags import flag_with_value
+from megalite.config.option import flag_with_value
 from megalite.frontends import read_table
 from megalite.frontends.megatron.conversions import FSDP_FLAGS, OFF_WITHOUT_LATENTS
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
-from megalite.train.callbacks.checkpointing import Checkpointing
-from megalite.train.callbacks.evaluation import Evaluation
 from megalite.train.callbacks.expert_use import ExpertLogging
 from megalite.train.callbacks.garbage_collection import GarbageCollection
 from megalite.train.callbacks.health import HangWatchdog, Stragglers
@@ -13,6 +11,7 @@ from megalite.train.callbacks.metrics_logging import MetricsLogging
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
 from megalite.train.callbacks.norms import LayerNorms, OptimizerNorms
+from megalite.train.callbacks.periodic import Checkpointing, Evaluation
 from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay

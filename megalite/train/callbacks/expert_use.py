@@ -15,7 +15,7 @@ from megalite.model.experts import Router
 from megalite.model.routing_statistics import RoutingStatistics
 from megalite.optim.expert_balance import sum_over_tokens
 from megalite.train.loop import Callback, TrainingLoop, is_due
-from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads
+from megalite.train.telemetry.metrics import ExpertUse, LayerLoads
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import DEVICE, observing
+from megalite.distributed.axis import DEVICE, observing
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log

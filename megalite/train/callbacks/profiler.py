@@ -11,7 +11,7 @@ import torch.profiler
 from torch.profiler import ProfilerActivity
 
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import PROFILER, EventStack
+from megalite.distributed.axis import PROFILER, EventStack
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.files import make_writable

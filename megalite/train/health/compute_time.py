@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from megalite.distributed.observer import DEVICE, PROFILER, EventStack
+from megalite.distributed.axis import DEVICE, PROFILER, EventStack
 
 _SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
 """Scheduler statistics of this thread: nanoseconds on a core and waiting for one, time slices (proc(5))."""

@@ -12,23 +12,34 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.distributed.observer import observing
+from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
 from megalite.torch_private import num_collectives
-from megalite.train.health.flight_recorder import PREFIX, analysis_of, recorder_of, write_records
 from megalite.train.health.hang_report import (
+    PREFIX,
     STANDARD_ERROR,
     all_stacks,
+    analysis_of,
     in_debugger,
     main_stack,
     position,
+    recorder_of,
     report,
     stacks_on_signal,
+    write_records,
     write_stacks,
 )
-from megalite.train.health.rank_status import RankStatus, awaited_ranks, describe, may_take_any_time
-from megalite.train.health.status_store import NoAnswer, StatusStore, call_within, store_owner
+from megalite.train.health.status_store import (
+    NoAnswer,
+    RankStatus,
+    StatusStore,
+    awaited_ranks,
+    call_within,
+    describe,
+    may_take_any_time,
+    store_owner,
+)
 from megalite.train.trainer import Trainer
 
 HANG_STATUS = 85

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,7 @@ from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.files import make_writable
 from megalite.log import THIS_RANK, log
-from megalite.train.telemetry.expert_use import ExpertUse
-from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
 
@@ -317,3 +317,122 @@ class WandbWriter(ScalarWriter):
 
     def close(self, *, has_failed: bool = False) -> None:
         self._send(lambda: self._run.finish(exit_code=int(has_failed)))
+
+
+_PARAMS_PER_CALL = 100  # MLflow's limit
+
+
+class MlflowWriter(ScalarWriter):
+    """Writer to a run of MLflow, with the config as parameters such as ``model.num_layers``.
+
+    MLflow sends them from a thread of its own, so that a slow server does not slow the run.
+
+    Args:
+        config_text: the run's config as YAML.
+
+    Raises:
+        UserError: mlflow is not installed, or its server refuses the run.
+    """
+
+    def __init__(self, config: LoggingConfig, world_size: int, config_text: str) -> None:
+        super().__init__(config, world_size)
+        output = f"--mlflow-experiment {config.mlflow_experiment}"
+        try:
+            import mlflow  # imported here because it is an optional package that only one rank needs
+        except ImportError:
+            raise UserError(
+                f"{output} needs the package mlflow, which is not installed: "
+                "pip install mlflow-skinny, or omit the flag"
+            ) from None
+        self._mlflow: Any = mlflow
+        self._send = GuardedCalls(output)
+        try:
+            mlflow.set_experiment(config.mlflow_experiment)
+            mlflow.start_run()
+        except mlflow.exceptions.MlflowException as error:
+            problem = str(error).splitlines()[0]
+            raise UserError(f"{output} cannot be written at MLFLOW_TRACKING_URI: {problem}") from None
+        groups = yaml.safe_load(config_text)
+        params = [(f"{group}.{name}", value) for group, of in groups.items() for name, value in of.items()]
+        for first in range(0, len(params), _PARAMS_PER_CALL):
+            part = dict(params[first : first + _PARAMS_PER_CALL])
+            self._send(lambda part=part: mlflow.log_params(part, synchronous=False))  # type: ignore[misc]
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        self._send(lambda: self._mlflow.log_metrics(dict(scalars), step=iteration, synchronous=False))
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._send(self._mlflow.flush_async_logging)
+        self._send(lambda: self._mlflow.end_run("FAILED" if has_failed else "FINISHED"))
+
+
+class OpenTelemetryWriter(ScalarWriter):
+    """Gauge for each scalar: ``megalite.lm_loss``. OpenTelemetry sends their latest values regularly.
+
+    Its own environment variables configure it: OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_METRIC_EXPORT_INTERVAL,
+    OTEL_EXPORTER_PROMETHEUS_HOST, OTEL_EXPORTER_PROMETHEUS_PORT, OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES.
+
+    Raises:
+        UserError: OpenTelemetry is not installed, or Prometheus' port is in use.
+    """
+
+    def __init__(self, config: LoggingConfig, world_size: int) -> None:
+        super().__init__(config, world_size)
+        output = f"--opentelemetry {config.opentelemetry}"
+        try:
+            # Imported here because they are optional packages that only one rank needs.
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+            reader, self._stop = _prometheus() if config.opentelemetry == "prometheus" else _otlp()
+        except ImportError as error:
+            raise UserError(
+                f"{output} needs the package {error.name}, which is not installed: "
+                "pip install 'megalite[opentelemetry]', or omit the flag"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{output} cannot be served ({error.strerror}): "
+                "set OTEL_EXPORTER_PROMETHEUS_PORT to a free port"
+            ) from None
+        resource = Resource({"service.name": "megalite"}).merge(OTELResourceDetector().detect())
+        self._provider = MeterProvider([reader], resource)
+        self._meter = self._provider.get_meter("megalite")
+        self._gauges: dict[str, Any] = {}
+        self._send = GuardedCalls(output)
+
+    def scalars(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        for tag, value in {"iteration": iteration, **scalars}.items():
+            name = "megalite." + re.sub(r"[^\w./-]", "_", tag)
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(name)
+            self._gauges[name].set(value)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._send(self._provider.shutdown)  # which sends the last values
+        self._stop()
+
+
+def _otlp() -> tuple[Any, Callable[[], None]]:
+    """Return a reader that sends to a collector, and what ends it besides the reader's own shutdown."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    return PeriodicExportingMetricReader(OTLPMetricExporter()), lambda: None
+
+
+def _prometheus() -> tuple[Any, Callable[[], None]]:
+    """Return a reader for the page that Prometheus reads, and what ends the server of the page."""
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import start_http_server
+
+    host = os.environ.get("OTEL_EXPORTER_PROMETHEUS_HOST", "localhost")
+    server, thread = start_http_server(int(os.environ.get("OTEL_EXPORTER_PROMETHEUS_PORT", "9464")), host)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return PrometheusMetricReader(), stop

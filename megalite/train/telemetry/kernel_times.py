@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from megalite.attention.blockwise import attend, attend_backward
 from megalite.config import Config
-from megalite.distributed.observer import PROFILER, EventStack
+from megalite.distributed.axis import PROFILER, EventStack
 from megalite.distributed.topology import Topology
 from megalite.observe.operator_log import kernel_kind, kind_by_name
 from megalite.observe.recorder import Reader

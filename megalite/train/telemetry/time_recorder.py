@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megalite.distributed.observer import DEVICE, Observer, observing
+from megalite.distributed.axis import DEVICE, Observer, observing
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, log
 from megalite.observe.unit_record import KernelKind

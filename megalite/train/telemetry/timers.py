@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megalite.distributed.axes import MODEL, SHARD
-from megalite.distributed.observer import Observer, Wait, observed
+from megalite.distributed.axis import Observer, Wait, observed
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
-from megalite.tensor_parallel.tied_embedding import EMBEDDING_GRADS
+from megalite.tensor_parallel.vocab_parallel import EMBEDDING_GRADS
 
 M = TypeVar("M")
 

@@ -13,15 +13,17 @@ from typing import Any, Protocol
 
 from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import CHECKPOINT, DEVICE
+from megalite.distributed.axis import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
 from megalite.log import THIS_RANK, is_on_terminal, log
-from megalite.train.telemetry.dashboards import TensorBoardWriter, WandbWriter
-from megalite.train.telemetry.expert_use import ExpertUse
+from megalite.train.telemetry.dashboards import (
+    MlflowWriter,
+    OpenTelemetryWriter,
+    TensorBoardWriter,
+    WandbWriter,
+)
 from megalite.train.telemetry.machine_load import MachineLoad
-from megalite.train.telemetry.metrics import IterationMetrics, TaskScores, ValidationMetrics
-from megalite.train.telemetry.mlflow_writer import MlflowWriter
-from megalite.train.telemetry.opentelemetry_writer import OpenTelemetryWriter
+from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, TaskScores, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
 

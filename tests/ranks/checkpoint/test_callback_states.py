@@ -17,7 +17,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.distributed.topology import Topology
-from megalite.train.callbacks.checkpointing import Checkpointing
+from megalite.train.callbacks.periodic import Checkpointing
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer

@@ -14,7 +14,7 @@ import torch
 from megalite.config import ParallelConfig
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel import linear
-from megalite.tensor_parallel.overlap import SEPARATE
+from megalite.tensor_parallel.gemm_collectives import SEPARATE
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 from tests.live_ranks import run_ranks

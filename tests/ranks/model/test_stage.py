@@ -11,7 +11,7 @@ from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.stage_layers import layers_of_stages
 from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
-from megalite.tensor_parallel.tied_embedding import sum_tied_embedding_grads
+from megalite.tensor_parallel.vocab_parallel import sum_tied_embedding_grads
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

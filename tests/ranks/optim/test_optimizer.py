@@ -16,7 +16,7 @@ from megalite.tensor_parallel.parameter_spec import (
     new_parameter,
 )
 from megalite.tensor_parallel.placement import Cut
-from megalite.tensor_parallel.tied_embedding import TiedWeight, sum_tied_embedding_grads
+from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
 from tests.live_ranks import run_ranks
 
 SPECS = {

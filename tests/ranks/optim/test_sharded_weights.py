@@ -27,7 +27,7 @@ from megalite.config import (
     TrainingConfig,
     check_config,
 )
-from megalite.distributed.observer import observing
+from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
 from megalite.optim.flat_buffers import ALIGNMENT

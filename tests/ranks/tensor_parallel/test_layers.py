@@ -10,8 +10,7 @@ from megalite.distributed import collectives
 from megalite.distributed.collectives import all_gather_from
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
-from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tests.live_ranks import run_ranks
 
 S, B, WIDTH, ROWS = 5, 3, 8, 24

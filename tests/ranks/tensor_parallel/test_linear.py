@@ -12,11 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megalite.config import ParallelConfig
-from megalite.tensor_parallel.gemm_collectives import ChunkedCollectives
+from megalite.tensor_parallel.gemm_collectives import SEPARATE, ChunkedCollectives, Overlap
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlap import SEPARATE, Overlap
 from megalite.tensor_parallel.parameter_spec import LayerContext, gather_full, spec_of
-from megalite.tensor_parallel.vocab_embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.vocab_parallel import VocabParallelEmbedding
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
 from tests.live_ranks import run_ranks
 

@@ -20,7 +20,7 @@ from megalite.config import (
     check_config,
 )
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
-from megalite.config.flags import flag_of
+from megalite.config.option import flag_of
 from megalite.config.rules.attention_rules import (
     assigned_documents,
     comm_types_of_layers,

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite.distributed.topology import Topology
 from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.cross_entropy import gradient_reference, statistics_reference
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 from tests.unit.kernels.ulps import assert_within
 
 

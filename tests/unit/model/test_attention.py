@@ -32,7 +32,7 @@ from megalite.attention.kernels import FlexKernel, Kernel, SdpaKernel, TritonKer
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import alibi_slopes
 from megalite.config import LayerKind, ModelConfig
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError

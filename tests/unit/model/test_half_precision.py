@@ -12,7 +12,7 @@ from megalite.attention.positions import Rotary
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.tensor_parallel.vocab_cross_entropy import vocab_parallel_cross_entropy
+from megalite.tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ from megalite.report.page import page
 from megalite.report.run_folder import Run, open_run
 from megalite.report.run_history import HistoryRow, read_history
 from megalite.report.time_report import expert_table, metric_table, short_number
-from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads, loads_in
+from megalite.train.telemetry.metrics import ExpertUse, LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import COMPUTING, TimeComparison, TimeTerm
 from tests.run_folder import iteration, write_metrics, write_restarted_run
 

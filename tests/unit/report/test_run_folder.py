@@ -14,7 +14,7 @@ from megalite.cli.train import main
 from megalite.config import LoggingConfig
 from megalite.errors import UserError
 from megalite.frontends.command_line import parse
-from megalite.hardware.device_name import device_name
+from megalite.hardware.gpu_query import device_name
 from megalite.report.page import page
 from megalite.report.run_folder import open_run, trace_summary
 from megalite.train.telemetry.dashboards import TensorBoardWriter

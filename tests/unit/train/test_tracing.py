@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import Wait
+from megalite.distributed.axis import Wait
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.callbacks.pipeline_trace import trace_path
 from megalite.train.telemetry.timers import WallClock

@@ -30,7 +30,7 @@ from megalite.distributed.topology import Topology
 from megalite.errors import UserError
 from megalite.train.audit.replicas import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit, check_determinism
-from megalite.train.callbacks.checkpointing import Checkpointing
+from megalite.train.callbacks.periodic import Checkpointing
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.train.health.flight_recorder import PREFIX, analysis_of, recorder_of
+from megalite.train.health.hang_report import PREFIX, analysis_of, recorder_of
 from megalite.train.health.watchdog import HANG_STATUS
 from tests.ranks.train.health.hanging import (
     NUM_RANKS,

@@ -22,8 +22,8 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.config.presets import PRESETS
+from megalite.distributed.axis import Observer, Wait
 from megalite.distributed.local_ranks import run_ranks
-from megalite.distributed.observer import Observer, Wait
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.observe.unit_record import KERNEL_KINDS

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.distributed.observer import Observer, Wait, observing
+from megalite.distributed.axis import Observer, Wait, observing
 from megalite.distributed.topology import Topology
 from megalite.log import log
 from megalite.train.callbacks import default_callbacks

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megalite.train.health.hang_report import find_late_ranks, number_ranks, report
-from megalite.train.health.rank_status import RankStatus
+from megalite.train.health.status_store import RankStatus
 
 DP, TP = (0, 2), (0, 1)
 

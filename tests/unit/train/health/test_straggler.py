@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config import LoggingConfig
-from megalite.distributed.observer import EventStack
+from megalite.distributed.axis import EventStack
 from megalite.distributed.topology import Topology
 from megalite.train.health.compute_time import DeviceClock, HostClock, thread_seconds
 from megalite.train.health.straggler import ComputeTime, straggler_line, straggler_log

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megalite.distributed.axes import MeshOptions
-from megalite.distributed.observer import CHECKPOINT, EventStack, Wait
+from megalite.distributed.axis import CHECKPOINT, EventStack, Wait
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.health import watchdog

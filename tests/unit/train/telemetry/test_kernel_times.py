@@ -14,7 +14,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from megalite.attention.plain import PlainKernel
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.distributed.observer import EventStack
+from megalite.distributed.axis import EventStack
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.observe.operator_log import _ATTENTION, _GEMMS, kernel_kind, kind_by_name

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megalite.distributed.observer import Wait
+from megalite.distributed.axis import Wait
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.telemetry.timers import LEVELS, Timers, timer_table
 

@@ -21,8 +21,7 @@ from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
-from megalite.train.telemetry.expert_use import ExpertUse, LayerLoads
-from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
+from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, LayerLoads, ValidationMetrics
 from megalite.train.telemetry.time_terms import RankTime, sample_in, time_sample
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import (

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megalite.distributed.collectives import Pending
-from megalite.distributed.observer import (
+from megalite.distributed.axis import (
     CHECKPOINT,
     DEVICE,
     PROFILER,
@@ -21,10 +20,11 @@ from megalite.distributed.observer import (
     Wait,
     observing,
 )
+from megalite.distributed.collectives import Pending
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action, ActionKind
 from megalite.train.health.hang_report import in_debugger, main_stack
-from megalite.train.health.rank_status import awaited_ranks, describe, may_take_any_time
+from megalite.train.health.status_store import awaited_ranks, describe, may_take_any_time
 
 RANKS_OF = {"pp": (0, 2), "dp": (0,), "tp": (0, 1), "world": (0, 1, 2, 3)}
 BACKWARD = Action(ActionKind.BACKWARD, 3, 1)

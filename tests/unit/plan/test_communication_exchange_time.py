@@ -9,14 +9,13 @@ from functools import cache
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.config.cp_comm_type import CpCommType
+from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import CollectiveCall
-from megalite.plan.communication import PROTOCOLS, Group
-from megalite.plan.exchange_time import ep_seconds
+from megalite.plan.communication import PROTOCOLS, Group, ep_seconds
 from megalite.plan.iteration_time import time_iteration
 from megalite.plan.layer_time import attention_seconds, model_work, phase_work
 from megalite.plan.layout_fields import layout_flags, layout_name

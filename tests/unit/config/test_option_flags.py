@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config.flags import flag_tokens, flag_with_value
+from megalite.config.option import flag_tokens, flag_with_value
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.distributed.axis import Axis
-from megalite.tensor_parallel.vocab_cross_entropy import losses_and_log_sums
+from megalite.tensor_parallel.vocab_parallel import losses_and_log_sums
 
 ONE_RANK = Axis("tp", 1, 0, (0,), None)  # type: ignore[arg-type]
 VOCAB, PADDING = 37, 5

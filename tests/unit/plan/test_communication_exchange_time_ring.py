@@ -11,7 +11,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import AttentionCall
-from megalite.plan.exchange_time import ring_slices
+from megalite.plan.communication import ring_slices
 from megalite.plan.programs import own_program
 
 

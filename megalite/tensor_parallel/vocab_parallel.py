@@ -1,17 +1,54 @@
-"""Cross-entropy over a vocabulary that is sharded along the tensor-parallel axis."""
+"""Embedding and cross-entropy with the vocabulary's rows cut over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import Axis
-from megalite.distributed.collectives import all_reduce
+from megalite.distributed.collectives import (
+    all_reduce,
+    reduce_from_tensor_parallel,
+    reduce_scatter_to_sequence_parallel,
+)
 from megalite.kernels import cross_entropy_gradient_, cross_entropy_statistics
+from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
+from megalite.tensor_parallel.placement import Cut
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding table that is cut along its rows; the ranks' results are summed.
+
+    Args:
+        num_padding: number of unused rows at the end.
+    """
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, context: LayerContext, *, std: float, num_padding: int = 0
+    ) -> None:
+        super().__init__()
+        self.tp = context.tp
+        sp = context.sequence_parallel
+        self.reduce = reduce_scatter_to_sequence_parallel if sp else reduce_from_tensor_parallel
+        spec = ParameterSpec(
+            (num_rows, hidden_size), Cut("tp", 0), std=std, num_padding=num_padding, is_vocabulary=True
+        )
+        self.weight = new_parameter(spec, context)  # [rows/tp, h]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up ``[s, b]`` token ids -> ``[s, b, h]``, or ``[s/tp, b, h]`` if sequence parallel."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        num_rows = self.weight.shape[0]
+        rows = tokens - self.tp.rank * num_rows
+        is_elsewhere = (rows < 0) | (rows >= num_rows)
+        found = F.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        return self.reduce(found.masked_fill(is_elsewhere[..., None], 0.0), self.tp)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, tp: Axis) -> Tensor:
@@ -91,3 +128,43 @@ class _CrossEntropy(torch.autograd.Function):
             statistics = torch.stack((largest, changed.where(grad != 0.0, total)))
         cross_entropy_gradient_(rows, targets, statistics, grad, ctx.start, ctx.num_real)
         return logits if logits_grad is None else logits + logits_grad, None, None, None, None
+
+
+EMBEDDING_GRADS = "embedding-grads-all-reduce"
+"""Name of the wait in `sum_tied_embedding_grads`, as in Megatron-LM's timers."""
+
+
+class TiedWeight(NamedTuple):
+    """Word embedding that two stages use.
+
+    Attributes:
+        weight: this rank's slice.
+        has_other_copy: whether the first and last stage are on different ranks, each with a copy, or on one
+            rank, where they share the parameter.
+        num_gradients: number of gradients of a microbatch on this rank.
+    """
+
+    weight: nn.Parameter
+    has_other_copy: bool
+    num_gradients: int = 1
+
+
+def sum_tied_embedding_grads(gradient: Tensor, pp: Axis) -> None:
+    """Sum the gradients of a tied weight's two copies on the first and last rank of pp, in place.
+
+    The two ranks exchange their gradients, and each adds the other's. A sum of two numbers has the same bits
+    in either order, so the copies stay equal. This needs no process group of the two ranks.
+    """
+    assert pp.size > 1 and (pp.is_first or pp.is_last)
+    other_rank = pp.ranks[0] if pp.is_last else pp.ranks[-1]
+    other = torch.empty_like(gradient)
+    messages = [
+        dist.P2POp(dist.isend, gradient, other_rank, pp.group),
+        dist.P2POp(dist.irecv, other, other_rank, pp.group),
+    ]
+    works = dist.batch_isend_irecv(messages)
+    pp.wait_begins(EMBEDDING_GRADS)
+    for work in works:
+        work.wait()
+    pp.wait_ends(EMBEDDING_GRADS)
+    gradient += other

@@ -14,8 +14,8 @@ import torch.distributed._symmetric_memory  # defines the operators
 
 from megalite import torch_private
 from megalite.config import ParallelConfig
+from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap, choose_overlap, trial_problem
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.overlap import SEPARATE, Overlap, choose_overlap, trial_problem
 from tests.live_ranks import run_ranks
 from tests.ranks.tensor_parallel.test_linear import dense, linear
 

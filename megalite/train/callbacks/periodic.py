@@ -1,4 +1,4 @@
-"""Save checkpoints at intervals and at the run's end."""
+"""Callbacks that save and evaluate at intervals."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ class Checkpointing(Callback):
         """Return whether the last save was --save-interval-minutes ago, when ranks last compared clocks."""
         interval = loop.trainer.config.checkpoint.save_interval_minutes
         return interval is not None and loop.stop_conditions.minutes - self._saved_at >= interval
+
+
+class Evaluation(Callback):
+    """Evaluation every --eval-interval iterations, and once the run is finished."""
+
+    def after_iteration(self, loop: TrainingLoop, result: StepResult) -> None:
+        is_urgent = loop.stop is not None and loop.stop.is_urgent
+        if is_due(loop.iteration, loop.trainer.config.training.eval_interval) and not is_urgent:
+            loop.evaluate("valid")
+
+    def on_end(self, loop: TrainingLoop) -> None:
+        if loop.stop is None and not is_due(loop.iteration, loop.trainer.config.training.eval_interval):
+            loop.evaluate("valid")
+        if loop.stop is None:
+            loop.evaluate("test")

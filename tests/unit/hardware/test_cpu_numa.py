@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.config import ParallelConfig
-from megalite.hardware import numa
+from megalite.hardware import cpu
 from megalite.train import setup
 
 ADDRESS = "0001:dc:00.0"
@@ -49,7 +49,7 @@ TWO = {0: "0-1,4-5", 1: "2-3,6,7", 2: ""}
 
 
 def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path, bound: list[set[int]]) -> None:
-    found = numa.bind_to_gpu(DEVICE, machine(tmp_path, TWO, "1"))
+    found = cpu.bind_to_gpu(DEVICE, machine(tmp_path, TWO, "1"))
     assert found == f"the 4 cores of NUMA node 1, which has the GPU at {ADDRESS}"
     assert bound == [{2, 3, 6, 7}] * len(os.listdir("/proc/self/task"))
 
@@ -69,7 +69,7 @@ def test_a_rank_is_bound_to_the_cores_of_its_gpu(tmp_path: Path, bound: list[set
 def test_a_rank_is_left_alone(
     tmp_path: Path, bound: list[set[int]], nodes: dict[int, str], node_of_gpu: str | None, reason: str
 ) -> None:
-    assert reason in numa.bind_to_gpu(DEVICE, machine(tmp_path, nodes, node_of_gpu))
+    assert reason in cpu.bind_to_gpu(DEVICE, machine(tmp_path, nodes, node_of_gpu))
     assert bound == []
 
 
@@ -90,7 +90,7 @@ import os, sys, threading
 from pathlib import Path
 from unittest import mock
 import torch
-from megalite.hardware import numa
+from megalite.hardware import cpu
 
 def affinity_in_a_new_thread():
     found = []
@@ -102,8 +102,8 @@ def affinity_in_a_new_thread():
 may_end, own = threading.Event(), os.sched_getaffinity(0)
 older = threading.Thread(target=may_end.wait)
 older.start()
-with mock.patch.object(numa, "_pci_address", lambda device: sys.argv[2]):
-    numa.bind_to_gpu(torch.device("cuda", 0), Path(sys.argv[1]))
+with mock.patch.object(cpu, "_pci_address", lambda device: sys.argv[2]):
+    cpu.bind_to_gpu(torch.device("cuda", 0), Path(sys.argv[1]))
 bound = {max(own)}
 assert os.sched_getaffinity(older.native_id) == affinity_in_a_new_thread() == os.sched_getaffinity(0) == bound
 assert torch.get_num_threads() == 1
