@@ -92,21 +92,7 @@ CLASS_VERBS = {
     *("Selects", "Sends", "Splits", "Starts", "Stores", "Sums", "Updates", "Wraps", "Writes"),
 }
 """Verbs that do not begin the docstring of a class, a noun phrase such as "Options of BERT samples"."""
-CLASSES_WITH_VERBS = {
-    *(
-        "attention",
-        "convert",
-        "dry_run",
-        "frontends",
-        "generate",
-        "ladder",
-        "model",
-        "observe",
-        "plan",
-        "report",
-    ),
-    *("train", "verify"),
-}
+CLASSES_WITH_VERBS = {"attention", "convert", "frontends", "model"}
 """Packages whose classes still begin so; convert is in checkpoint"""
 
 SOURCES = sorted((ROOT / "megalite").rglob("*.py"))

@@ -130,7 +130,7 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Mark:
-    """Counts at the start of an action.
+    """State of the counts at the start of an action.
 
     Attributes:
         held: bytes of tensors at this time.

@@ -47,7 +47,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Describes what to evaluate.
+    """Tasks to evaluate, and how.
 
     Attributes:
         names: names of tasks, groups or tags, with wildcards.

@@ -36,7 +36,7 @@ from megalite.train.trainer import build_pipeline
 
 
 class Window(NamedTuple):
-    """Holds the tokens that the model reads as one sequence.
+    """Tokens that the model reads as one sequence.
 
     Attributes:
         text: int64 ``[s + 1]``. The inputs are all tokens except the last, the labels all except the first.
@@ -79,7 +79,7 @@ def windows(pieces: Iterable[npt.NDArray[Any]], seq_length: int, stride: int) ->
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Holds the loss of a text.
+    """Loss of a text.
 
     Attributes:
         total: sum of the tokens' losses, in nats.
@@ -104,7 +104,7 @@ class TextLoss:
 
 @dataclass(frozen=True)
 class LossMeter:
-    """Computes the loss of windows with one model. Every rank must pass the same windows.
+    """Loss of windows with one model. Every rank must pass the same windows.
 
     Args:
         stage: this rank's stage of the model.
@@ -173,7 +173,7 @@ def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Holds the result of one evaluation.
+    """Result of one evaluation.
 
     Attributes:
         name: name of the text, corpus or dataset.
@@ -208,7 +208,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """Describes the windows in which the model reads a stream of tokens.
+    """Windows in which the model reads a stream of tokens.
 
     Attributes:
         seq_length: tokens in a window.

@@ -104,7 +104,7 @@ def text_of(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds the start of a sequence.
+    """Start of a sequence.
 
     Attributes:
         number: index among all prompts. It is a key of the noise, so the text does not depend on the batch.
@@ -118,7 +118,7 @@ class Prompt:
 
 
 class Generator:
-    """Generates tokens after prompts until each sequence ends or has its maximum number of new tokens.
+    """Generation of tokens after prompts until each sequence ends or has its maximum number of new tokens.
 
     Args:
         stage: this rank's stage of the model, built with `build_cache`.
@@ -239,7 +239,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class Completion:
-    """Holds the generated text of one prompt.
+    """Generated text of one prompt.
 
     Attributes:
         prompt_number: index of the prompt.

@@ -25,7 +25,7 @@ from megalite.kernels.philox import random_words
 
 @dataclass(frozen=True)
 class Sampling:
-    """Holds the options of sampling.
+    """Options of sampling.
 
     Attributes:
         temperature: divisor of the logits; 0 chooses the likeliest token.

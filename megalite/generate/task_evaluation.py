@@ -61,7 +61,7 @@ _MAX_MICROBATCHES = 8
 
 
 class LoadedTasks(NamedTuple):
-    """Holds tasks and groups of them with their data, and the harness's index, which is slow to build."""
+    """Tasks and groups of them with their data, and the harness's index, which is slow to build."""
 
     manager: TaskManager
     tasks: list[Any]
@@ -283,7 +283,7 @@ def _union(mine: dict[int, tuple[float, bool]], axis: Axis) -> dict[int, tuple[f
 
 
 class _ScoringStage:
-    """Runs the last stage of a model, and scores the tokens that `loss_mask` selects instead of their loss.
+    """Last stage of a model that scores the tokens that `loss_mask` selects instead of their loss.
 
     Attributes:
         results: log-likelihood of each row, fp64 ``[b]``, and whether all its tokens are the likeliest,

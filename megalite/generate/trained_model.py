@@ -49,7 +49,7 @@ _TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Holds the flags of the tools that load a model.
+    """Flags of the tools that load a model.
 
     Attributes:
         iteration: iteration of the checkpoint; None for the latest.
@@ -134,7 +134,7 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Holds a checkpoint, and the config of the run that saved it.
+    """Checkpoint, and the config of the run that saved it.
 
     Attributes:
         config: config of the run, with the requested precision and padding for the layout of this process.

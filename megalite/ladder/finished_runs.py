@@ -20,7 +20,7 @@ MIN_SIZES = 3
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Describes a run of a ladder, and its validation loss at its end."""
+    """Run of a ladder, and its validation loss at its end."""
 
     run: LadderRun
     loss: float

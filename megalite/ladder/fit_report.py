@@ -30,7 +30,7 @@ _AXIS = {"gridcolor": "rgba(132,144,163,0.22)", "ticks": "outside", "tickcolor":
 
 @dataclass(frozen=True)
 class LadderFit:
-    """Holds the laws that the runs of a ladder follow, and the losses that they predict.
+    """Laws that the runs of a ladder follow, and the losses that they predict.
 
     Attributes:
         by_compute: L(C).

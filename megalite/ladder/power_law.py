@@ -37,7 +37,7 @@ _MIN_SPREAD = 0.05
 
 
 class Estimate(NamedTuple):
-    """Holds a number with its interval. The bounds are None if there are as many unknowns as runs."""
+    """Number with its interval. The bounds are None if there are as many unknowns as runs."""
 
     value: float
     low: float | None
@@ -46,7 +46,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """Describes a fitted law: the loss is a floor plus `coefficient * x^-exponent` for each quantity x.
+    """Fitted law: the loss is a floor plus `coefficient * x^-exponent` for each quantity x.
 
     Attributes:
         unknowns: log of the floor, if there is one; then for each term the log of its value at `centers` and

@@ -56,7 +56,7 @@ _NOT_SCALED = {
 
 @dataclass(frozen=True)
 class ScalingRules:
-    """Describes how a run changes with its size.
+    """Rules by which a run changes with its size.
 
     Attributes:
         dimension: what the sizes name. A depth changes the width too: their ratio is kept.
@@ -70,7 +70,7 @@ class ScalingRules:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """Describes a run of a ladder.
+    """Run of a ladder.
 
     Attributes:
         parameters: see `scaling_parameters`.

@@ -105,7 +105,7 @@ def _measured_point(run: ScaledRun, trial: Trial) -> ScalingPoint:
 
 
 class _Trials:
-    """Holds the runs of a table. Each has a folder with its config, its metrics and its logs.
+    """Runs of a table. Each has a folder with its config, its metrics and its logs.
 
     A run that has been measured with the same config is not run again.
     """

@@ -27,7 +27,7 @@ _COLOURS = ((66, 119, 214), (232, 156, 48))
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Describes a run of a scaling table, planned or measured.
+    """Run of a scaling table, planned or measured.
 
     Attributes:
         series: the network of a plan; or planned or measured.
@@ -68,7 +68,7 @@ def efficiencies(points: Sequence[ScalingPoint]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class ScaledRun:
-    """Describes the run of a scaling table on one number of nodes.
+    """Run of a scaling table on one number of nodes.
 
     Attributes:
         config: the config with the batch of this number of nodes.

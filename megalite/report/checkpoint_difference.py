@@ -16,7 +16,7 @@ from megalite.report.checkpoint_inspection import CHUNK, OF_A_RUN, FolderView, w
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """Describes a field of run.json.
+    """Field of run.json.
 
     Attributes:
         counts: whether a difference makes the checkpoints unequal; layout and versions do not.
@@ -34,7 +34,7 @@ class FieldDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Describes a tensor that differs.
+    """Tensor that differs.
 
     Attributes:
         what: the reason, if the numbers do not show it.
@@ -54,7 +54,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """Holds the comparison of two checkpoints.
+    """Comparison of two checkpoints.
 
     Attributes:
         num_equal: number of tensors with the same bits.

@@ -39,7 +39,7 @@ _LINE_WIDTH = 100
 
 
 class FolderView(Protocol):
-    """Reads a folder of tensors to inspect.
+    """Folder of tensors to inspect.
 
     Attributes:
         folder: the folder that holds the files.
@@ -70,7 +70,7 @@ class FolderView(Protocol):
 
 
 class CheckpointView:
-    """Reads a checkpoint in megalite's format."""
+    """Checkpoint in megalite's format."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -108,7 +108,7 @@ class CheckpointView:
 
 
 class HFView:
-    """Reads a Hugging Face folder. It has no digests: the only damage found is a file that cannot be read."""
+    """Hugging Face folder. It has no digests: the only damage found is a file that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -163,7 +163,7 @@ CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Holds the statistics of a tensor's finite elements, and the number of elements that are not finite."""
+    """Statistics of a tensor's finite elements, and the number of elements that are not finite."""
 
     norm: float
     minimum: float
@@ -179,7 +179,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class TensorLine:
-    """Describes a tensor in the report.
+    """Tensor in the report.
 
     Attributes:
         figures: statistics of its elements, if they were requested.
@@ -198,7 +198,7 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """Holds the report on a checkpoint.
+    """Report on a checkpoint.
 
     Attributes:
         iterations: iterations of all checkpoints in the run's folder.

@@ -33,7 +33,7 @@ _MANY = 20_000
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Describes a checkpoint of the run.
+    """Checkpoint of the run.
 
     Attributes:
         start_time: when the first rank began to write it, in seconds since 1970; None if unknown.
@@ -48,7 +48,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Run:
-    """Describes a run and its files.
+    """Run and its files.
 
     Attributes:
         source: file or folder that the metrics come from.

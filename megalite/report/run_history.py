@@ -36,7 +36,7 @@ POSITIONS = {
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """Holds a logged iteration or evaluation.
+    """Logged iteration or evaluation.
 
     Attributes:
         values: the metrics in the line, by their names in the file.
@@ -66,7 +66,7 @@ class HistoryRow:
 
 @dataclass
 class RunSegment:
-    """Holds rows that the run logged from one of its starts to the next.
+    """Rows that the run logged from one of its starts to the next.
 
     Attributes:
         num_kept: number of rows in `iterations` that count; a later segment repeated the rest.
@@ -93,7 +93,7 @@ class RunSegment:
 
 @dataclass
 class History:
-    """Holds everything that a run logged.
+    """Everything that a run logged.
 
     Attributes:
         num_broken: number of incomplete lines, as a killed run or a full disk leaves them.

@@ -25,7 +25,7 @@ _NOTABLE = re.compile(r"straggler: |^(warning|error|critical): |^exiting |^recei
 
 @dataclass(frozen=True)
 class Table:
-    """Holds a table of text."""
+    """Table of text."""
 
     title: str
     heads: tuple[str, ...]

@@ -18,7 +18,7 @@ MIN_LOSSES = 10
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Describes the reason for skipping an update.
+    """Reason for skipping an update.
 
     Attributes:
         what: a clause for the log, such as "the loss is nan".
@@ -29,7 +29,7 @@ class Anomaly:
 
 
 class AnomalyCheck:
-    """Checks an iteration by numbers that are the same on every rank, so every rank decides the same.
+    """Check of an iteration by numbers that are the same on every rank, so every rank decides the same.
 
     A loss is a spike if it is above `spiky_loss_factor` times the median of the recent losses. Unlike their
     maximum (Megatron-LM's measure), which stays at the loss of the first iterations, the median follows the

@@ -47,7 +47,7 @@ Timer = Callable[[Sequence[Callable[[], object]]], Sequence[float]]
 
 
 class Shape(NamedTuple):
-    """Describes GEMMs that can have an epilogue.
+    """GEMMs that can have an epilogue.
 
     Attributes:
         epilogue: "GELU", with its derivative in backward, or "bias gradient".
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Holds the seconds of both forms; those in GEMMs are infinite if the device does not have them."""
+    """Seconds of both forms; those in GEMMs are infinite if the device does not have them."""
 
     in_gemms: float
     separate: float

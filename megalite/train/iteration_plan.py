@@ -11,7 +11,7 @@ from megalite.config.parameter_schedules import OptimizerSchedules
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """Holds the settings of one iteration, before it runs.
+    """Settings of one iteration, before it runs.
 
     Attributes:
         iteration: its number, from 1.
@@ -43,7 +43,7 @@ class IterationPlan:
 
 
 class IterationPlanner:
-    """Plans each iteration of a run from its number and its first sample alone, so a run can resume.
+    """Plan of each iteration of a run, from its number and its first sample alone, so a run can resume.
 
     Args:
         config: validated config.

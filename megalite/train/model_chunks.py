@@ -41,7 +41,7 @@ def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class ChunkResources:
-    """Holds what a rank's chunks share with its pipeline, optimizer and train step.
+    """Objects that a rank's chunks share with its pipeline, optimizer and train step.
 
     Attributes:
         store: collects the linear layers' weight gradients if the schedule computes them later.

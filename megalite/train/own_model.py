@@ -129,7 +129,7 @@ def _are_close(values: Sequence[tuple[float, float]]) -> bool:
 
 
 class OutputCheck:
-    """Checks the output of a stage of your own model, as a forward hook of the stage."""
+    """Check of the output of a stage of your own model, as a forward hook of the stage."""
 
     def __init__(self, hidden_shape: tuple[int, int, int], stage: Stage) -> None:
         self._loss_names = stage.loss_names

@@ -28,7 +28,7 @@ DatasetProvider = Callable[["RunContext"], DatasetSplits]
 
 @dataclass(frozen=True)
 class Providers:
-    """Holds the parts of a run that the program provides itself; None for parts from the config.
+    """Parts of a run that the program provides itself; None for parts from the config.
 
     Attributes:
         model: builds the stages of your own model.
@@ -59,7 +59,7 @@ class Providers:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Holds the objects that all parts of a run share.
+    """Objects that all parts of a run share.
 
     Attributes:
         config: validated, with the vocabulary size.

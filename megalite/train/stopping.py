@@ -29,7 +29,7 @@ REQUEUE_FILE = "requeue"
 
 
 class RequeueNote:
-    """Writes the file `SAVE/requeue`, which exists from an early end to the next start and holds the reason.
+    """The file `SAVE/requeue`, which exists from an early end to the next start and holds the reason.
 
     Scripts read it because torchrun exits with the same status for every failure of its workers.
 
@@ -181,7 +181,7 @@ _MAX_ITERATIONS_BETWEEN_CHECKS = 100
 
 @dataclass(frozen=True)
 class Stop:
-    """Describes the decision to end a run early.
+    """Decision to end a run early.
 
     Attributes:
         reason: a clause for the log.

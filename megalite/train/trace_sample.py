@@ -16,7 +16,7 @@ from megalite.train.run_datasets import build_data
 
 @dataclass(frozen=True)
 class TracedSample:
-    """Describes one sample of a past iteration.
+    """One sample of a past iteration.
 
     Attributes:
         number: number in the whole run, from 0.

@@ -30,7 +30,7 @@ from megalite.train.telemetry.timers import BATCH_GENERATOR
 
 @dataclass(frozen=True)
 class StepResult:
-    """Holds the result of one iteration, the same on every rank.
+    """Result of one iteration, the same on every rank.
 
     Attributes:
         plan: the iteration's number, samples and learning rate.
@@ -57,7 +57,7 @@ class StepResult:
 
 
 class TrainStep:
-    """Runs training iterations.
+    """Training iterations of this rank.
 
     It has no state of its own: the run's progress determines the next iteration.
 
@@ -195,7 +195,7 @@ class TrainStep:
 
 
 class GlobalBatches:
-    """Computes the divisors of a global batch's losses before its first microbatch runs.
+    """Divisors of a global batch's losses, computed before its first microbatch runs.
 
     Attributes:
         counts_afterwards: tokens with a loss are counted while the batch runs, and `LossMasks.token_ratio`
@@ -297,7 +297,7 @@ def reads_whole_batches(run: RunContext) -> bool:
 
 
 class LossMasks:
-    """Counts the tokens that have a loss in the microbatches of one or several global batches.
+    """Numbers of tokens that have a loss in the microbatches of one or several global batches.
 
     A microbatch's loss is divided by the number of all tokens in its global batch, before any rank knows how
     many of them have a loss. Multiplying its mean over these, and its gradients, by `token_ratio` corrects

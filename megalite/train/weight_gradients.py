@@ -12,7 +12,7 @@ from megalite.optim.gradient_buckets import main_dtype
 
 
 class Fusion(NamedTuple):
-    """Describes the fusion of weight-gradient GEMMs with the accumulation of their results.
+    """Fusion of weight-gradient GEMMs with the accumulation of their results.
 
     Attributes:
         is_on: the GEMMs add to `weight.main_grad` themselves.

@@ -76,7 +76,7 @@ _OWN_FLAGS = (
 
 @dataclass(frozen=True)
 class Slurm:
-    """Describes what a job requests from Slurm.
+    """Requests of a job to Slurm.
 
     Attributes:
         limit: time limit, in Slurm's format.
@@ -219,7 +219,7 @@ _SECURITY = """
 
 @dataclass(frozen=True)
 class Kubernetes:
-    """Describes what a job requests from Kubernetes.
+    """Requests of a job to Kubernetes.
 
     Attributes:
         image: image built from docker/Dockerfile, or another image with megalite.

@@ -10,7 +10,7 @@ from megalite.train.train_step import StepResult
 
 
 class Checkpointing(Callback):
-    """Saves at intervals of iterations or minutes and at the end, and non-persistent saves in between.
+    """Callback that saves at intervals of iterations or minutes and at the end, non-persistently in between.
 
     It is the last of the callbacks, so that it knows whether another one has stopped the run.
     """
