@@ -66,7 +66,7 @@ def count_in_sources() -> dict[str, int]:
         "files": len(lines),
         f"files under {SHORT} lines": sum(count < SHORT for count in lines),
         "functions": sum(isinstance(node, ast.FunctionDef) for node in nodes),
-        "entries of megalite/": sum(not path.name.startswith("__pycache__") for path in PACKAGE.iterdir()),
+        "entries of megalite/": len({path.relative_to(PACKAGE).parts[0] for path in texts}),
         "errors of a config (Problem)": sum(
             isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Problem"
             for node in nodes
