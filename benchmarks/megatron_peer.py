@@ -20,7 +20,7 @@ from one_rank_peers import adamw, adamw_on_main_weights, initial_weights, packag
 from torch import Tensor, nn
 from turns import LeftOutError, Work
 
-from megalite.checkpoint.convert.megatron_tensors import our_name
+from megalite.checkpoint.convert.megatron_model import our_name
 from megalite.config import Config, ModelConfig
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.folded_mup import FoldedMup
 from megalite.checkpoint.convert.model_check import (
     CheckInput,
     ModelOutputs,
@@ -22,9 +23,56 @@ from megalite.checkpoint.convert.model_check import (
 from megalite.checkpoint.convert.model_settings import Settings, loses_digits, parameters_of, rounded
 from megalite.checkpoint.convert.source import KINDS, ConversionSource, MegaliteSource, kind_of
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
+from megalite.checkpoint.progress import TrainingProgress
+from megalite.config import Config
 from megalite.errors import UserError
 from megalite.frontends.huggingface.families import family_of
 from megalite.log import LineInterval, log
+
+
+@dataclass(frozen=True)
+class FoldedMup:
+    """Reads a source's model as the same model without muP.
+
+    The logits of muP are those of the final norm's output, divided by the width ratio. So the norm's weight
+    and bias are divided by it. A tied word embedding keeps its values. The scale of attention scores becomes
+    --query-pre-attn-scalar.
+    """
+
+    source: ConversionSource
+
+    @property
+    def config(self) -> Config:
+        config = self.source.config
+        model = config.model
+        has_own_scale = model.squared_score_divisor != model.head_dim
+        folded = replace(
+            model,
+            mup_base_width=None,
+            mup_base_head_dim=None,
+            query_pre_attn_scalar=model.squared_score_divisor if has_own_scale else None,
+        )
+        return replace(config, model=folded)
+
+    @property
+    def progress(self) -> TrainingProgress:
+        return self.source.progress
+
+    @property
+    def hugging_face(self) -> Mapping[str, Any] | None:
+        return self.source.hugging_face
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.source.dtype_of(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one of the tensors, without the vocabulary's padding."""
+        full, model = self.source.tensor(name), self.source.config.model
+        if not name.startswith("final_norm."):
+            return full
+        if name == "final_norm.weight" and model.zero_centered_norms:
+            return (full + 1.0) / model.width_ratio - 1.0
+        return full / model.width_ratio
 
 
 @dataclass(frozen=True)

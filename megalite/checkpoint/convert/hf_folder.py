@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
-from megalite.checkpoint.convert.foreign_files import open_weights
+from megalite.checkpoint.convert.foreign_files import SHARDS, ShardedTensors, open_weights
 from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress

@@ -10,10 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.convert.dcp_folder import check_index
+from megalite.checkpoint.convert.foreign_files import check_index
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, HFSource
-from megalite.checkpoint.convert.megatron_deepspeed import find_in_deepspeed, is_deepspeed
-from megalite.checkpoint.convert.megatron_folder import find_in_megatron, is_megatron
+from megalite.checkpoint.convert.megatron_folder import (
+    find_in_deepspeed,
+    find_in_megatron,
+    is_deepspeed,
+    is_megatron,
+)
 from megalite.checkpoint.convert.megatron_model import MegatronSource
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, model_beside, tokenizer_in

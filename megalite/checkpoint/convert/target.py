@@ -1,12 +1,18 @@
-"""Write the target of a conversion: a folder that transformers loads, or one of our checkpoints."""
+"""Write the target of a conversion: a folder that transformers loads, or one of our checkpoints.
+
+Safetensors files are written one tensor at a time, so that at most one tensor is in memory. The format begins
+with a header of names, shapes and dtypes, so all tensors are declared before any is written.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.hf_folder import CONFIG_FILE, WEIGHT_FILES
-from megalite.checkpoint.convert.stream_writer import ShardedWriter, TensorInfo
 from megalite.checkpoint.convert.tokenizer_files import (
     GENERATION,
     TOKENIZER,
@@ -30,7 +35,7 @@ from megalite.checkpoint.manifest import seal
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.checkpoint.save import sync_folder
-from megalite.checkpoint.tensor_files import FilePiece, write_file
+from megalite.checkpoint.tensor_files import FilePiece, safetensors_header, write_file
 from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.axes import MODEL
@@ -42,11 +47,120 @@ from megalite.log import log
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 
+FileNames = Callable[[int, int], str]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Declares a tensor that will be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class StreamedFile:
+    """Writes one file. Its tensors must be added in the order in which they were declared."""
+
+    def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
+        self.path = path
+        self._waiting = list(reversed(tensors))
+        self._file = path.open("wb")
+        declared = ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        self._file.write(safetensors_header(declared, metadata))
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether every declared tensor was written."""
+        return not self._waiting
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Append the next tensor."""
+        expected = self._waiting.pop()
+        assert expected == TensorInfo(name, tensor.dtype, tuple(tensor.shape)), (expected, name)
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._file.write(content.numpy().data)
+
+    def finish(self) -> None:
+        """Close the file once it is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close a file that stays incomplete."""
+        self._file.close()
+
+
+class ShardedWriter:
+    """Writes several files of limited size, one after the other; a context manager.
+
+    Args:
+        tensors: all tensors, in the order in which they will be added.
+        max_bytes: maximum size of a file's tensors, unless a single tensor is larger.
+        name_file: returns a file's name for its number, from 1, and the number of files.
+        metadata: metadata of each file.
+
+    Attributes:
+        files: the tensors of each file, known from the start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[TensorInfo],
+        max_bytes: int,
+        name_file: FileNames,
+        metadata: Mapping[str, str],
+    ) -> None:
+        shards = list(_shards(tensors, max_bytes))
+        self.files = {name_file(number, len(shards)): shard for number, shard in enumerate(shards, start=1)}
+        self._folder = folder
+        self._metadata = metadata
+        self._waiting = iter(self.files.items())
+        self._open: StreamedFile | None = None
+
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._open is not None:
+            self._open.abandon()
+        is_whole = self._open is None and next(self._waiting, None) is None
+        assert error is not None or is_whole, "declared tensors are missing"
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write the next tensor, to the next file if the current one is full."""
+        if self._open is None:
+            file, shard = next(self._waiting)
+            self._open = StreamedFile(self._folder / file, shard, self._metadata)
+        self._open.write(name, tensor)
+        if self._open.is_full:
+            self._open.finish()
+            self._open = None
+
+
+def _shards(tensors: Sequence[TensorInfo], max_bytes: int) -> Iterator[list[TensorInfo]]:
+    shard, size = list[TensorInfo](), 0
+    for tensor in tensors:
+        if shard and size + tensor.num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.num_bytes
+    if shard:
+        yield shard
+
+
 Parameters = Iterator[tuple[str, Tensor]]
 """Full tensors by our name, without padding, in the order of the specs."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ConversionPlan:
     """Plans what to write.
 
@@ -131,7 +245,7 @@ def write_megalite(folder: Path, plan: ConversionPlan, parameters: Parameters) -
     seal(
         checkpoint,
         _description(plan, has_tokenizer=bool(tokenizer)),
-        to_yaml(dataclasses.replace(plan.config, data=data)),
+        to_yaml(replace(plan.config, data=data)),
         files,
     )
     sync_folder(checkpoint)
@@ -222,9 +336,9 @@ def _description(plan: ConversionPlan, *, has_tokenizer: bool) -> dict[str, obje
         except UserError as error:
             log.warning("the tokenizer's digest is not recorded: %s", error)
     return {
-        "progress": dataclasses.asdict(plan.progress),
+        "progress": asdict(plan.progress),
         "layout": dict.fromkeys(MODEL.names, 1),
-        "model": dataclasses.asdict(config.model),
+        "model": asdict(config.model),
         "run": run,
         "tokenizer": digest,
         RECORDED: plan.hugging_face,

@@ -33,7 +33,7 @@ _SCHEDULE = ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_decay_iter
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """Holds the settings of a DeepSpeed file. Errors are reported with the file's name."""
+    """Settings of a DeepSpeed file. Errors are reported with the file's name."""
 
     path: str
     found: DeepSpeedSettings

@@ -35,7 +35,7 @@ def tables() -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """Holds the settings of a file by their dotted names, such as ``zero_optimization.stage``.
+    """Settings of a file by their dotted names, such as ``zero_optimization.stage``.
 
     Attributes:
         values: the values, converted to their types.

@@ -18,7 +18,7 @@ from megalite.frontends.megatron.conversions import FSDP_FLAGS, OFF_WITHOUT_LATE
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Holds the whole command line, as the rule of one of its flags sees it.
+    """Flags and config of a command line, as the rule of one flag sees them.
 
     Attributes:
         config: the config from flags of fields, YAML file and preset.
@@ -33,7 +33,7 @@ FlagRule = Callable[[FlagTokens, CommandLine, Diagnostics], None]
 
 
 class FlagGroup(NamedTuple):
-    """Settings of a row of ``flags.yaml``, which describes its columns.
+    """Flags of one row of ``flags.yaml``, whose comments explain the columns.
 
     Attributes:
         topic: a group of the config.

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint.convert.convert import Conversion
-from megalite.checkpoint.convert.dcp_folder import SHARDS, ShardedTensors
+from megalite.checkpoint.convert.foreign_files import SHARDS, ShardedTensors
 from megalite.config import ParallelConfig
 from megalite.errors import UserError
 from tests.checkpoint_folder import write_dcp
