@@ -201,6 +201,15 @@ class TaskModel(TemplateLM):
         return sums
 
 
+def union(mine: dict[int, Answer], axis: Axis) -> dict[int, Answer]:
+    """Return the answers of all ranks of an axis, by the numbers of their requests."""
+    found = [mine] * axis.size
+    if axis.size > 1:
+        with axis.wait("all-gather", "answers of tasks"):
+            dist.all_gather_object(found, mine, group=axis.group)
+    return {number: answer for part in found for number, answer in part.items()}
+
+
 class HarnessModel(TaskModel):
     """Answers the harness's requests with a trained model.
 
@@ -248,26 +257,20 @@ class HarnessModel(TaskModel):
         batches = [order[first : first + self.batch_size] for first in range(0, len(order), self.batch_size)]
         mine: dict[int, Answer] = {}
         for batch in batches[ranks.rank :: ranks.size]:
-            mine.update(zip(batch, answer([requests[i] for i in batch]), strict=True))
-        found = [mine] * ranks.size
-        if ranks.size > 1:
-            dist.all_gather_object(found, mine, group=ranks.group)
-        answers = {i: each for part in found for i, each in part.items()}
-        ordered = [[answers[i] for i in range(len(requests))]]
-        pp = self.topology.pp
-        if pp.size > 1:  # only the last stage has scores
-            dist.broadcast_object_list(ordered, pp.ranks[-1], group=pp.group)
-        return ordered[0]
+            # Stages before the last have no scores.
+            mine.update(zip(batch, answer([requests[i] for i in batch]), strict=False))
+        answers = union(union(mine, ranks), self.topology.pp)
+        return [answers[i] for i in range(len(requests))]
 
     @torch.inference_mode()
     def _score(self, windows: Sequence[TokenWindow]) -> list[tuple[float, bool]]:
-        """Return the scores of a batch on the last stage, and zeros on the others."""
+        """Return the scores of a batch on the last stage, and nothing on the others."""
         rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in windows]
         counts = [len(continuation) for _, continuation in windows]
         generator = Generator(self.stage, self._sampler(0.0), None)
         hidden = generator.read([row[:-1] for row in rows], 0)  # [s, b, h], padded on the left
         if not self.stage.is_last:
-            return [(0.0, False)] * len(windows)
+            return []
         places = torch.tensor(
             [(len(hidden) - count + i, row) for row, count in enumerate(counts) for i in range(count)],
             device=hidden.device,

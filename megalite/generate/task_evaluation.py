@@ -28,7 +28,6 @@ from torch import Tensor
 from megalite.config import TrainingConfig
 from megalite.data.document_assigner import own_tokens_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
 from megalite.errors import UserError
 from megalite.generate.benchmark_tasks import (
@@ -38,6 +37,7 @@ from megalite.generate.benchmark_tasks import (
     TokenWindow,
     data_loaded,
     token_scores,
+    union,
 )
 from megalite.log import log
 from megalite.microbatch import Microbatch
@@ -226,7 +226,7 @@ class TrainingModel(TaskModel):
             scores = self._run(rows, self._padded(longest))
             numbers = (number for batch in mine for number in batch)
             found.update(zip(numbers, scores, strict=False))
-        merged = self._merged(found)
+        merged = union(union(found, ranks), self.trainer.topology.pp)
         return [merged[i] for i in range(len(windows))]
 
     def _padded(self, length: int) -> int:
@@ -265,21 +265,6 @@ class TrainingModel(TaskModel):
             is_scored[row, end - len(continuation) : end] = True
         numbers = torch.zeros(size, dtype=torch.int64)  # keys of dropout, which is off
         return replace(Microbatch.of(text, numbers), loss_mask=is_scored)
-
-    def _merged(self, mine: dict[int, tuple[float, bool]]) -> dict[int, tuple[float, bool]]:
-        """Return the scores of all replicas, from the ranks with the last stage, on all ranks."""
-        topology = self.trainer.topology
-        for axis in (topology.sample_ranks, topology.pp):
-            mine = _union(mine, axis)
-        return mine
-
-
-def _union(mine: dict[int, tuple[float, bool]], axis: Axis) -> dict[int, tuple[float, bool]]:
-    found = [mine] * axis.size
-    if axis.size > 1:
-        with axis.wait("all-gather", "scores of tasks"):
-            dist.all_gather_object(found, mine, group=axis.group)
-    return {number: score for part in found for number, score in part.items()}
 
 
 class _ScoringStage:

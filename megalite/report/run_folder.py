@@ -21,8 +21,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.errors import UserError
 from megalite.files import parse_json, read_regular
-from megalite.report.run_history import History, read_history
-from megalite.report.tensorboard_events import EVENTS, config_in, read_events
+from megalite.report.run_history import EVENTS, History, config_in, read_events, read_history
 
 _DEPTH = 3
 """Number of folder levels to search, including the run's own folder."""
