@@ -121,6 +121,13 @@ def test_the_glossary_names_what_the_code_has() -> None:
         assert not member or f"    def {member}(self" in code, name
 
 
+def test_the_tests_that_judge_quantities_exist() -> None:
+    named = re.findall(
+        r"`((?:unit|ranks|parity|end_to_end)/\S+\.py)`", (DOCS / "reference" / "judges.md").read_text()
+    )
+    assert len(named) > 20 and [name for name in named if not (ROOT / "tests" / name).exists()] == []
+
+
 def test_the_tour_counts_the_concepts_of_the_training_step() -> None:
     section = (DOCS / "tour.md").read_text(encoding="utf-8").partition("## Concepts to know before")[2]
     items = " ".join(section.split("\n## ")[0].split()).partition(" 1. ")[2].partition(" These are ")
