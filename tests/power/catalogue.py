@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -793,8 +794,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(lambda pair, *_: (pair[0].roll(1, 2), pair[1]))),
         ("a block's softmax is differentiated alone", "cp2+p2p", plain.PlainKernel, "backward",
          before(_of_block_alone)),
-        ("sinks of a ring count twice", "cp2+p2p", algebra, "add_sinks_",
-         lambda original, _: lambda *args: (original(*args), original(*args))[0], "gpt-oss"),
+        ("sinks of a ring count twice", "cp2+p2p", core, "differentiable",
+         before(lambda q, k, v, blocks, sinks: (q, k, v, blocks, sinks + math.log(2.0))), "gpt-oss"),
         ("slices of ranks that exchange heads stay in the order of the ranks", "cp4+a2a+p2p",
          exchange, "_order_of_ranks", instead(lambda cp, _: HeldPositions(cp.rank, cp.size))),
         ("tokens of the only layer that exchanges heads stay in the order of the ranks", "cp2",
