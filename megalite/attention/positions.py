@@ -20,14 +20,14 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Angles(NamedTuple):
-    """Holds the cosines and sines that rotate queries and keys, each ``[s, b or 1, 1, r]``."""
+    """Cosines and sines that rotate queries and keys, each ``[s, b or 1, 1, r]``."""
 
     cosine: Tensor
     sine: Tensor
 
 
 class PositionInfo(NamedTuple):
-    """Describes the positions of a microbatch's tokens for attention; all layers share it.
+    """Positions of a microbatch's tokens for attention; all layers share it.
 
     Attributes:
         visible: keys that each query sees, by the window of a layer's kind.

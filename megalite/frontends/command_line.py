@@ -60,7 +60,7 @@ NEEDED_TO_TRAIN = ("train_iters", "mock_data", "tokenizer_type")
 
 
 class ParsedRun(NamedTuple):
-    """Holds a parsed command line.
+    """Parsed command line.
 
     Attributes:
         notices: messages to log once, without those of `unused_options`.

@@ -77,7 +77,7 @@ class ActivationOffload:
 
 
 class _Piece:
-    """Holds a saved storage: on the device, on the host, or on both while it is copied."""
+    """Saved storage: on the device, on the host, or on both while it is copied."""
 
     def __init__(self, storage: torch.UntypedStorage, offload: ActivationOffload) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=offload.device)
@@ -110,7 +110,7 @@ class _Saved(NamedTuple):
 
 
 class _SavedGroup:
-    """Holds the saved tensors of one group of layers for one microbatch.
+    """Saved tensors of one group of layers for one microbatch.
 
     Args:
         layers: layers of the group.

@@ -146,7 +146,7 @@ class ExchangeSizes:
 
 
 class _MessagesInFlight:
-    """Holds the messages of a transfer that are in flight: of `x` in forward, of its gradient in backward."""
+    """Messages of a transfer that are in flight: of `x` in forward, of its gradient in backward."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer

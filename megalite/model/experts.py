@@ -26,13 +26,10 @@ from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import REAL_TOKEN, LossTerm, Terms
 from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.model.block import BlockOutput
-from megalite.model.expert_capacity import within_capacity
-from megalite.model.expert_dispatch import Dispatcher, dispatcher_for
+from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
-from megalite.model.kept_choices import choose
 from megalite.model.mlp import activation_of
-from megalite.model.routing_record import ChoiceObserver
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
 from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
@@ -53,7 +50,7 @@ def names_of_terms(config: ModelConfig) -> tuple[str, ...]:
 
 
 class Routing(NamedTuple):
-    """Holds the experts of each token.
+    """Experts of each token.
 
     Attributes:
         weights: of each of a token's experts in its output, ``[s, b, k]``.
@@ -331,7 +328,7 @@ def highest(x: Tensor, count: int) -> Tensor:
 
 
 class ExpertWeights(nn.Module):
-    """Holds a matrix of each of the rank's experts, or the rank's slice of it, and a bias if there is one.
+    """Matrix of each of the rank's experts, or the rank's slice of it, and a bias if there is one.
 
     Args:
         shape: of the matrices of all experts.

@@ -29,7 +29,7 @@ from megalite.wrapping import wrap_point
 
 
 class ActivationFunction(NamedTuple):
-    """Describes an activation, and whether its kernel adds the bias of the GEMM before it.
+    """Activation, and whether its kernel adds the bias of the GEMM before it.
 
     Attributes:
         function: maps ``[..., n]``, and also takes the bias ``[n]`` or None if `adds_bias`.

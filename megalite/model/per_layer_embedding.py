@@ -25,7 +25,7 @@ from megalite.tensor_parallel.uncut_linear import UncutLinear
 
 
 class Embedded(NamedTuple):
-    """Holds the output of an embedding.
+    """Output of an embedding.
 
     Attributes:
         hidden: ``[s, b, h]``.

@@ -46,11 +46,11 @@ from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
 from megalite.loss_terms import SharedKeys
-from megalite.model.kept_choices import KeptChoices
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.layer import ExpertsBesideMLPLayer, TransformerLayer
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
+from megalite.model.routing_record import KeptChoices
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number
 from megalite.wrapping import wrap

@@ -9,7 +9,9 @@ Shapes: S tokens of a sample, s of them on this rank, b microbatch, e experts, k
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -61,7 +63,7 @@ class RecordedChoices(Protocol):
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """Holds the experts of whole samples, ``[S, k]``, by layer and number of the sample."""
+    """Experts of whole samples, ``[S, k]``, by layer and number of the sample."""
 
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
@@ -146,3 +148,84 @@ class ChoiceReplayer:
 def largest_gap(others: Mapping[RoutedToken, float]) -> float:
     """Return the largest difference of scores at which tokens changed their experts; 0 if none did."""
     return max(others.values(), default=0.0)
+
+
+class RoutingStatistics:
+    """Adds up what a router does with this rank's tokens, from microbatch to microbatch.
+
+    Attributes:
+        num_tokens: number of tokens that selected each expert, ``[e]``, int64.
+        num_dropped: number of these choices that were dropped because the expert was at capacity.
+        entropy: sum over the tokens of the entropy of their probabilities, in nats, a fp64 scalar.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.num_tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.entropy = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, counts: Tensor, shares: Tensor, is_real: Tensor | None) -> None:
+        """Add a microbatch.
+
+        Args:
+            counts: number of tokens of each expert, ``[e]``, without padding.
+            shares: the tokens' probabilities of experts, ``[s, b, e]``.
+            is_real: bool ``[s, b]``, False for padding; None without padding.
+        """
+        self.num_tokens += counts
+        entropies = torch.special.entr(shares)
+        entropies = entropies if is_real is None else entropies.where(is_real.unsqueeze(-1), 0.0)
+        self.entropy += entropies.sum(dtype=torch.float64)
+
+
+class KeptChoices:
+    """Choices of a function's first run, in their order, for its second run."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._next: int | None = None  # of the choice to repeat; None in the first run
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Keep the choices that this thread makes in the block."""
+        with _active(self):
+            yield
+
+    @contextmanager
+    def second_run(self) -> Iterator[None]:
+        """Repeat them in the block."""
+        self._next = 0
+        with _active(self):
+            yield
+
+    def choose(self, compute: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        """Return the choice, and whether this is the first run."""
+        if self._next is None:
+            self._kept.append(compute().detach())
+            return self._kept[-1], True
+        self._next += 1
+        return self._kept[self._next - 1], False
+
+
+class _ThreadState(threading.local):
+    """Choices of the function that this thread runs; a GPU's backward has a thread of its own."""
+
+    choices: KeptChoices | None = None
+
+
+_THIS_THREAD = _ThreadState()
+
+
+@contextmanager
+def _active(choices: KeptChoices) -> Iterator[None]:
+    outer, _THIS_THREAD.choices = _THIS_THREAD.choices, choices
+    try:
+        yield
+    finally:
+        _THIS_THREAD.choices = outer
+
+
+def choose(compute: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+    """Return what `compute` returned in forward, and False if this is a second run that repeats it."""
+    choices = _THIS_THREAD.choices
+    return (compute(), True) if choices is None else choices.choose(compute)

@@ -77,7 +77,7 @@ class FoldedMup:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Describes a conversion.
+    """Conversion.
 
     Attributes:
         source, target: names in KINDS and TARGETS. None detects the source from its folder, and makes the

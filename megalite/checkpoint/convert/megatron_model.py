@@ -307,7 +307,7 @@ def _activation(arguments: Arguments) -> str:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Holds the content of a Megatron checkpoint.
+    """Content of a Megatron checkpoint.
 
     Attributes:
         folder: the folder, for messages.

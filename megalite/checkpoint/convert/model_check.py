@@ -49,7 +49,7 @@ ModelOutputs = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class CheckInput:
-    """Holds the input of both models.
+    """Input of both models.
 
     Attributes:
         tokens, token_types: ``[1, s]``.

@@ -92,7 +92,7 @@ _PRECISION = ("--params-dtype", "--bf16", "--fp16")
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the user's flags of megalite train for the model and its tokenizer."""
+    """User's flags of megalite train for the model and its tokenizer."""
 
     flags: Sequence[str] = ()
 

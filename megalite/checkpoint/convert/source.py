@@ -129,7 +129,7 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
 
 @dataclass(frozen=True)
 class SourceKind:
-    """Describes a kind of folder that can be converted."""
+    """Kind of folder that can be converted."""
 
     title: str
     matches: Callable[[Path], bool]

@@ -33,7 +33,7 @@ _ROUTER = "router.weight"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """Holds the number and sizes of the experts that replace an MLP.
+    """Number and sizes of the experts that replace an MLP.
 
     Attributes:
         topk: number of experts of a token.

@@ -211,7 +211,7 @@ _NOT_COMPARED = {"seq_length", "max_position_embeddings", "vocab_size"}
 
 @dataclass(frozen=True)
 class Family:
-    """Describes one of transformers' architectures.
+    """One of transformers' architectures.
 
     Attributes:
         architecture: name of transformers' class, unless a rule writes another.

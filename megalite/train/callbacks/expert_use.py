@@ -12,7 +12,7 @@ import torch
 from megalite.config import Config, ModelConfig
 from megalite.distributed.collectives import all_reduce
 from megalite.model.experts import Router
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import RoutingStatistics
 from megalite.optim.expert_balance import sum_over_tokens
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.telemetry.metrics import ExpertUse, LayerLoads

@@ -20,7 +20,7 @@ from megalite.model.expert_dispatch import Rows
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts, Router
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import RoutingStatistics
 from megalite.optim.expert_balance import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.distributed.topology import Topology
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, Router
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import RoutingStatistics
 from megalite.optim.expert_balance import ExpertBalance
 from tests.unit.model.test_experts import CONFIG, experts_of, hidden
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.config import RecomputeConfig
 from megalite.microbatch import Microbatch
 from megalite.model import experts
-from megalite.model.kept_choices import KeptChoices, choose
+from megalite.model.routing_record import KeptChoices, choose
 from tests.stages import build_stage
 from tests.unit.model.test_experts import CONFIG
 

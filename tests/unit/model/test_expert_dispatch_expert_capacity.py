@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.expert_capacity import capacity_of, within_capacity
-from megalite.model.expert_dispatch import Rows
+from megalite.model.expert_dispatch import Rows, capacity_of, within_capacity
 from megalite.model.experts import MixtureOfExperts
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import RoutingStatistics
 from tests.unit.model.test_experts import CONFIG, EXACT, experts_of, hidden
 
 

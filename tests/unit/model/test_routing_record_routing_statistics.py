@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megalite.model.routing_statistics import RoutingStatistics
+from megalite.model.routing_record import RoutingStatistics
 
 
 def test_microbatches_add_up() -> None:
