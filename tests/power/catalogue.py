@@ -61,7 +61,7 @@ from megalite.optim import (
     sharded_weights,
     weight_gatherer,
 )
-from megalite.pipeline import executor, point_to_point
+from megalite.pipeline import executor, messages
 from megalite.pipeline.messages import PointToPoint
 from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
@@ -71,8 +71,7 @@ from megalite.tensor_parallel import (
     linear,
     parameter_spec,
     uncut_linear,
-    vocab_cross_entropy,
-    vocab_embedding,
+    vocab_parallel,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.tensor_parallel.placement import Box, ParameterAxes
@@ -669,9 +668,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          unless(lambda x, _: x.shape[0] == 10, not_summed)),
         ("every rank adds a row layer's bias", "tp2", attention.Attention, "forward",
          after(lambda out, self, *_: out._replace(bias=out.bias * self.tp.size))),
-        ("word embeddings are not summed", "tp2", vocab_embedding, "reduce_from_tensor_parallel",
+        ("word embeddings are not summed", "tp2", vocab_parallel, "reduce_from_tensor_parallel",
          instead(_first)),
-        ("tokens of other ranks look up their first row", "tp2", vocab_embedding.VocabParallelEmbedding,
+        ("tokens of other ranks look up their first row", "tp2", vocab_parallel.VocabParallelEmbedding,
          "forward", instead(lambda self, tokens: self.reduce(torch.nn.functional.embedding(
              (tokens - self.tp.rank * len(self.weight)).clamp(0, len(self.weight) - 1), self.weight),
              self.tp))),
@@ -680,13 +679,13 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "The vocabulary of 101 tokens has the same padding in every layout that is verified."),
         ("the cross-entropy gets the logits of all ranks as its slice", "tp2", stage,
          "vocab_parallel_cross_entropy", before(_with_all_logits)),
-        ("the maximum of the logits is not reduced", "tp2", vocab_cross_entropy, "all_reduce",
+        ("the maximum of the logits is not reduced", "tp2", vocab_parallel, "all_reduce",
          unless(lambda x, tp, *op: bool(op), _first)),
-        ("the sums of the cross-entropy are not reduced", "tp2", vocab_cross_entropy, "all_reduce",
+        ("the sums of the cross-entropy are not reduced", "tp2", vocab_parallel, "all_reduce",
          unless(lambda x, tp, *op: not op, _first)),
-        ("the sums of the cross-entropy are means", "tp2", vocab_cross_entropy, "all_reduce",
+        ("the sums of the cross-entropy are means", "tp2", vocab_parallel, "all_reduce",
          before(lambda x, tp, *op: (x if op else x.div_(tp.size), tp, *op))),
-        ("a target's column is off by one after the first rank", "tp2", vocab_cross_entropy,
+        ("a target's column is off by one after the first rank", "tp2", vocab_parallel,
          "cross_entropy_statistics",
          before(lambda rows, targets, start, real: (rows, targets, start + (start > 0), real))),
         ("the gradient of shared keys and values is not summed", "tp4", attention, "all_gather_from",
@@ -738,7 +737,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "own_tokens", instead(lambda self, num_positions: slice(0, num_positions)), "packed"),
         ("every rank adds BERT's order loss", "tp2+sp", bert_stage, "reduce_from_tensor_parallel",
          before(lambda x, tp: (x + 1.0 * tp.rank, tp)), "bert"),
-        ("a rank gets another rank's slice of the word embeddings", "tp2+sp", vocab_embedding,
+        ("a rank gets another rank's slice of the word embeddings", "tp2+sp", vocab_parallel,
          "reduce_scatter_to_sequence_parallel", _order_of_slices),
         ("the gradient of the order loss is multiplied by tp", "tp2+sp", bert_stage,
          "reduce_from_tensor_parallel",
@@ -922,7 +921,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda stored: (stored[:-1],))),
         ("a stored weight gradient is computed twice", "pp2zb", executor, "run_stored",
          before(lambda stored: ([*stored, *(each for each in stored if each.weight.dim() == 1)],))),
-        ("a message overtakes the one before", "pp2", point_to_point, "_launch_each", _overtaking),
+        ("a message overtakes the one before", "pp2", messages, "_launch_each", _overtaking),
     ],
     "gradient norm": [
         ("both copies of a tied embedding count", "pp2", optimizer.Optimizer, "_is_copied",

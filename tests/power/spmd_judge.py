@@ -32,7 +32,7 @@ from megalite.microbatch import Microbatch
 from megalite.model import recompute
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
-from megalite.tensor_parallel import linear, vocab_cross_entropy
+from megalite.tensor_parallel import linear, vocab_parallel
 from megalite.tensor_parallel.parameter_spec import spec_of
 from megalite.train.model_chunks import build_chunks
 from megalite.verify.layouts import Layout
@@ -102,7 +102,7 @@ RULES: dict[Any, Any] = {
     linear._ColumnLinear: _column,
     linear._RowLinear: _row,
     linear._Computed: _computed,
-    vocab_cross_entropy._CrossEntropy: _cross_entropy,
+    vocab_parallel._CrossEntropy: _cross_entropy,
 }
 """Types of the functions that communicate: I is full with a full gradient, R is full with a partial gradient,
 V varies between ranks, P is partial."""

@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from tests.unit.plan.test_exchange_time import GPU, MODEL, config_of
 
 from megalite.plan.communication import Group, dispatch_seconds, ep_seconds, num_holders
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import PROGRAMS
+from tests.unit.plan.test_communication_exchange_time import GPU, MODEL, config_of
 
 
 def run_of(program: str = "megatron-core-deepep", layout: str = "dp4ep4", topk: int = 3) -> PlannedRun:

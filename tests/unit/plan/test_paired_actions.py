@@ -14,7 +14,7 @@ from megalite.plan.paired_actions import LayerSeconds, hidden_seconds, pair_savi
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import own_program
 from megalite.plan.rank_memory import rank_memories
-from tests.unit.plan.test_exchange_time import GPU, MODEL, config_of
+from tests.unit.plan.test_communication_exchange_time import GPU, MODEL, config_of
 
 
 def run_of(batch: int = 64, network_gbps: float = 50.0, **changes) -> PlannedRun:
