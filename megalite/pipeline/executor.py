@@ -14,16 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.distributed.turns import Turns
 from megalite.errors import UserError
 from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms
-from megalite.pipeline.messages import (
-    Batch,
-    Direction,
-    PointToPoint,
-    Step,
-    direction_of,
-    plan_rank,
-    reader_of,
-    source_of,
-)
+from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
     SCHEDULES,
     Action,

@@ -19,7 +19,8 @@ from megalite.errors import UserError, first_line
 from megalite.files import parse_json, read_regular, replace_file
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.hardware.node_hardware import CPU, NodeHardware, weakest
-from megalite.plan.calibrate import read_calibration, with_cpu_defaults
+from megalite.plan.calibrate import with_cpu_defaults
+from megalite.plan.calibration_file import read_calibration
 from megalite.plan.estimate import Costs, RunPlan
 from megalite.plan.layout_fields import layout_flags, layout_name, routing_line, with_layout
 from megalite.plan.layout_search import (

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_type_hints
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megalite.commands import command_name
 from megalite.config import Config, ParallelConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, first_line
-from megalite.files import parse_json, read_regular, replace_file
 from megalite.hardware.gpus import Gpu
 from megalite.model.stage import DTYPES
 from megalite.plan.layer_time import dtype_rate
@@ -177,42 +172,3 @@ def _all_reduce_rate(topology: Topology) -> float:
     """Return the bytes per second that each of two ranks sends; each sends as much as the message's size."""
     message = torch.zeros(LINK_ELEMENTS)
     return _rate(4.0 * LINK_ELEMENTS, lambda: dist.all_reduce(message), topology.device, True)
-
-
-_MAX_BYTES = 100_000
-
-
-def write_calibration(file: str, gpu: Gpu) -> None:
-    """Write the figures as a JSON object.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        with replace_file(file) as stream:
-            stream.write(json.dumps(asdict(gpu), indent=2).encode())
-    except OSError as error:
-        raise UserError(f"--calibration {file} cannot be written ({error.strerror}): pass another") from None
-
-
-def read_calibration(file: str) -> Gpu:
-    """Return the figures of a file that `write_calibration` wrote.
-
-    Raises:
-        UserError: the file cannot be read, or its figures are not all positive numbers.
-    """
-    write = f"{command_name('plan')} --calibrate --calibration {file} writes it"
-    try:
-        figures = parse_json(read_regular(Path(file), _MAX_BYTES, follow=True))
-        kinds = get_type_hints(Gpu)
-        if not isinstance(figures, dict) or figures.keys() != kinds.keys():
-            raise ValueError("it does not have the figures of a GPU")
-        for name, figure in figures.items():
-            allowed = (int, float) if kinds[name] is float else (kinds[name],)
-            if type(figure) not in allowed or not (kinds[name] is bool or 0 < figure < float("inf")):
-                raise ValueError(f"{name} is {figure!r}")
-        return Gpu(**figures)
-    except OSError as error:
-        raise UserError(f"--calibration {file} cannot be read ({error.strerror}): {write}") from None
-    except ValueError as error:
-        raise UserError(f"--calibration {file} is damaged ({first_line(error)}): {write}") from None

@@ -24,7 +24,7 @@ from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
-from megalite.plan.calibrate import read_calibration, write_calibration
+from megalite.plan.calibration_file import read_calibration, write_calibration
 from megalite.plan.estimate import Costs
 from megalite.plan.goodput_plan import Reliability
 from megalite.plan.layout_fields import (

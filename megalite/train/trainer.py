@@ -25,7 +25,7 @@ from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES, Stage, is_own_model
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.pipeline.executor import Pipeline
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.parameter_spec import ParameterShard
 from megalite.train.build_optimizer import build_optimizer

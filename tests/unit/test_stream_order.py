@@ -50,7 +50,7 @@ from megalite.optim.reduce_handle import ReduceHandle
 from megalite.optim.sharded_weights import ChunkModules, ShardedWeights
 from megalite.optim.staging import Staging
 from megalite.optim.weight_gatherer import WeightGatherer
-from megalite.pipeline.messages import PointToPoint
+from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 from megalite.plan.calibrate import _host_link_rate
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -356,7 +356,7 @@ COVERED = {
     "megalite/optim/reduce_handle.py": "zero 1, groups",
     "megalite/optim/sharded_weights.py": "zero 3",
     "megalite/optim/staging.py": "offload, zero 1",
-    "megalite/pipeline/messages.py": "pipeline, 1f1b",
+    "megalite/pipeline/point_to_point.py": "pipeline, 1f1b",
     "megalite/plan/calibrate.py": "host link",
     "megalite/tensor_parallel/vocab_parallel.py": "tied embedding",
     "megalite/tensor_parallel/parameter_spec.py": "zero 3",

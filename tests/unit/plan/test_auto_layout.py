@@ -24,7 +24,7 @@ from megalite.plan.auto_layout import (
     choose_layout,
     read_notes,
 )
-from megalite.plan.calibrate import read_calibration, write_calibration
+from megalite.plan.calibration_file import read_calibration, write_calibration
 from megalite.plan.layout_fields import changed_fields
 from megalite.plan.layout_search import fastest, search, simplest
 from megalite.plan.plan_report import answer

@@ -256,7 +256,7 @@ def test_a_plan_of_the_layout_that_training_chooses() -> None:
 
 def test_a_plan_of_a_chosen_layout_needs_the_batch() -> None:
     words = "--gpu a100-80 --world-size 8 --preset gpt2-124m --layout auto"
-    with pytest.raises(UserError, match="--layout auto needs --global-batch-size"):
+    with pytest.raises(UserError, match="--layout auto without --global-batch-size"):
         list(answer(words.split()))
 
 
