@@ -158,4 +158,4 @@ def test_without_a_global_batch_size(pretrain_here: RunHere) -> None:
     base = (*TINY_FLAGS[:first], *TINY_FLAGS[first + 2 :])
     status, errors = pretrain_here("--layout", "auto", "--lr", "0.01", base=base)
     assert status == 1
-    assert errors[0].startswith("error: --layout auto needs --global-batch-size")
+    assert errors[0].startswith("error: --layout auto without --global-batch-size")
