@@ -173,10 +173,10 @@ def _keeps_shapes(difference: Difference) -> bool:
     if difference.name == UNTIED:
         return True
     field = fields_by_name().get(difference.name)
-    if field is None or isinstance(field.declared.same_shapes, bool):
-        return field is not None and field.declared.same_shapes is True
-    values = field.declared.same_shapes
-    return difference.saved in values and difference.here in values
+    allowed = False if field is None else field.declared.same_shapes
+    if isinstance(allowed, bool):
+        return allowed
+    return difference.saved in allowed and difference.here in allowed
 
 
 def _resolved(model: ModelConfig) -> dict[str, Any]:

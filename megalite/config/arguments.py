@@ -167,7 +167,7 @@ def _parse_item(field: ConfigField, token: str) -> Any:
     if kind.choices:
         if token.lower() in field.choices:
             return field.choices[token.lower()]
-        if fix := field.missing.get(token.lower()):
+        if fix := (field.declared.missing or {}).get(token.lower()):
             raise ValueError(f"{token} is not supported in this version: {fix}")
         raise ValueError(
             f"cannot be {token!r}: choose one of {', '.join(kind.choices)}{nearest_hint(token, kind.choices)}"

@@ -12,8 +12,7 @@ NonPersistentType = Literal["local"]
 
 
 _LOADS_ALL = (Setting("load"), Setting("finetune", (False,), "--finetune loads only the weights"))
-_WHOLE_STATE = {"only_with": _LOADS_ALL}
-_SCHEDULE = {"only_with": (*_LOADS_ALL, Setting("load_optim"))}
+_LOADS_OPTIMIZER = (*_LOADS_ALL, Setting("load_optim"))
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,21 @@ class CheckpointConfig:
     --keep-last (by default 1)."""
     finetune: bool = option(False, only_with="load")
     """Load only the weights; the run starts at iteration 0 with its own data and schedules."""
-    load_optim: bool = option(True, **_WHOLE_STATE)
+    load_optim: bool = option(True, only_with=_LOADS_ALL)
     """Load the optimizer state and the loss scale; --no-load-optim resets them."""
     save_optim: bool = option(True, only_with="save")
     """Save the optimizer state. Without it, a run cannot resume exactly."""
     use_checkpoint_args: bool = False
     """Take the model's options from the checkpoint in --load; flags override them."""
-    override_opt_param_scheduler: bool = option(False, "--override-lr-scheduler", **_SCHEDULE)
+    override_opt_param_scheduler: bool = option(False, "--override-lr-scheduler", only_with=_LOADS_OPTIMIZER)
     """Resume with the learning-rate and weight-decay schedules from the flags instead of the checkpoint's."""
-    use_checkpoint_opt_param_scheduler: bool = option(False, "--use-checkpoint-lr-scheduler", **_SCHEDULE)
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "--use-checkpoint-lr-scheduler", only_with=_LOADS_OPTIMIZER
+    )
     """Resume with the checkpoint's learning-rate and weight-decay schedules, and ignore the flags'."""
-    allow_data_change: bool = option(False, **_WHOLE_STATE)
+    allow_data_change: bool = option(False, only_with=_LOADS_ALL)
     """Allow the training data to differ from the checkpoint's. Samples are read in the new data's order."""
-    allow_settings_change: bool = option(False, **_SCHEDULE)
+    allow_settings_change: bool = option(False, only_with=_LOADS_OPTIMIZER)
     """Allow settings of Adam, clipping, dropout and precision that differ from the checkpoint's."""
 
     @property

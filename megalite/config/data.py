@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from megalite.config.option import SHARE, OnResume, Setting, flag_of, option
 
@@ -68,8 +68,8 @@ TOKENIZER_FIELDS = (
 
 
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
-_CORPUS = {"only_with": _READS_CORPUS}
-_FILL_IN = {"only_with": (Setting("fim_rate"), _READS_CORPUS)}
+_CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
+_REARRANGES = (Setting("fim_rate"), _READS_CORPUS)
 
 
 @dataclass(frozen=True)
@@ -78,49 +78,51 @@ class DataConfig:
 
     default_on_resume: ClassVar[OnResume] = OnResume.DATA
 
-    data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    data_path: tuple[str, ...] = option((), **_CORPUS)
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
-    aml_data_download_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    aml_data_download_path: str | None = option(None, **_CORPUS)
     """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
     input folder."""
-    data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    data_args_path: str | None = option(None, **_CORPUS)
     """File with the arguments of --data-path."""
-    train_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    train_data_path: tuple[str, ...] = option((), **_CORPUS)
     """Corpora of the training set alone, as in --data-path; --split does not apply."""
-    valid_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    valid_data_path: tuple[str, ...] = option((), **_CORPUS)
     """Corpora of the validation set, as in --train-data-path."""
-    test_data_path: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    test_data_path: tuple[str, ...] = option((), **_CORPUS)
     """Corpora of the test set, evaluated after training, as in --train-data-path."""
-    per_split_data_args_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    per_split_data_args_path: str | None = option(None, **_CORPUS)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
-    train_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    train_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
-    train_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    train_weighted_split_paths_path: str | None = option(None, **_CORPUS)
     """File with the argument of --train-weighted-split-paths, quotes included."""
-    valid_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    valid_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
-    valid_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    valid_weighted_split_paths_path: str | None = option(None, **_CORPUS)
     """File with the argument of --valid-weighted-split-paths, quotes included."""
-    test_weighted_split_paths: tuple[str, ...] = option((), on_resume=OnResume.CORPUS, **_CORPUS)
+    test_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blends to test on after training, as in --valid-weighted-split-paths."""
-    test_weighted_split_paths_path: str | None = option(None, on_resume=OnResume.CORPUS, **_CORPUS)
+    test_weighted_split_paths_path: str | None = option(None, **_CORPUS)
     """File with the argument of --test-weighted-split-paths, quotes included."""
-    blend_by: Literal["tokens", "documents"] = option("tokens", on_resume=OnResume.CORPUS, **_CORPUS)
+    blend_by: Literal["tokens", "documents"] = option("tokens", **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
-    data_cache_path: str | None = option(None, on_resume=OnResume.FREE, **_CORPUS, differs_between_ranks=True)
+    data_cache_path: str | None = option(
+        None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True
+    )
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
-    fim_rate: float = option(0.0, allowed=SHARE, **_CORPUS)
+    fim_rate: float = option(0.0, allowed=SHARE, only_with=_READS_CORPUS)
     """Fill-in-the-middle: share of the training documents to rearrange. They are split into prefix, suffix
     and middle."""
-    fim_spm_rate: float = option(0.5, allowed=SHARE, **_FILL_IN)
+    fim_spm_rate: float = option(0.5, allowed=SHARE, only_with=_REARRANGES)
     """Fill-in-the-middle: share of these documents in the order suffix, prefix, middle (SPM)."""
-    fim_prefix_token: str = option("<fim_prefix>", **_FILL_IN)
+    fim_prefix_token: str = option("<fim_prefix>", only_with=_REARRANGES)
     """Fill-in-the-middle: token of the vocabulary that marks the prefix."""
-    fim_middle_token: str = option("<fim_middle>", **_FILL_IN)
+    fim_middle_token: str = option("<fim_middle>", only_with=_REARRANGES)
     """Fill-in-the-middle: token of the vocabulary that marks the middle."""
-    fim_suffix_token: str = option("<fim_suffix>", **_FILL_IN)
+    fim_suffix_token: str = option("<fim_suffix>", only_with=_REARRANGES)
     """Fill-in-the-middle: token of the vocabulary that marks the suffix."""
     short_seq_prob: float = option(0.1, allowed=SHARE, only_with=Setting("architecture", ("bert",)))
     """BERT: share of the samples that are shortened on purpose."""
@@ -146,7 +148,7 @@ class DataConfig:
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
-    split: str = option("969,30,1", on_resume=OnResume.CORPUS, **_CORPUS)
+    split: str = option("969,30,1", **_CORPUS)
     """Weights of the training, validation and test parts of each dataset."""
     tokenizer_type: TokenizerType | None = option(
         None, on_resume=OnResume.TOKENIZER, choices={"HFTokenizer": "HuggingFaceTokenizer"}

@@ -207,11 +207,9 @@ class ConfigField:
     """Flags without a value, each with the value that it sets."""
     choices: Mapping[str, str]
     """The allowed values, by their names in lower case, including names that other programs use."""
-    missing: Mapping[str, str]
-    """Values of other programs that megalite does not have, each with what to do instead."""
     declared: Option
     on_resume: OnResume
-    """What happens when a run resumes with another value."""
+    """Rule for a run that resumes with another value."""
 
 
 @functools.cache
@@ -229,7 +227,7 @@ def fields_by_name() -> Mapping[str, ConfigField]:
 
 
 def resume_rule(name: str) -> OnResume | None:
-    """Return what happens when a run resumes with another value of a field; None for an unknown name."""
+    """Return the rule for a run that resumes with another value of a field; None for an unknown name."""
     field = fields_by_name().get(name)
     return None if field is None else field.on_resume
 
@@ -307,9 +305,9 @@ def _fields_of(group: str, part: Any) -> list[ConfigField]:
             sets |= {f"--no-{name[2:]}": False for name in flags}
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
-        missing, rule = declared.missing or {}, declared.on_resume or part.default_on_resume
+        rule = declared.on_resume or part.default_on_resume
         found.append(
-            ConfigField(group, field.name, kind, field.default, flags, sets, choices, missing, declared, rule)
+            ConfigField(group, field.name, kind, field.default, flags, sets, choices, declared, rule)
         )
     return found
 

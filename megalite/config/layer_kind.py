@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What distinguishes a layer from other layers of its model.
+    """Properties in which a layer can differ from the other layers of its model.
 
     Attributes:
         window: largest number of keys before its own that a query attends to; None without this limit.

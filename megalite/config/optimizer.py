@@ -29,7 +29,7 @@ LrStepTiming = Literal["megatron", "deepspeed"]
 
 
 _FP16 = Setting("params_dtype", ("fp16",), "only --fp16 has a loss scale")
-_DYNAMIC = {"only_with": (_FP16, Setting("loss_scale", (None,)))}
+_DYNAMIC = (_FP16, Setting("loss_scale", (None,)))
 
 MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
@@ -125,13 +125,15 @@ class OptimizerConfig:
     """Adam's epsilon, added to the root of the second moment."""
     loss_scale: float | None = option(None, allowed=POSITIVE, only_with=_FP16)
     """With fp16: constant loss scale. By default the loss scale is dynamic."""
-    initial_loss_scale: float = option(2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED, **_DYNAMIC)
+    initial_loss_scale: float = option(
+        2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED, only_with=_DYNAMIC
+    )
     """With fp16: first value of the dynamic loss scale."""
-    min_loss_scale: float = option(1.0, allowed=POSITIVE, **_DYNAMIC)
+    min_loss_scale: float = option(1.0, allowed=POSITIVE, only_with=_DYNAMIC)
     """With fp16: minimum of the dynamic loss scale."""
-    loss_scale_window: int = option(1000, allowed=POSITIVE, **_DYNAMIC)
+    loss_scale_window: int = option(1000, allowed=POSITIVE, only_with=_DYNAMIC)
     """With fp16: iterations without overflow after which the dynamic loss scale doubles, up to 2**64."""
-    hysteresis: int = option(2, allowed=POSITIVE, **_DYNAMIC)
+    hysteresis: int = option(2, allowed=POSITIVE, only_with=_DYNAMIC)
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
     muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Setting("optimizer", ("muon",)))

@@ -34,7 +34,7 @@ SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
 
 
 class OnResume(Enum):
-    """What happens when a run resumes with a value that differs from the checkpoint's."""
+    """Rule for a run that resumes with a value that differs from the checkpoint's."""
 
     MODEL = "refused: the weights differ; some fields may change with --finetune"
     RUN = "refused: samples and dropout masks differ; --finetune allows it"
@@ -86,13 +86,13 @@ class Option:
     on_resume: OnResume | None = None
     """Rule for a run that resumes with another value; by default the group's `default_on_resume`."""
     differs_between_ranks: bool = False
-    """Whether the ranks of a run may have different values."""
+    """True if the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
     only_with: tuple[Setting, ...] = ()
     """Conditions without which the field has no effect."""
     in_megatron: bool = True
-    """Of the model: whether Megatron's checkpoints have the field, with the same name and meaning."""
+    """True if Megatron's checkpoints have this field of the model, with the same name and meaning."""
 
 
 def option(

@@ -41,9 +41,7 @@ _RANKS_PER_NODE = 8
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
 _FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
 _TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
-_BUCKETS = {
-    "only_with": Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
-}
+_BUCKETS = Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer reduces its own gradients")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class ParallelConfig:
     )
     """Balance the stages by uniform (number of layers), parameters, or type:REGEX (layers whose DeepSpeed
     class name matches)."""
-    ddp_bucket_size: int | None = option(None, allowed=POSITIVE, **_BUCKETS)
+    ddp_bucket_size: int | None = option(None, allowed=POSITIVE, only_with=_BUCKETS)
     """Elements per gradient bucket. By default a sixth of the rank's parameters, between 1 and 40 million."""
     zero_stage: int = option(0, allowed=ZERO_STAGE, sets={"--use-distributed-optimizer": 1})
     """ZeRO stage, for sharding over data-parallel ranks. 0: shard nothing, 1: the optimizer state, 2: also
@@ -161,7 +159,7 @@ class ParallelConfig:
     fsdp_reshard_after_forward: ReshardAfterForward = option("default", only_with=Setting("zero_stage", (3,)))
     """With --zero-stage 3: free gathered weights after each use (always), or gather them once per iteration
     (never). default: never in a pipeline if they fit, else always."""
-    overlap_grad_reduce: bool = option(True, **_BUCKETS)
+    overlap_grad_reduce: bool = option(True, only_with=_BUCKETS)
     """Overlap the gradient reduction over replicas with the backward pass."""
     overlap_param_gather: bool | None = option(None, only_with=Setting("zero_stage", (1, 2)))
     """With --zero-stage 1 or 2: overlap the all-gather of updated weights with the next forward pass. On by

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, OnResume, Setting, option
 
@@ -14,7 +14,6 @@ Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
 _COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
-_ONE_RANK: dict[str, Any] = {"differs_between_ranks": True}  # without effect in a run of several ranks
 
 
 @dataclass(frozen=True)
@@ -164,14 +163,15 @@ class DryRunConfig:
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
-    dry_run: bool = option(False, **_ONE_RANK)
+    # In a run of several ranks, these have no effect.
+    dry_run: bool = option(False, differs_between_ranks=True)
     """Report what one rank would hold, compute and send, and exit. Nothing is computed."""
-    world_size: int | None = option(None, allowed=SIZE, **_ONE_RANK, only_with="dry_run")
+    world_size: int | None = option(None, allowed=SIZE, differs_between_ranks=True, only_with="dry_run")
     """With --dry-run: number of ranks of the run. By default tp x pp x dp."""
-    rank: int = option(0, allowed=NOT_NEGATIVE, **_ONE_RANK, only_with="dry_run")
+    rank: int = option(0, allowed=NOT_NEGATIVE, differs_between_ranks=True, only_with="dry_run")
     """With --dry-run: the rank to report."""
-    dry_run_json: str | None = option(None, **_ONE_RANK, only_with="dry_run")
+    dry_run_json: str | None = option(None, differs_between_ranks=True, only_with="dry_run")
     """With --dry-run: also write the report to this file, as a JSON object."""
-    verify_layouts: str | None = option(None, **_ONE_RANK)
+    verify_layouts: str | None = option(None, differs_between_ranks=True)
     """Compare short runs in these layouts (tp2,pp2dp2+sp, default or all) with one rank, and exit.
     Use it in programs with their own model; otherwise use megalite verify."""

@@ -345,11 +345,9 @@ def conflicts(config: Config, world_size: int | None) -> Iterator[Problem]:
     unused = without_effect(config_fields(), config.values()) if found else {}
     for one, other, why in found:
         if unused.keys().isdisjoint((one.field, other.field)):
-            second = _value(other.field, config)
-            with_other = (
-                f"without {flag_of(other.field)}" if second is None else f"with {_shown(other, config)}"
-            )
-            yield Problem((one.field, other.field), f"{_shown(one, config)} {with_other}{why}")
+            is_missing = _value(other.field, config) is None
+            second = f"without {flag_of(other.field)}" if is_missing else f"with {_shown(other, config)}"
+            yield Problem((one.field, other.field), f"{_shown(one, config)} {second}{why}")
 
 
 def _value(name: str, config: Config) -> Any:

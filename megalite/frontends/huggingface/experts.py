@@ -48,7 +48,7 @@ def _write_experts(config: ModelConfig, count: str, width: str) -> Fields:
 
 
 WEIGHTS_OF_CHOSEN = switch("norm_topk_prob", "moe_router_pre_softmax", False, negated=True)
-"""Whether the softmax is over the chosen experts alone."""
+"""Rule of the setting that takes the softmax over the chosen experts alone, instead of over all."""
 
 _WIDTH, _SHARED_WIDTH = "moe_intermediate_size", "shared_expert_intermediate_size"
 _SPARSE = (_WIDTH, _SHARED_WIDTH, "num_experts_per_tok", "norm_topk_prob", "output_router_logits")
