@@ -78,7 +78,8 @@ class Cost:
         """Whether all tests run that run by default."""
         option = self._config.option
         return not (
-            option.keyword
+            option.quick
+            or option.keyword
             or option.deselect
             or option.collectonly
             or option.markexpr != "not slow"
