@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.errors import UserError, first_line
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
-from megalite.loss_terms import SharedKeys, Terms, add_terms
+from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
 from megalite.torch_private import storage_number, tree_leaves
 from megalite.wrapping import wrap
@@ -220,28 +220,25 @@ def apply_offload(stage: Stage, num_layers: int, offload: ActivationOffload) -> 
     stage.prepare_tables(stage.config.seq_length)
 
     def run_offloaded(
-        run_layers: Callable[..., tuple[Tensor, Terms]], layers: Sequence[nn.Module], x: Tensor, *inputs: Any
-    ) -> tuple[Tensor, Terms]:
+        run_layers: Callable[..., LayerState], layers: Sequence[nn.Module], state: LayerState, *inputs: Any
+    ) -> LayerState:
         if not torch.is_grad_enabled():
-            return run_layers(layers, x, *inputs)
-        kept = _storages([*tree_leaves(inputs), *stage.tables()])
+            return run_layers(layers, state, *inputs)
+        kept = _storages([*tree_leaves(inputs), *state.embeddings.values(), *stage.tables()])
         before: _SavedGroup | None = None
-        terms: Terms = {}
-        keys: SharedKeys = {}
         for group in stage.groups_of(len(layers)):
             run = partial(stage.run_group, group, layers)
             saved = None
             if group.start < num_layers:
                 saved = _SavedGroup(offload, [layers[i] for i in group], kept, before)
                 with saved.hooks():
-                    x, more, keys = run(x, keys, *inputs)
+                    state = run(state, *inputs)
             else:
-                x, more, keys = run(x, keys, *inputs)
-            terms = add_terms(terms, more)
+                state = run(state, *inputs)
             offload.ran(saved)
-            if x.requires_grad:
-                x.register_hook(partial(offload.begin_backward, saved, before))
+            if state.hidden.requires_grad:
+                state.hidden.register_hook(partial(offload.begin_backward, saved, before))
             before = saved
-        return x, terms
+        return state
 
     wrap(stage, "run_layers", lambda run_layers: partial(run_offloaded, run_layers))

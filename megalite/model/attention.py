@@ -19,7 +19,7 @@ from megalite.config import LayerKind, ModelConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.microbatch import SampleNumbers
-from megalite.model.block import BlockOutput
+from megalite.model.layer_state import BlockOutput
 from megalite.model.norm import HeadRMSNorm, build_head_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std

@@ -25,9 +25,9 @@ from megalite.errors import UserError
 from megalite.kernels import fill_normal_, site_key
 from megalite.loss_terms import REAL_TOKEN, LossTerm, Terms
 from megalite.microbatch import SampleNumbers, numbers_of
-from megalite.model.block import BlockOutput
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
+from megalite.model.layer_state import BlockOutput
 from megalite.model.mlp import activation_of
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
 from megalite.model.shared_expert import SharedExpert

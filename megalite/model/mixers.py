@@ -11,9 +11,9 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import LayerKind, ModelConfig
 from megalite.microbatch import SampleNumbers
-from megalite.model.block import BlockOutput
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.latent_attention import attention_class
+from megalite.model.layer_state import BlockOutput
 from megalite.model.mamba import Mamba
 from megalite.tensor_parallel.parameter_spec import LayerContext
 

@@ -17,7 +17,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.microbatch import SampleNumbers
-from megalite.model.block import BlockOutput
+from megalite.model.layer_state import BlockOutput
 from megalite.tensor_parallel.linear import (
     Activated,
     ColumnParallelLinear,

@@ -27,7 +27,7 @@ from megalite.loss_terms import LossTerm, Terms, WithTerms, later_real_token, la
 from megalite.microbatch import Microbatch, SampleNumbers
 from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
-from megalite.model.layer import layer_class
+from megalite.model.layer import TransformerLayer
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -89,9 +89,7 @@ class MultiTokenModule(nn.Module):
         self.embedding_norm = build_norm(config, context)
         self.hidden_norm = build_norm(config, context)
         self.projection = JoiningLinear(config, context)
-        layer = config.num_layers + number
-        build = layer_class(config, config.layer_kind(layer))
-        self.layer = build(config, context, core, layer)
+        self.layer = TransformerLayer(config, context, core, config.num_layers + number)
         is_post_norm = config.norm_position == "post"
         self.final_norm = nn.Identity() if is_post_norm else build_norm(config, context)
 

@@ -9,52 +9,16 @@ With sequence parallelism every s is s/tp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding, word_table
+from megalite.model.layer_state import LayerState
 from megalite.model.mlp import GATES
 from megalite.model.norm import NORMS, build_norm
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-
-
-class Embedded(NamedTuple):
-    """Output of an embedding.
-
-    Attributes:
-        hidden: ``[s, b, h]``.
-        layer_inputs: arguments of each layer besides x and `Stage.layer_inputs`, such as the embeddings for
-            all layers, ``[s, b, e]`` each.
-    """
-
-    hidden: Tensor
-    layer_inputs: tuple[Sequence[Tensor], ...] = ()
-
-    @staticmethod
-    def of(output: Tensor | Embedded) -> Embedded:
-        """Return the output of any embedding."""
-        return output if isinstance(output, Embedded) else Embedded(output)
-
-
-def joined_message(output: Embedded) -> Tensor:
-    """Return hidden states and embeddings for all layers as one tensor, ``[s, b, h + l e]``.
-
-    Every stage sends the embeddings for all layers, so that all messages have one shape.
-    """
-    return torch.cat((output.hidden, *(x for inputs in output.layer_inputs for x in inputs)), dim=-1)
-
-
-def split_message(message: Tensor, num_layers: int, size: int) -> Embedded:
-    """Return the parts of a message, ``[s, b, h + l e]``."""
-    width = num_layers * size
-    hidden, embeddings = message.split((message.shape[-1] - width, width), dim=-1)
-    return Embedded(hidden, (embeddings.unflatten(-1, (num_layers, size)).unbind(2),))
 
 
 class EmbeddingForLayers(Embedding):
@@ -75,10 +39,11 @@ class EmbeddingForLayers(Embedding):
         )
         self.layer_norm = NORMS[config.normalization](config, context, width=self.size)
 
-    def forward(self, microbatch: Microbatch) -> Embedded:  # type: ignore[override]
+    def forward(self, microbatch: Microbatch) -> LayerState:  # type: ignore[override]
         """Map the tokens ``[b, s]`` to hidden states ``[s, b, h]`` and the layers' ``[s, b, e]``."""
         words = self.words(microbatch)
-        return Embedded(self.hidden_states(words, microbatch), (self.for_layers(words, microbatch),))
+        embeddings = dict(enumerate(self.for_layers(words, microbatch)))
+        return LayerState(self.hidden_states(words, microbatch), embeddings)
 
     def for_layers(self, words: Tensor, microbatch: Microbatch) -> tuple[Tensor, ...]:
         """Return the embeddings for all layers from the words' embedding ``[s, b, h]``."""

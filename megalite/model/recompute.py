@@ -45,9 +45,10 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.errors import UserError
 from megalite.kernels import ResidualSum
-from megalite.loss_terms import SharedKeys
+from megalite.loss_terms import add_terms
 from megalite.model.latent_attention import LatentAttention
-from megalite.model.layer import ExpertsBesideMLPLayer, TransformerLayer
+from megalite.model.layer import TransformerLayer
+from megalite.model.layer_state import LayerState
 from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.routing_record import KeptChoices
@@ -104,7 +105,7 @@ def _recompute_mlp(layer: TransformerLayer, config: RecomputeConfig) -> None:
         assert isinstance(mlp, MLP), "the configuration rejects experts in chunks"
         _compute_mlp_in_chunks(mlp, config.mlp_chunks)
     if "mlp" in config.modules:
-        if isinstance(layer, ExpertsBesideMLPLayer):
+        if layer.experts is not None:
             wrap(layer.experts, "transform", _recompute_experts)
         recompute_output(layer.mlp_norm, "forward", mlp, "transform", recompute_consumer=True)
         return
@@ -191,16 +192,21 @@ def _recompute_groups(stage: Stage, config: RecomputeConfig) -> None:
 
     def recompute_group(run_group: Callable[..., Any]) -> Callable[..., Any]:
         def run_recomputed(
-            group: range, layers: Sequence[nn.Module], x: Tensor, keys: SharedKeys, *inputs: Any
-        ) -> Any:
+            group: range, layers: Sequence[nn.Module], state: LayerState, *inputs: Any
+        ) -> LayerState:
             if group not in recomputed:
-                return run_group(group, layers, x, keys, *inputs)
+                return run_group(group, layers, state, *inputs)
+            x, keys, terms = state.hidden, state.keys, state.terms
+            # The closure must not hold the kept tensors: their storages may be offloaded or released.
+            others, sources = state._replace(hidden=x.new_empty(0), keys={}, terms={}), [*keys]
 
-            def run_again(x: Tensor, *tensors: Tensor) -> Any:
+            def run_again(x: Tensor, *tensors: Tensor) -> LayerState:
                 pairs = zip(tensors[::2], tensors[1::2], strict=True)
-                return run_group(group, layers, x, dict(zip(keys, pairs, strict=True)), *inputs)
+                own = others._replace(hidden=x, keys=dict(zip(sources, pairs, strict=True)))
+                return run_group(group, layers, own, *inputs)
 
-            return recompute(run_again, x, *chain(*keys.values()), keep=keep)
+            after: LayerState = recompute(run_again, x, *chain(*keys.values()), keep=keep)
+            return after._replace(terms=add_terms(terms, after.terms))
 
         return run_recomputed
 

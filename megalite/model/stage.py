@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.errors import UserError, check_call, kind_of
 from megalite.kernels import site_key
-from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, SharedKeys, Terms, WithTerms, add_terms
+from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, WithTerms, add_terms
 from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.head import OutputLayer, VocabHead
-from megalite.model.per_layer_embedding import Embedded
+from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,
@@ -230,9 +230,11 @@ class Stage(nn.Module, ABC):
             ``[s, b, h]`` for the next stage; on the last stage the sum of the losses of the microbatch's
             tokens, a scalar. `WithTerms` for further or other terms of the loss, on any stage.
         """
-        x, terms = self.hidden_and_terms(microbatch, hidden)
+        state = self.last_state(microbatch, hidden)
+        x, terms = state.hidden, state.terms
         if not self.is_last:
-            return WithTerms(x, terms) if terms else x
+            message = state.message()
+            return WithTerms(message, terms) if terms else message
         losses = self.losses(self.last_module(x), microbatch)
         if terms and isinstance(losses, Tensor):
             losses = {LM_LOSS: losses}
@@ -243,27 +245,20 @@ class Stage(nn.Module, ABC):
         }
         return WithTerms(None, add_terms(terms, of_losses))
 
-    def hidden_and_terms(self, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, Terms]:
-        """Return what the next stage or the head reads, and the terms of the loss that layers compute."""
-        x, more_inputs = self.inputs_of_layers(microbatch, hidden)
-        x, terms = self.run_layers([*self.layers.values()], x, *self.layer_inputs(microbatch), *more_inputs)
-        return x if self.is_last else self.to_send(x, more_inputs), terms
+    def last_state(self, microbatch: Microbatch, hidden: Tensor | None) -> LayerState:
+        """Return what this stage's last layer leaves, from a microbatch and `forward`'s hidden states."""
+        state = LayerState.of(self.embedding(microbatch)) if hidden is None else self.received(hidden)
+        return self.run_layers([*self.layers.values()], state, *self.layer_inputs(microbatch))
 
-    def inputs_of_layers(self, microbatch: Microbatch, hidden: Tensor | None) -> Embedded:
-        """Return the first layer's inputs, from the embedding or from the previous stage."""
-        return Embedded.of(self.embedding(microbatch)) if hidden is None else self.received(hidden)
-
-    def received(self, message: Tensor) -> Embedded:
-        """Return the first layer's inputs from the previous stage's output, ``[s, b, h]`` or wider."""
-        return Embedded(message)
-
-    def to_send(self, x: Tensor, more_inputs: tuple[Sequence[Tensor], ...]) -> Tensor:
-        """Return what the next stage receives: the last layer's output, and inputs of later layers."""
-        return x
+    def received(self, message: Tensor) -> LayerState:
+        """Return the first layer's input from the previous stage's `LayerState.message`."""
+        size = self.config.hidden_size_per_layer_input
+        return LayerState.of_message(message, self.config.num_layers, size)
 
     def hidden_states(self, microbatch: Microbatch, hidden: Tensor | None) -> Tensor:
         """Return the output of this stage's last layer, ``[s, b, h]``, or what the next stage receives."""
-        return self.hidden_and_terms(microbatch, hidden)[0]
+        state = self.last_state(microbatch, hidden)
+        return state.hidden if self.is_last else state.message()
 
     def units(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """Yield the modules in forward's order, each with the parameters used until the next one's call."""
@@ -325,21 +320,15 @@ class Stage(nn.Module, ABC):
         return module
 
     @wrap_point
-    def run_layers(self, layers: Sequence[nn.Module], x: Tensor, *inputs: Any) -> tuple[Tensor, Terms]:
-        """Run the layers one after the other, ``[s, b, h]`` to ``[s, b, h]``.
+    def run_layers(self, layers: Sequence[nn.Module], state: LayerState, *inputs: Any) -> LayerState:
+        """Run the layers one after the other, from the first one's input to what the last one leaves.
 
         Args:
             inputs: arguments of each layer besides x.
-
-        Returns:
-            The last layer's output, and the terms of the loss that layers compute.
         """
-        terms: Terms = {}
-        keys: SharedKeys = {}
         for group in self.groups_of(len(layers)):
-            x, more, keys = self.run_group(group, layers, x, keys, *inputs)
-            terms = add_terms(terms, more)
-        return x, terms
+            state = self.run_group(group, layers, state, *inputs)
+        return state
 
     def groups_of(self, num_layers: int) -> Sequence[range]:
         """Return the indices of the layers that run together, group by group."""
@@ -347,31 +336,22 @@ class Stage(nn.Module, ABC):
 
     @wrap_point
     def run_group(
-        self, group: range, layers: Sequence[nn.Module], x: Tensor, keys: SharedKeys, *inputs: Any
-    ) -> tuple[Tensor, Terms, SharedKeys]:
+        self, group: range, layers: Sequence[nn.Module], state: LayerState, *inputs: Any
+    ) -> LayerState:
         """Run the layers of one group; see `run_layers`.
 
         Args:
             group: indices into `layers`.
-            keys: keys and values of earlier layers for later ones.
-
-        Returns:
-            The last layer's output, the terms, and `keys` with those of these layers.
         """
-        terms: Terms = {}
         for i in group:
-            shared = keys[source] if (source := self.key_source(layers[i])) is not None else ()
-            y, more, given = WithTerms.of(layers[i](x, *self.own_inputs(layers[i], inputs), *shared))
-            x, terms, keys = self.checked(y, x, layers[i]), add_terms(terms, more), {**keys, **given}
-        return x, terms, keys
+            layer = layers[i]
+            output = WithTerms.of(layer(state.hidden, *inputs, *self.own_inputs(layer, state)))
+            state = state.after(output, self.checked(output.hidden, state.hidden, layer))
+        return state
 
-    def own_inputs(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of one layer besides x from those of all layers."""
-        return inputs
-
-    def key_source(self, layer: nn.Module) -> int | None:
-        """Return the number of the layer whose keys and values a layer gets besides its inputs, if any."""
-        return None
+    def own_inputs(self, layer: nn.Module, state: LayerState) -> tuple[Tensor, ...]:
+        """Return arguments of a layer that other layers do not get, after `layer_inputs`."""
+        return ()
 
     def checked(self, y: Any, x: Tensor, layer: nn.Module) -> Tensor:
         """Return the output y of a layer whose input is x.

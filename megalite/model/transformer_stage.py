@@ -6,7 +6,7 @@ every ``[s, b, h]`` is a rank's slice, ``[s/tp, b, h]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,15 +19,11 @@ from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
-from megalite.model.layer import OwnEmbeddingLayer, TransformerLayer, layer_class
+from megalite.model.layer import TransformerLayer
+from megalite.model.layer_state import LayerState
 from megalite.model.multi_token_prediction import MultiTokenPrediction, mtp_loss_names, mtp_router_terms
 from megalite.model.norm import build_norm
-from megalite.model.per_layer_embedding import (
-    Embedded,
-    EmbeddingForLayers,
-    joined_message,
-    split_message,
-)
+from megalite.model.per_layer_embedding import EmbeddingForLayers
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -69,28 +65,11 @@ class TransformerStage(Stage):
 
     def build_layer(self, number: int) -> nn.Module:
         """Return layer `number` of the model; its forward takes what `TransformerLayer.forward` takes."""
-        build = layer_class(self.config, self.config.layer_kind(number))
-        return build(self.config, self.context, self.core, number)
+        return TransformerLayer(self.config, self.context, self.core, number)
 
-    def own_inputs(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of one layer besides x; of embeddings for all layers, only its own."""
-        if not isinstance(layer, OwnEmbeddingLayer):
-            return inputs
-        *common, embeddings = inputs
-        return *common, embeddings[layer.number]
-
-    def received(self, message: Tensor) -> Embedded:
-        """Return the first layer's inputs; a message also has the embeddings for all layers, if there are."""
-        num_layers, size = self.config.num_layers, self.config.hidden_size_per_layer_input
-        return Embedded(message) if size is None else split_message(message, num_layers, size)
-
-    def to_send(self, x: Tensor, more_inputs: tuple[Sequence[Tensor], ...]) -> Tensor:
-        """Return the last layer's output, with the embeddings for all layers beside it, if there are."""
-        return joined_message(Embedded(x, more_inputs)) if more_inputs else x
-
-    def key_source(self, layer: nn.Module) -> int | None:
-        """Return the number of the layer whose keys and values a layer attends to; None for its own."""
-        return layer.kind.key_source if isinstance(layer, TransformerLayer) else None
+    def own_inputs(self, layer: nn.Module, state: LayerState) -> tuple[Tensor, ...]:
+        """Return a layer's own embedding, and the keys and values of an earlier layer that it attends to."""
+        return layer.own_inputs(state) if isinstance(layer, TransformerLayer) else ()
 
     def build_head(self) -> nn.Module:
         """Return the final norm."""

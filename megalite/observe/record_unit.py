@@ -20,11 +20,11 @@ from megalite.distributed.axes import EXPERTS, MODEL, Factoring
 from megalite.distributed.topology import Topology
 from megalite.errors import UserError, first_line
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
-from megalite.loss_terms import SharedKeys
+from megalite.loss_terms import LossTerm, SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.layer import TransformerLayer
-from megalite.model.per_layer_embedding import Embedded
+from megalite.model.layer_state import LayerState
 from megalite.model.recompute import apply_recompute
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.stage import DTYPES, Stage, StageProvider
@@ -190,48 +190,62 @@ def microbatch_of(key: UnitKey) -> Microbatch:
 
 def _function_of(
     key: UnitKey, stage: Stage, microbatch: Microbatch, hidden_shape: tuple[int, int]
-) -> tuple[Callable[[Any], Any], Iterable[nn.Parameter]]:
+) -> tuple[Callable[[Tensor], list[Tensor]], Iterable[nn.Parameter]]:
     """Return the unit as a function of hidden states, and its parameters.
+
+    The function returns the tensors from which backward starts, the unit's output first.
 
     Args:
         hidden_shape: ``[s, b]`` of the hidden states.
     """
     if key.unit == EMBEDDING:
-        return lambda _: Embedded.of(stage.embedding(microbatch)), stage.embedding.parameters()
+
+        def embed(_: Tensor) -> list[Tensor]:
+            state = LayerState.of(stage.embedding(microbatch))
+            return [state.hidden, *state.embeddings.values()]
+
+        return embed, stage.embedding.parameters()
     if key.unit == HEAD:
-        return (
-            lambda x: stage.losses(stage.last_module(x), microbatch),
-            stage.last_parameters(),
-        )
+
+        def losses(x: Tensor) -> list[Tensor]:
+            found = stage.losses(stage.last_module(x), microbatch)
+            return _totals(found) if isinstance(found, Mapping) else [found]
+
+        return losses, stage.last_parameters()
     (layer,) = stage.layers.values()
-    inputs = (*stage.layer_inputs(microbatch), *_embeddings_for_layers(key, stage, hidden_shape))
+    assert isinstance(key.unit, int)
+    inputs, size = stage.layer_inputs(microbatch), key.model.hidden_size_per_layer_input
+    # The record of the embedding counts the layers' own embeddings.
+    embeddings = {} if size is None else {key.unit: _on_paper(stage, (*hidden_shape, size))}
     keys = _shared_keys(key, stage, layer)
-    # Keys that the layer computes for later ones are dropped: what outlives forward is saved anyway.
-    return lambda x: stage.run_group(range(1), [layer], x, keys, *inputs)[:2], layer.parameters()
+
+    def run(x: Tensor) -> list[Tensor]:
+        # Keys that the layer computes for later ones are dropped: what outlives forward is saved anyway.
+        state = stage.run_group(range(1), [layer], LayerState(x, embeddings, keys), *inputs)
+        return [state.hidden, *_totals(state.terms)]
+
+    return run, layer.parameters()
 
 
-def _embeddings_for_layers(
-    key: UnitKey, stage: Stage, hidden_shape: tuple[int, int]
-) -> tuple[Mapping[int, Tensor], ...]:
-    """Return the layer's own embedding, which the record of the embedding counts, if the model has them."""
-    size = key.model.hidden_size_per_layer_input
-    if size is None or not isinstance(key.unit, int):
-        return ()
-    shape = (*hidden_shape, size)
-    return ({key.unit: torch.empty(shape, dtype=stage.context.dtype, device="meta", requires_grad=True)},)
+def _totals(terms: Mapping[str, Tensor | LossTerm]) -> list[Tensor]:
+    """Return the terms of the loss from which backward starts."""
+    totals = (term if isinstance(term, Tensor) else term.total for term in terms.values())
+    return [each for each in totals if each.requires_grad]
 
 
 def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
     """Return keys and values of an earlier layer that the layer attends to."""
-    source = stage.key_source(layer)
-    if source is None:
+    if not isinstance(layer, TransformerLayer) or layer.kind.key_source is None:
         return {}
+    source = layer.kind.key_source
     model = key.model.for_kind(key.model.layer_kind(source))
     shape = key.positions, key.micro_batch_size, max(1, model.num_kv_heads // key.tp), model.head_dim
-    keys, values = (
-        torch.empty(shape, dtype=stage.context.dtype, device="meta", requires_grad=True) for _ in range(2)
-    )
-    return {source: (keys, values)}
+    return {source: (_on_paper(stage, shape), _on_paper(stage, shape))}
+
+
+def _on_paper(stage: Stage, shape: Sequence[int]) -> Tensor:
+    """Return a tensor on device meta that another unit computes."""
+    return torch.empty(*shape, dtype=stage.context.dtype, device="meta", requires_grad=True)
 
 
 class _Run:
@@ -255,14 +269,16 @@ class _Run:
         kinds = [layer.kind for layer in stage.all_layers() if isinstance(layer, TransformerLayer)]
         self._window = kinds[0].window if kinds else None
 
-    def record(self, function: Callable[[Any], Any], parameters: Iterable[nn.Parameter]) -> UnitRecord:
+    def record(
+        self, function: Callable[[Tensor], list[Tensor]], parameters: Iterable[nn.Parameter]
+    ) -> UnitRecord:
         weights, live = tuple(self._weights(parameters)), self._live
         lasting, before, dtype = live.now, live.by_part.copy(), self._stage.context.dtype
         live.start_peak()
         with OperatorLog(self._topology, self._window) as log:
             with live.part(INPUT):
                 x = torch.empty(*self._shape, dtype=dtype, device="meta", requires_grad=True)
-            outputs = list(_results(function(x)))
+            outputs = function(x)
             input_bytes = x.nbytes
             del x
             forward = log.take()
@@ -302,27 +318,6 @@ class _Run:
                 tuple(matrix.shape for matrix in matrices_of(spec)) if spec.is_matrix else (),
                 spec.parameter_axes.axes(self._topology).factoring.name,
             )
-
-
-def _results(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors that backward starts from."""
-    if isinstance(output, Embedded):
-        yield output.hidden
-        for embeddings in output.layer_inputs:
-            yield from embeddings
-        return
-    if isinstance(output, Mapping):
-        terms = output
-    elif isinstance(output, tuple):
-        output, terms = output
-        yield output
-    else:
-        yield output
-        return
-    for term in terms.values():
-        total = term if isinstance(term, Tensor) else term.total
-        if total.requires_grad:
-            yield total
 
 
 @contextmanager

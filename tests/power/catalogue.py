@@ -44,8 +44,8 @@ from megalite.model import (
     shared_expert,
     short_convolution,
     stage,
-    transformer_stage,
 )
+from megalite.model.layer_state import LayerState
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
@@ -132,8 +132,8 @@ def _other_part(mine: Tensor, whole: Tensor, axis: Any) -> tuple[Any, ...]:
     return mine, whole.roll(mine.numel()), axis
 
 
-def _without_gradient(inputs: tuple[Sequence[Tensor], ...]) -> tuple[list[Tensor], ...]:
-    return tuple([x.detach() + 0.0 * x for x in each] for each in inputs)
+def _without_gradient(embeddings: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {number: x.detach() + 0.0 * x for number, x in embeddings.items()}
 
 
 def _local_layer(original: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
@@ -609,7 +609,7 @@ def _on_later_stages(change: Callable[..., tuple[Any, ...]]) -> Change:
 
 
 def _as_post_norm(module: Any, *_: Any) -> Any:
-    module.__class__ = layer.PostNormLayer
+    module.normalized = layer.NORMALIZED["post"]
     return module
 
 
@@ -900,12 +900,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda gradient, pp: None)),
         ("the copies of a tied embedding are averaged", "pp2", optimizer, "sum_tied_embedding_grads",
          after(lambda _, gradient, **more: gradient.div_(2))),
-        ("embeddings for later layers have a gradient of 0", "pp2", transformer_stage, "joined_message",
-         before(lambda output: (output._replace(layer_inputs=_without_gradient(output.layer_inputs)),)),
+        ("embeddings for later layers have a gradient of 0", "pp2", LayerState, "message",
+         before(lambda self: (self._replace(embeddings=_without_gradient(self.embeddings)),)),
          "gemma4 e2b"),
-        ("later stages have the embeddings for layers in another order", "pp2", transformer_stage,
-         "split_message", after(lambda result, *_: result._replace(
-             layer_inputs=tuple(each[::-1] for each in result.layer_inputs))), "gemma4 e2b"),
+        ("later stages have the embeddings for layers in another order", "pp2", LayerState,
+         "of_message", after(lambda result, *_: result._replace(
+             embeddings=dict(enumerate(reversed(result.embeddings.values()))))), "gemma4 e2b"),
         ("windows follow the layer's number in the stage", "pp2", TransformerStage, "build_layer",
          _local_layer, "window"),
         ("the last stage has the labels of another microbatch", "pp2", batch_loader.BatchLoader, "__call__",
@@ -1093,7 +1093,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
              _own(self, self.gemm.input_gradient(grad, weight, *rest))
              if weight.shape[0] == 160 // self.tp.size and self.tp.size > 1
              else original(self, grad, weight, *rest)), "neox"),
-        ("parallel blocks add their input once on each rank", "tp2", layer.ParallelLayer, "forward",
+        ("parallel blocks add their input once on each rank", "tp2", layer.TransformerLayer, "forward",
          lambda original, topology: lambda self, x, *rest: (
              original(self, x, *rest) + x * (topology.tp.size - 1)), "neox"),
         ("stages between the first and the last have norms after the residual connections", "pp4",
@@ -1182,7 +1182,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          _at_middle(instead(lambda self, state: slice(0, 0)))),
         ("they skip the update", "pp4", optimizer.Optimizer, "step", _at_middle(instead(lambda *_: None))),
         ("they skip their layers", "pp4", TransformerStage, "run_group",
-         _at_middle(instead(lambda self, group, layers, x, keys, *_: (x, {}, keys)))),
+         _at_middle(instead(lambda self, group, layers, state, *_: state))),
         ("two of them exchange their layers", "pp4", model_chunks, "layers_of_stages", after(_exchanged)),
     ],
     "chunks of a rank": [

@@ -25,11 +25,10 @@ from megalite.errors import UserError, few, first_line
 from megalite.frontends.huggingface.config import hf_config_of
 from megalite.frontends.huggingface.families import family_of
 from megalite.log import LineInterval, log
-from megalite.loss_terms import SharedKeys
 from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
-from megalite.model.per_layer_embedding import Embedded
+from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 
 TOLERANCE = 1e-4
@@ -99,16 +98,15 @@ def run_megalite(source: ConversionSource, check_input: CheckInput) -> ModelOutp
         token_types=types,
     )
     with filled(stage, stage.embedding.parameters(), load):
-        x, more_inputs = Embedded.of(stage.embedding(batch))  # [s, 1, h]
-    yield EMBEDDING, x[:, 0]
-    inputs = (*stage.layer_inputs(batch), *more_inputs)
-    keys: SharedKeys = {}
+        state = LayerState.of(stage.embedding(batch))
+    yield EMBEDDING, state.hidden[:, 0]  # of [s, 1, h]
+    inputs = stage.layer_inputs(batch)
     for number, layer in stage.layers.items():
         with filled(stage, layer.parameters(), load):
-            x, _, keys = stage.run_group(range(1), [layer], x, keys, *inputs)
-        yield f"layer {number}", x[:, 0]
+            state = stage.run_group(range(1), [layer], state, *inputs)
+        yield f"layer {number}", state.hidden[:, 0]
     with filled(stage, stage.last_parameters(), load):
-        normed = stage.last_module(x)
+        normed = stage.last_module(state.hidden)
         logits = stage.logits_of(normed)[:, 0, : config.vocab_size]
         outputs = [(LOGITS, logits)]
         if isinstance(stage, BertStage) and stage.order_head is not None:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite.config.recompute import Module
 from megalite.distributed.topology import Topology
 from megalite.microbatch import Microbatch
+from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
 from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
 from megalite.observe.record_unit import record_unit
@@ -49,7 +50,7 @@ def saved_by_autograd(stage: Stage, microbatch: Microbatch, x: Tensor) -> Counte
 
     with LiveBytes() as live, saved_tensors_hooks(note, lambda tensor: tensor):
         watch_parts(stage, live)
-        output = stage.run_layers([layer], x, *inputs)
+        output = stage.run_layers([layer], LayerState(x), *inputs)
     del output
     return found
 
