@@ -17,6 +17,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from clock import Clock
@@ -25,7 +26,7 @@ from torch import Tensor
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.attention.positions import distance_bias
-from megalite.config import LayerKind, ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
@@ -66,7 +67,7 @@ def of_core(
 ) -> Run:
     """Return a core with the visible keys precomputed, as in a stage."""
     (visible,) = core.visible_keys(shape, ids, [window]).values()
-    layer = core.for_layer(0, LayerKind(window=window))
+    layer = core.for_layer(0, replace(core.config.head_specs[0], window=window))
     return lambda q, k, v: layer(q, k, v, visible, drop)
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.attention.choice import build_core
-from megalite.config import LayerKind, ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.parallel import CP_COMM_PROPERTIES
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
@@ -69,7 +69,7 @@ def of_type(topology: Topology, kind: str, case: Case) -> Run:
     )  # as in a run of this type alone
     context = LayerContext(topology, torch.float32, cp_comm_type=kind)
     core = build_core(config, context)
-    layer = core.for_layer(0, LayerKind())
+    layer = core.for_layer(0, core.config.head_specs[0])
     visible = core.visible_keys((1, case.s), None, [None])[None]
 
     def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from megalite.attention.choice import BACKENDS, Case, build_core, kernel_of
 from megalite.config import (
     Config,
     DataConfig,
-    LayerKind,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -233,7 +232,7 @@ def attention_of(name: str, case: Case, qkv: Tensor, drop: Drop) -> Callable[[],
         qkv: ``[s, b, n, 3, d]``.
     """
     core = build_core(case.config, case.context, name)
-    layer = core.for_layer(0, LayerKind())
+    layer = core.for_layer(0, core.config.head_specs[0])
     s, b, *_ = qkv.shape
     (visible,) = core.visible_keys((b, s), None, [None]).values()
     return lambda: layer(*heads_of(qkv), visible, drop)

@@ -16,7 +16,6 @@ from megalite.attention.choice import build_core
 from megalite.config import (
     Config,
     DataConfig,
-    LayerKind,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -162,7 +161,7 @@ def attention(context: CheckContext) -> Iterator[Result]:
         for device in (context.device, "cpu"):
             with one_rank(replace(context, device=device)) as topology:
                 core = build_core(config, LayerContext(topology, torch.float64), "unfused")
-                layer = core.for_layer(0, LayerKind())
+                layer = core.for_layer(0, core.config.head_specs[0])
                 numbers = torch.arange(b, device=topology.device)
                 drop = Drop(config.attention_dropout, KEY, numbers)
                 document_ids = ids.to(topology.device) if name.startswith("documents") else None

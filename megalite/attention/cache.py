@@ -27,7 +27,8 @@ from megalite.attention.kernels import BlockKernel, SdpaKernel
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import PositionInfo, local_slopes
 from megalite.attention.ring import Ring, slices_of_ranks
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig
+from megalite.config.layer_spec import LatentSpec
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_
@@ -57,12 +58,12 @@ class CachedCore(StageCore):
         self.states: dict[int, RecurrentState] = {}
         self.begin(0)
 
-    def for_layer(self, layer: int, kind: LayerKind) -> CachedLayer:
+    def for_layer(self, layer: int, spec: AttentionSpec) -> CachedLayer:
         """Return the core of one layer, with its keys and values: its own, or those of an earlier layer."""
-        self.windows.setdefault(kind.window, [])
-        source = layer if kind.key_source is None else kind.key_source
-        kind_of_layer = CachedLatents if self.config.multi_latent_attention else CachedLayer
-        return self.layers.setdefault(source, kind_of_layer(self, self.config.for_kind(kind).score_scale))
+        self.windows.setdefault(spec.window, [])
+        source = layer if spec.key_source is None else spec.key_source
+        cached = CachedLatents if isinstance(spec, LatentSpec) else CachedLayer
+        return self.layers.setdefault(source, cached(self, spec.score_scale))
 
     def recurrent_state(self, layer: int) -> RecurrentState:
         """Return what a recurrent layer keeps between the pieces of a sequence."""
@@ -138,7 +139,7 @@ class CachedCore(StageCore):
                 bias = self.bias(keys, self.length, range(first, self.length))
                 visible[window] = VisibleKeys(bias=bias)
         ids = microbatch.position_ids
-        angles = {own: each.compute(ids) for own, each in self.rotations.items()}
+        angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
         starts = self._starts(range(first, self.length)) if self.config.has_recurrent_layers else None
         factors = self.query_factors(num_tokens, ids)
         return PositionInfo(visible, angles, factors, starts, is_replicated=True)
@@ -352,7 +353,7 @@ class DividedCore(CachedCore):
         self.length = s
         whole = self._after_padding()
         visible = {window: whole.within(window, s, device).expand(len(ids)) for window in self.windows}
-        angles = {own: each.compute(ids) for own, each in self.rotations.items()}
+        angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
         starts = self._starts(range(s)) if self.config.has_recurrent_layers else None
         return PositionInfo(visible, angles, self.query_factors(s, ids), starts)
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megalite.attention.core import LayerCore, StageCore
 from megalite.attention.kernels import BlockKernel, FlexKernel, Kernel, SdpaKernel, TritonKernel
 from megalite.attention.plain import PlainKernel
-from megalite.config import ModelConfig
+from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
@@ -59,14 +59,15 @@ class Case:
         """Return whether the scores have a bias besides the causal mask, in some layers."""
         config = self.config
         layers = range(config.num_layers) if self.layers is None else self.layers
-        has_window = any(config.layer_kind(number).window is not None for number in layers)
+        attention = (config.layer_spec(number).attention for number in layers)
+        has_window = any(spec is not None and spec.window is not None for spec in attention)
         has_distances = config.position_embedding_type == "alibi"
         return has_window or has_distances or self.context.has_documents or not config.is_causal
 
     @property
-    def head_dim(self) -> int:
-        """Return the largest size of an attention head in any layer."""
-        return self.config.widest_heads.head_dim
+    def widest(self) -> AttentionSpec:
+        """Return the attention of a layer with the largest heads."""
+        return max(self.config.head_specs, key=lambda spec: spec.head_dim)
 
     @property
     def has_blocks(self) -> bool:
@@ -120,7 +121,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     if case.config.softmax_type != "vanilla" and not case.has_blocks:  # a merge adds sinks itself
         return "its softmax has no sinks (--softmax-type)"
     if case.device == "cpu":
-        if case.config.value_dim != case.config.head_dim:
+        if case.widest.value_dim != case.widest.head_dim:
             return f"on a CPU it needs {_EQUAL_SIZES}"
         return "" if _FLASH in kernels else "it runs only on CUDA GPUs"
     if case.device != "cuda" or not torch.cuda.is_available():  # a plan or dry run, on meta tensors
@@ -131,7 +132,7 @@ def _sdpa_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
     bias = ", ALiBi, a window or packed documents" if case.has_bias else ""
     return (
         f"PyTorch {torch.__version__} has no such kernel on {gpu} "
-        f"for {_head_sizes(case.config)} in {case.config.params_dtype}{bias}"
+        f"for {_head_sizes(case.widest)} in {case.config.params_dtype}{bias}"
     )
 
 
@@ -142,17 +143,17 @@ def _blocks_refusal(kernels: tuple[SDPBackend, ...], case: Case) -> str:
         return f"it does not compute attention {need}"
     if case.has_bias:
         return f"{need}, it has no ALiBi, windows or documents"
-    sizes = {case.config.for_kind(kind).head_dim for kind in case.config.head_kinds}
-    if case.device != "cpu" and (any(size % 8 for size in sizes) or sizes != {case.config.value_dim}):
+    sizes = {size for spec in case.config.head_specs for size in (spec.head_dim, spec.value_dim)}
+    if case.device != "cpu" and (any(size % 8 for size in sizes) or len(sizes) > 1):
         return f"{need}, its heads have a multiple of 8 elements, all the same"
     return ""
 
 
-def _head_sizes(config: ModelConfig) -> str:
+def _head_sizes(spec: AttentionSpec) -> str:
     """Return the sizes of heads as text."""
-    if config.value_dim == config.head_dim:
-        return f"head size {config.head_dim}"
-    return f"heads of {config.head_dim} elements with values of {config.value_dim}"
+    if spec.value_dim == spec.head_dim:
+        return f"head size {spec.head_dim}"
+    return f"heads of {spec.head_dim} elements with values of {spec.value_dim}"
 
 
 _PROBES = {
@@ -168,16 +169,16 @@ _DROPOUT = "it has no counter-based dropout, and --attention-dropout is above 0"
 
 def _tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries, keys, values and bias of one sample, as expanded tensors that need little memory."""
-    config, context = case.config.widest_heads, case.context
-    heads = config.num_attention_heads // context.attention_heads.count
-    groups = max(1, config.num_kv_heads // context.attention_heads.count)
-    s, d = config.seq_length, config.head_dim
+    spec, context = case.widest, case.context
+    heads = spec.num_heads // context.attention_heads.count
+    groups = max(1, spec.num_kv_heads // context.attention_heads.count)
+    s, d = case.config.seq_length, spec.head_dim
     one = torch.empty(1, 1, 1, d, dtype=context.dtype, device=context.device, requires_grad=True)
     q, k = one.expand(1, heads, s, d), one.expand(1, groups, s, d)
     v = (
         k
-        if config.value_dim == d
-        else one.new_empty(config.value_dim, requires_grad=True).expand(1, groups, s, -1)
+        if spec.value_dim == d
+        else one.new_empty(spec.value_dim, requires_grad=True).expand(1, groups, s, -1)
     )
     mask = torch.empty(1, 1, 1, s, dtype=context.dtype, device=context.device).expand(1, heads, s, s)
     return q, k, v, mask if case.has_bias else None
@@ -218,11 +219,11 @@ def _flex_refusal(case: Case) -> str:
         return "FlexAttention has no backward on a CPU"
     if case.context.dtype == torch.float64:
         return "FlexAttention has no fp64"
-    smallest = min(case.config.for_kind(kind).head_dim for kind in case.config.head_kinds)
+    smallest = min(spec.head_dim for spec in case.config.head_specs)
     if smallest < _MIN_FLEX_HEAD:
         return f"FlexAttention needs a head size of at least {_MIN_FLEX_HEAD}, not {smallest}"
-    if case.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
-        return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.head_dim}"
+    if case.widest.head_dim > _MAX_FLEX_HEAD:  # blocks do not fit into shared memory
+        return f"FlexAttention needs a head size of at most {_MAX_FLEX_HEAD}, not {case.widest.head_dim}"
     return _machine_refusal(case)
 
 
@@ -233,7 +234,7 @@ def _triton_refusal(case: Case) -> str:
         return "it runs only on CUDA GPUs"
     if case.context.dtype == torch.float64:
         return "the Triton kernel has no fp64"
-    size = max(case.head_dim, case.config.value_dim)
+    size = max(case.widest.head_dim, case.widest.value_dim)
     if size > MAX_HEAD_DIM:
         return f"the Triton kernel needs a head size of at most {MAX_HEAD_DIM}, not {size}"
     return _machine_refusal(case)
@@ -324,7 +325,7 @@ def build_core(config: ModelConfig, context: LayerContext, backend: str | None =
     Raises:
         UserError: the backend of --attention-backend does not support the run.
     """
-    with_attention = (n for n, kind in enumerate(config.layer_kinds) if kind.mixer == "attention")
+    with_attention = (n for n, spec in enumerate(config.layer_specs) if spec.attention is not None)
     layers: dict[CpCommType, list[int]] = {}
     for number in with_attention if context.cp.size > 1 else ():
         layers.setdefault(comm_type_of_layer(context.cp_comm_type, number), []).append(number)

@@ -18,15 +18,14 @@ from megalite.attention.exchange import KEY_ACCESS, KeyRanks
 from megalite.attention.kernels import BlockKernel, Kernel
 from megalite.attention.positions import (
     Angles,
-    NoRotation,
     PositionInfo,
     Rotary,
     build_query_scale,
-    build_rotations,
     local_slopes,
 )
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig
+from megalite.config.layer_spec import RotarySpec
 from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import positions_in
 from megalite.document_assignment import Assignment
@@ -51,8 +50,7 @@ class LayerCore:
 
     def __init__(self, config: ModelConfig, context: LayerContext, kernel: Kernel, choice: str = "") -> None:
         self.config, self.context, self.kernel, self.choice = config, context, kernel, choice
-        of_kinds = map(config.for_kind, config.head_kinds)
-        self.scales = {each.head_dim: each.score_scale for each in of_kinds}
+        self.scales = {spec.head_dim: spec.score_scale for spec in config.head_specs}
         self.slopes, self.cap = local_slopes(config, context), config.attn_logit_softcapping
         self.access, self.ranks = KEY_ACCESS[context.layer_cp_comm_type], KeyRanks.of(context)
         self.attend = _attend_whole
@@ -193,20 +191,22 @@ class StageCore:
         return "; ".join(f"with --cp-comm-type {each}, {core.choice}" for each, core in self.cores.items())
 
     @cached_property
-    def rotations(self) -> Mapping[bool, Rotary | NoRotation]:
-        """Return the rotary embeddings, by the `own_rotary` of a layer's kind."""
-        return build_rotations(self.config, self.context)
+    def rotations(self) -> Mapping[RotarySpec, Rotary]:
+        """Return the rotary embeddings of all layers, each once."""
+        specs = (spec.attention for spec in self.config.layer_specs)
+        found = dict.fromkeys(spec.rotary for spec in specs if spec is not None and spec.rotary is not None)
+        return {spec: Rotary(spec, self.config, self.context) for spec in found}
 
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
         ids, positions, own = microbatch.document_ids, microbatch.position_ids, self.own_positions
         assignments, has_recurrent = microbatch.assignments, self.config.has_recurrent_layers
         b, s = microbatch.tokens.shape[0], microbatch.tokens.shape[1] * own.count
-        angles: dict[bool, Angles | None] | None = None
+        angles: tuple[Angles, ...] | None = None
         if positions is not None:
-            angles = {kind: rotation.look_up(positions, s) for kind, rotation in self.rotations.items()}
+            angles = tuple(rotation.look_up(positions, s) for rotation in self.rotations.values())
         elif own.count > 1:
-            angles = {kind: rotation.held_by(own, s) for kind, rotation in self.rotations.items()}
+            angles = tuple(rotation.held_by(own, s) for rotation in self.rotations.values())
         factors = self.query_factors(s, positions)
         starts = document_starts(ids) if ids is not None and has_recurrent else None
         if assignments is None:
@@ -295,12 +295,12 @@ class StageCore:
         for visible in self._whole.values():
             yield from (each for each in (visible.starts, visible.bias) if each is not None)
 
-    def for_layer(self, layer: int, kind: LayerKind) -> LayerCore:
+    def for_layer(self, layer: int, spec: AttentionSpec) -> LayerCore:
         """Return the attention of one layer, and count its window among `windows`."""
         core = next(iter(self.cores.values()))
         if len(self.cores) > 1:
             core = self.cores[self.context.of_layer(layer).layer_cp_comm_type]
-        of_window = self.windows.setdefault(kind.window, [])
+        of_window = self.windows.setdefault(spec.window, [])
         if core not in of_window:
             of_window.append(core)
         return core.measured() if self.config.qk_clip else core

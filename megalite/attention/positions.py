@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.config.layer_spec import RotarySpec
 from megalite.distributed.held_positions import HeldPositions
 from megalite.kernels import VisibleKeys, rotate
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -30,9 +30,8 @@ class PositionInfo(NamedTuple):
     """Positions of a microbatch's tokens for attention; all layers share it.
 
     Attributes:
-        visible: keys that each query sees, by the window of a layer's kind.
-        angles: angles of rotary embedding, by the `own_rotary` of a layer's kind; None for positions within
-            the sample.
+        visible: keys that each query sees, by the window of a layer.
+        angles: angles of each of `StageCore.rotations`; None for positions within the sample.
         query_factors: ``[s, b or 1, 1, 1]``, factors of the queries; None without them.
         document_starts: int64 ``[b, s]``, for recurrent layers: position of the first token of each token's
             document, counted from the first of the s tokens. It is negative if the document began in an
@@ -46,35 +45,32 @@ class PositionInfo(NamedTuple):
     """
 
     visible: dict[int | None, VisibleKeys]
-    angles: dict[bool, Angles | None] | None = None
+    angles: tuple[Angles, ...] | None = None
     query_factors: Tensor | None = None
     document_starts: Tensor | None = None
     rank_order: Tensor | None = None
     is_replicated: bool = False
     is_real: Tensor | None = None
 
-    def angles_of(self, own_rotary: bool) -> Angles | None:
-        """Return the angles of layers of a kind; None for positions within the sample, or without rope."""
-        return None if self.angles is None else self.angles[own_rotary]
 
-
-Scaling = Callable[[Tensor, ModelConfig], tuple[Tensor, float]]
+Scaling = Callable[[Tensor, float, ModelConfig], tuple[Tensor, float]]
 """Functions that scale the frequencies ``[r/2]`` so that a model reads longer samples than it was trained on.
 
+The second argument is the base of the frequencies.
 The second result multiplies cosines and sines, so that its square multiplies the scores.
 """
 
 
-def _none(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+def _none(frequencies: Tensor, base: float, config: ModelConfig) -> tuple[Tensor, float]:
     return frequencies, 1.0
 
 
-def _linear(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+def _linear(frequencies: Tensor, base: float, config: ModelConfig) -> tuple[Tensor, float]:
     """Interpolate positions (Chen et al. 2023)."""
     return frequencies / config.rope_scaling_factor, 1.0
 
 
-def _llama3(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+def _llama3(frequencies: Tensor, base: float, config: ModelConfig) -> tuple[Tensor, float]:
     """Interpolate low frequencies only, as Llama 3.1 (Grattafiori et al. 2024)."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -82,7 +78,7 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor), 1.0
 
 
-def _yarn(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+def _yarn(frequencies: Tensor, base: float, config: ModelConfig) -> tuple[Tensor, float]:
     """Interpolate by the number of turns within the original length, and sharpen attention.
 
     YaRN: Peng et al. 2023, sections 3.2 and 3.4.
@@ -92,7 +88,7 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     def index(turns: float) -> float:
         """Return the index of the frequency with this many turns within the original length."""
         wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
-        return size * math.log(wavelength) / (2 * math.log(config.rotary_base))
+        return size * math.log(wavelength) / (2 * math.log(base))
 
     first, last = index(config.yarn_beta_fast), index(config.yarn_beta_slow)
     if config.yarn_truncate:
@@ -115,7 +111,7 @@ def _attention_factor(config: ModelConfig) -> float:
     return scale(1.0)
 
 
-def _proportional(frequencies: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+def _proportional(frequencies: Tensor, base: float, config: ModelConfig) -> tuple[Tensor, float]:
     """Keep the highest frequencies, and do not rotate the pairs of the others (Gemma 4)."""
     num_kept = int(config.proportional_rotary_share * 2 * len(frequencies) // 2)
     kept = torch.arange(len(frequencies)) < num_kept
@@ -140,13 +136,13 @@ class Rotary:
     come out in the order of the other pairs, in queries and keys alike, which does not change the scores.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        self.size, self.is_interleaved = config.rotary_dim, config.rotary_interleaved
+    def __init__(self, spec: RotarySpec, config: ModelConfig, context: LayerContext) -> None:
+        self.size, self.is_interleaved = spec.size, config.rotary_interleaved
         self.device = context.device
         # At least fp32: 8 bits of a cosine are too few to distinguish positions.
         self.dtype = torch.promote_types(context.dtype, torch.float32)
         exponents = torch.arange(0, self.size, 2, dtype=torch.float64) / self.size  # [r/2]
-        frequencies, self.factor = SCALINGS[config.rope_scaling](config.rotary_base**-exponents, config)
+        frequencies, self.factor = SCALINGS[spec.scaling](spec.base**-exponents, spec.base, config)
         self.frequencies = torch.cat((frequencies, frequencies))  # [r]
         self.tables: dict[int, Angles] = {}
 
@@ -183,46 +179,6 @@ class Rotary:
         if seq_length not in self.tables:
             self.tables[seq_length] = self.compute(torch.arange(seq_length, device=self.device)[None])
         return self.tables[seq_length]
-
-
-class NoRotation:
-    """Replaces `Rotary` in models with another position embedding."""
-
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        self.tables: dict[int, Angles] = {}
-
-    def __call__(self, x: Tensor, angles: Angles | None) -> Tensor:
-        return x
-
-    def look_up(self, position_ids: Tensor, seq_length: int) -> None:
-        return None
-
-    def held_by(self, own: HeldPositions, seq_length: int) -> None:
-        return None
-
-    def compute(self, position_ids: Tensor) -> None:
-        return None
-
-    def table(self, seq_length: int) -> None:
-        return None
-
-
-ROTATIONS: dict[str, Callable[[ModelConfig, LayerContext], Rotary | NoRotation]] = {"rope": Rotary}
-"""Rotary embeddings by the config's position embedding."""
-
-
-def build_rotations(config: ModelConfig, context: LayerContext) -> dict[bool, Rotary | NoRotation]:
-    """Return the rotary embeddings by the `own_rotary` of a layer's kind."""
-    build = ROTATIONS.get(config.position_embedding_type, NoRotation)
-    rotations = {False: build(config.for_kind(config.head_kinds[-1]), context)}
-    if config.windows_differ_in_rotary:
-        of_windows = replace(
-            config,
-            rotary_base=config.window_rotary_base or config.rotary_base,
-            rope_scaling=config.rope_scaling if config.window_rope_scaling else "none",
-        )
-        rotations[True] = build(of_windows, context)
-    return rotations
 
 
 class QueryScale:

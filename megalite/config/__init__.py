@@ -9,7 +9,7 @@ The docstring under a field is its `--help`.
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
-from megalite.config.layer_kind import LayerKind
+from megalite.config.layer_spec import AttentionSpec, LayerSpec
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -20,11 +20,12 @@ from megalite.config.validate import check_config
 from megalite.config.yaml_file import to_yaml
 
 __all__ = [
+    "AttentionSpec",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "DryRunConfig",
-    "LayerKind",
+    "LayerSpec",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

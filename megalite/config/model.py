@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
-from megalite.config.layer_kind import LayerKind, kind_of_layer
+from megalite.config.layer_spec import (
+    AttentionSpec,
+    DeltaNetSpec,
+    LayerSpec,
+    MambaSpec,
+    attention_spec,
+    layer_spec,
+)
 from megalite.config.option import (
     ABOVE_ONE,
     FRACTION,
@@ -21,7 +27,6 @@ from megalite.config.option import (
     Setting,
     option,
 )
-from megalite.config.recurrent_sizes import DeltaNetSizes, MambaSizes
 
 Architecture = Literal["gpt", "bert"]
 NUM_BERT_SPECIAL = 3
@@ -47,6 +52,8 @@ AttentionBackend = Literal[
 
 GATED_ACTIVATIONS = get_args(GatedActivation)
 """Activations whose input has two halves: a gate, and the values that it multiplies."""
+MOST_LAYERS = 10_000
+"""Layers up to which a model's layers are compared: a damaged checkpoint may name any number of them."""
 _GATED_FFN_MULTIPLE = 64
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 _ROPE: dict[str, Any] = {"same_shapes": True, "only_with": Setting("position_embedding_type", ("rope",))}
@@ -480,47 +487,40 @@ class ModelConfig:
         """Return whether a token attends only to itself and earlier tokens."""
         return self.architecture == "gpt"
 
-    def layer_kind(self, number: int) -> LayerKind:
-        """Return the kind of a layer by its number in the whole model."""
-        kinds = self._kinds
-        if number not in kinds:
-            kinds[number] = kind_of_layer(self, number)
-        return kinds[number]
+    def layer_spec(self, number: int) -> LayerSpec:
+        """Return a layer by its number in the whole model."""
+        specs = self._specs
+        if number not in specs:
+            specs[number] = layer_spec(self, number)
+        return specs[number]
 
     @cached_property
-    def _kinds(self) -> dict[int, LayerKind]:
-        """Return the kinds of layers that have been computed, by their numbers."""
+    def _specs(self) -> dict[int, LayerSpec]:
+        """Return the layers that have been computed, by their numbers."""
         return {}
 
-    def for_kind(self, kind: LayerKind) -> ModelConfig:
-        """Return the config with the sizes of a layer of this kind."""
-        width = None if kind.key_source is None else self.kv_shared_ffn_hidden_size
-        sizes = {
-            "kv_channels": kind.head_dim,
-            "num_query_groups": kind.num_kv_heads,
-            "ffn_hidden_size": width,
-        }
-        changes: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-        return replace(self, **changes) if changes else self
-
     @property
-    def head_kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kinds of layers with keys of their own, as far as the sizes of heads depend on them.
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Return all layers."""
+        return tuple(map(self.layer_spec, range(self.num_layers)))
 
-        The last is the kind of layers without a window.
+    @cached_property
+    def head_specs(self) -> tuple[AttentionSpec, ...]:
+        """Return the attention of layers with keys of their own, one for each size of heads.
+
+        A model without attention has an attention core too, with the sizes of the flags.
         """
-        of_windows = LayerKind(keys_as_values=self.keys_as_values == "all")
-        full = LayerKind(
-            head_dim=self.full_attention_kv_channels,
-            num_kv_heads=self.full_attention_query_groups,
-            keys_as_values=self.keys_as_values != "none",
-        )
-        return (full,) if self.window_size is None else tuple(dict.fromkeys((of_windows, full)))
+        found: dict[tuple[int, ...], AttentionSpec] = {}
+        for number in range(min(self.num_layers, MOST_LAYERS)):
+            spec = self.layer_spec(number).attention
+            if spec is not None and spec.key_source is None:
+                found.setdefault((spec.head_dim, spec.num_kv_heads, *spec.group_heads), spec)
+        return tuple(found.values()) or (attention_spec(self, 0),)
 
     @property
-    def widest_heads(self) -> ModelConfig:
-        """Return the config with the sizes of the layers that have the largest attention heads."""
-        return max(map(self.for_kind, self.head_kinds), key=lambda config: config.head_dim)
+    def max_head_dim(self) -> int:
+        """Return the largest size of an attention head in any layer."""
+        return max(spec.head_dim for spec in self.head_specs)
 
     @property
     def latent_epsilon(self) -> float:
@@ -548,9 +548,9 @@ class ModelConfig:
         return self.has_experts and self.moe_router_load_balancing_type == "aux_loss"
 
     @property
-    def delta_net(self) -> DeltaNetSizes:
-        """Return the sizes of layers with Gated DeltaNet."""
-        return DeltaNetSizes(
+    def delta_net(self) -> DeltaNetSpec:
+        """Return Gated DeltaNet, which --recurrent-mixer gives to layers."""
+        return DeltaNetSpec(
             self.linear_conv_kernel_dim,
             self.linear_key_head_dim,
             self.linear_value_head_dim,
@@ -559,10 +559,10 @@ class ModelConfig:
         )
 
     @property
-    def mamba(self) -> MambaSizes:
-        """Return the sizes of layers with Mamba-2."""
+    def mamba(self) -> MambaSpec:
+        """Return Mamba-2, which --hybrid-override-pattern gives to layers."""
         heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
-        return MambaSizes(
+        return MambaSpec(
             self.mamba_state_dim,
             self.mamba_head_dim,
             self.mamba_num_groups,
@@ -575,27 +575,6 @@ class ModelConfig:
     def has_experts(self) -> bool:
         """Return whether layers can have experts."""
         return self.num_experts is not None and self.num_experts > 1
-
-    @property
-    def windows_differ_in_rotary(self) -> bool:
-        """Return whether rotary positions have another base, scaling or size in layers with a window."""
-        has_base = self.window_rotary_base not in (None, self.rotary_base)
-        has_scaling = self.rope_scaling != "none" and not self.window_rope_scaling
-        has_size = self.full_attention_kv_channels not in (None, self.head_dim)
-        return self.position_embedding_type == "rope" and (has_base or has_scaling or has_size)
-
-    @property
-    def windows_differ(self) -> bool:
-        """Return whether layers with a window differ from the others in more than what a query sees."""
-        has_groups = self.full_attention_query_groups not in (None, self.num_kv_heads)
-        has_size = self.full_attention_kv_channels not in (None, self.head_dim)
-        has_values = self.keys_as_values == "full_attention"
-        return self.windows_differ_in_rotary or has_size or has_groups or has_values
-
-    @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kinds of all layers."""
-        return tuple(map(self.layer_kind, range(self.num_layers)))
 
     @property
     def predicted_share(self) -> float:
@@ -664,23 +643,13 @@ class ModelConfig:
         """Return the size of one head of values."""
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
-    @property
-    def score_scale(self) -> float:
-        """Return the factor of the products of queries and keys."""
-        scale = 1.0 / math.sqrt(self.squared_score_divisor)
-        if self.multi_latent_attention and self.rope_scaling == "yarn" and self.yarn_mscale_all_dim:
-            longer = max(self.rope_scaling_factor, 1.0)
-            scale *= (0.1 * self.yarn_mscale_all_dim * math.log(longer) + 1.0) ** 2
-        return scale
-
-    @property
-    def squared_score_divisor(self) -> float:
+    def squared_score_divisor(self, head_dim: int) -> float:
         """Return --query-pre-attn-scalar, resolved: d by default, d^2 / B with muP's base head size B."""
         if self.query_pre_attn_scalar is not None:
             return self.query_pre_attn_scalar
         if self.mup_base_width is None or self.mup_base_head_dim is None:
-            return self.head_dim
-        return self.head_dim**2 / self.mup_base_head_dim
+            return head_dim
+        return head_dim**2 / self.mup_base_head_dim
 
     @property
     def stage_output_size(self) -> int:
@@ -696,35 +665,9 @@ class ModelConfig:
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
-    def rotary_dim(self) -> int:
-        """Return how many elements of a head rotary positions rotate."""
-        if self.multi_latent_attention:
-            return self.qk_pos_emb_head_dim
-        return int(self.head_dim * self.rotary_percent)
-
-    @property
     def num_kv_heads(self) -> int:
         """Return the number of key/value heads, resolved."""
         return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
-
-    def num_head_groups(self, kind: LayerKind) -> int:
-        """Return by how many groups of heads the query/key/value projection of a layer is ordered.
-
-        It is one for each key/value head. Without keys, it is one for each query head.
-        """
-        return self.num_kv_heads if kind.key_source is None else self.num_attention_heads
-
-    def group_heads(self, kind: LayerKind) -> tuple[int, ...]:
-        """Return how many heads of each sort a group has in the query/key/value projection of a layer.
-
-        The sorts are queries, their gates if there are gates, and, unless the layer attends to keys of an
-        earlier one, one key, and one value unless it is the key.
-        """
-        queries = self.num_attention_heads // self.num_head_groups(kind)
-        gates = (queries,) if self.attention_output_gate else ()
-        keys = (1,) if kind.key_source is None else ()
-        values = () if kind.keys_as_values else keys
-        return queries, *gates, *keys, *values
 
     @property
     def num_positions(self) -> int:

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megalite.config.fields import ConfigField, config_fields, without_effect
-from megalite.config.model import ModelConfig
+from megalite.config.model import MOST_LAYERS, ModelConfig
 from megalite.config.option import OnResume
 
-_MOST_LAYERS = 10_000
-"""Layers up to which patterns of layers are compared."""
 MODEL_FIELDS: Mapping[str, ConfigField] = {
     field.name: field for field in config_fields() if field.group == "model"
 }
@@ -33,6 +31,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         if field.on_resume is OnResume.MODEL
     }
     scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
+    divisor = model.squared_score_divisor(model.head_dim)
     has_table = model.position_embedding_type == "learned_absolute"
     return {
         **fields,
@@ -42,7 +41,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
         "latent_norm_epsilon": model.latent_epsilon,
         "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
-        "mup_base_head_dim": None if model.squared_score_divisor == model.head_dim else base_head,
+        "mup_base_head_dim": None if divisor == model.head_dim else base_head,
         # Without a table of positions the longest context does not change the model.
         "max_position_embeddings": model.num_positions if has_table else None,
         "num_experts": model.num_experts if model.has_experts else None,
@@ -60,18 +59,21 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
 
     A pattern that makes no difference between layers is None.
     """
-    # A damaged checkpoint may name any number of layers.
-    kinds = [model.layer_kind(number) for number in range(min(model.num_layers, _MOST_LAYERS))]
-    windows = tuple(int(kind.window is not None) for kind in kinds)
-    unrotated = tuple(int(not kind.rotary) for kind in kinds)
-    recurrent = tuple(int(kind.mixer != "attention") for kind in kinds)
-    with_experts = tuple(int(kind.has_experts) for kind in kinds)
-    as_values = tuple(int(kind.keys_as_values) for kind in kinds)
+    specs = [model.layer_spec(number) for number in range(min(model.num_layers, MOST_LAYERS))]
+    attention = [spec.attention for spec in specs]
+    windows = tuple(int(spec is not None and spec.window is not None) for spec in attention)
+    has_rope = model.position_embedding_type == "rope"
+    unrotated = tuple(int(spec is not None and has_rope and spec.rotary is None) for spec in attention)
+    recurrent = tuple(int(spec is None) for spec in attention)
+    with_experts = tuple(int(spec.has_experts) for spec in specs)
+    as_values = tuple(int(spec is not None and spec.keys_as_values) for spec in attention)
     shared_width = model.kv_shared_ffn_hidden_size
-    has_shared_width = any(kind.key_source is not None for kind in kinds) and shared_width != model.ffn_size
-    of_kinds = {
-        "full_attention_kv_channels": _first(kind.head_dim for kind in kinds),
-        "full_attention_query_groups": _first(kind.num_kv_heads for kind in kinds),
+    has_shared_width = any(spec is not None and spec.key_source is not None for spec in attention)
+    has_shared_width &= shared_width != model.ffn_size
+    full = [spec for spec in attention if spec is not None and spec.window is None]
+    own_sizes = {
+        "full_attention_kv_channels": _first((spec.head_dim for spec in full), model.head_dim),
+        "full_attention_query_groups": _first((spec.num_kv_heads for spec in full), model.num_kv_heads),
         "keys_as_values": as_values if any(as_values) else "none",
         "kv_shared_ffn_hidden_size": shared_width if has_shared_width else None,
     }
@@ -85,11 +87,11 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
         "linear_attention_freq": recurrent if not all(recurrent) else None,
         "moe_layer_freq": with_experts if not all(with_experts) else None,
         **({"ffn_hidden_size": None} if all(with_experts) and not model.moe_beside_mlp else {}),
-        **of_kinds,
+        **own_sizes,
         **(rotary if any(windows) else dict.fromkeys(rotary)),
     }
 
 
-def _first(sizes: Iterable[int | None]) -> int | None:
-    """Return the first size that is not None, if there is one."""
-    return next((size for size in sizes if size is not None), None)
+def _first(sizes: Iterable[int], default: int) -> int | None:
+    """Return the first size that is not the default, if there is one."""
+    return next((size for size in sizes if size != default), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config.layer_kind import LayerKind
+from megalite.config.layer_spec import AttentionSpec, LayerSpec
 from megalite.config.model import ModelConfig
 from megalite.config.vocab_padding import padded_vocab_size
 
@@ -24,13 +24,11 @@ def flops_per_token(model: ModelConfig, tp: int) -> float:
     """
     hidden = model.hidden_size
     head = hidden * padded_vocab_size(model, tp) + (hidden * hidden if model.architecture == "bert" else 0)
-    kinds = _kinds(model)
-    scores_and_context = sum(
-        _features(model, kind) * mean_visible_keys(model, kind) for kind in kinds if kind.mixer == "attention"
-    )
-    layers = sum(layer_weights(model, kind, active=True) for kind in kinds)
-    of_mixers = {"gated_delta_net": model.delta_net.multiply_adds, "mamba": model.mamba.multiply_adds}
-    recurrences = sum(of_mixers.get(kind.mixer, 0) for kind in kinds)
+    specs = _all_layers(model)
+    attention = [spec.attention for spec in specs if spec.attention is not None]
+    scores_and_context = sum(_features(spec) * mean_visible_keys(model, spec) for spec in attention)
+    layers = sum(layer_weights(model, spec, active=True) for spec in specs)
+    recurrences = sum(spec.recurrence.multiply_adds for spec in specs if spec.recurrence is not None)
     joining = 2 * hidden * hidden * model.mtp_num_layers
     joining += hidden * (model.hidden_size_per_layer_input or 0) * model.num_layers
     multiply_adds = layers + recurrences + joining + scores_and_context + head * _logits_per_token(model)
@@ -45,38 +43,34 @@ def flops_per_token_by_convention(model: ModelConfig, tp: int) -> dict[str, floa
     recomputes (Narayanan et al. 2021, whose formula begins with 96 B s l h^2).
     """
     causal = flops_per_token(model, tp)
+    attention = [spec.attention for spec in _all_layers(model) if spec.attention is not None]
     scores = 6 * sum(
-        _features(model, kind) * (model.seq_length - mean_visible_keys(model, kind))
-        for kind in _kinds(model)
-        if kind.mixer == "attention"
+        _features(spec) * (model.seq_length - mean_visible_keys(model, spec)) for spec in attention
     )
     logits = 6 * model.hidden_size * padded_vocab_size(model, tp) * _logits_per_token(model)
     full = causal + scores
     return {"causal": causal, "full_attention": full, "hardware": (full - logits) * 4 / 3 + logits}
 
 
-def mean_visible_keys(model: ModelConfig, kind: LayerKind) -> float:
+def mean_visible_keys(model: ModelConfig, spec: AttentionSpec) -> float:
     """Return how many keys a query sees in the mean over a sample; half of them in causal attention.
 
-    Documents are not considered. A recurrent layer has no keys to see.
+    Documents are not considered.
     """
-    if kind.mixer != "attention":
-        return 0.0
     if not model.is_causal:
         return model.seq_length
-    most = model.seq_length if kind.window is None else min(kind.window + 1, model.seq_length)
+    most = model.seq_length if spec.window is None else min(spec.window + 1, model.seq_length)
     return most - most**2 / (2 * model.seq_length)
 
 
-def _features(model: ModelConfig, kind: LayerKind) -> int:
+def _features(spec: AttentionSpec) -> int:
     """Return the number of features of the query heads and of the outputs of all heads of a layer."""
-    config = model.for_kind(kind)
-    return model.num_attention_heads * (config.head_dim + config.value_dim)
+    return spec.num_heads * (spec.head_dim + spec.value_dim)
 
 
-def _kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers, also of those of multi-token prediction."""
-    return tuple(map(model.layer_kind, range(model.num_layers + model.mtp_num_layers)))
+def _all_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return all layers, also those of multi-token prediction."""
+    return tuple(map(model.layer_spec, range(model.num_layers + model.mtp_num_layers)))
 
 
 def _logits_per_token(model: ModelConfig) -> float:
@@ -84,48 +78,27 @@ def _logits_per_token(model: ModelConfig) -> float:
     return model.predicted_share + model.mtp_num_layers
 
 
-def layer_weights(model: ModelConfig, kind: LayerKind, *, active: bool = False) -> int:
+def layer_weights(model: ModelConfig, spec: LayerSpec, *, active: bool = False) -> int:
     """Return the number of elements of a layer's matrices.
 
     Args:
         active: count of the experts only as many as each token has.
     """
-    model = model.for_kind(kind)
     hidden, num_halves = model.hidden_size, 3 if model.is_gated else 2
-    mixer = {
-        "attention": _attention_weights(model, kind),
-        "gated_delta_net": model.delta_net.num_weights(hidden),
-        "mamba": model.mamba.num_weights(hidden),
-        "none": 0,
-    }[kind.mixer]
-    rows = model.ffn_size * num_halves if kind.has_mlp else 0
+    rows = (spec.ffn_size or 0) * num_halves
     rows += 2 * (model.hidden_size_per_layer_input or 0)  # of the gate of the layer's own embedding
-    if kind.has_experts:
+    experts = 0
+    if spec.has_experts:
         assert model.num_experts is not None
         count = model.moe_router_topk if active else model.num_experts
-        shared = (model.moe_shared_expert_intermediate_size or 0) * num_halves + model.moe_shared_expert_gate
-        of_experts = count * model.expert_ffn_size * num_halves * model.expert_hidden_size
-        of_latents = 0 if model.moe_latent_size is None else 2 * model.moe_latent_size
-        of_mlp = model.ffn_size * num_halves if model.moe_beside_mlp else 0
-        return mixer + of_experts + hidden * (shared + model.num_experts + of_latents + of_mlp)
-    return mixer + hidden * rows
-
-
-def _attention_weights(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the number of elements of the matrices of an attention block, in a config for its kind."""
-    hidden, num_heads = model.hidden_size, model.num_attention_heads
-    if not model.multi_latent_attention:
-        heads = model.num_head_groups(kind) * sum(model.group_heads(kind)) + num_heads
-        return hidden * heads * model.head_dim
-    queries = num_heads * model.head_dim
-    of_latents = num_heads * (model.qk_head_dim + model.v_head_dim) * model.kv_lora_rank
-    rows = model.kv_lora_rank + model.qk_pos_emb_head_dim + num_heads * model.v_head_dim
-    if model.q_lora_rank is None:
-        return of_latents + hidden * (rows + queries)
-    return of_latents + model.q_lora_rank * queries + hidden * (rows + model.q_lora_rank)
+        experts = count * model.expert_ffn_size * num_halves * model.expert_hidden_size
+        rows += (model.moe_shared_expert_intermediate_size or 0) * num_halves + model.moe_shared_expert_gate
+        rows += model.num_experts + 2 * (model.moe_latent_size or 0)
+    mixer = 0 if spec.mixer is None else spec.mixer.num_weights(hidden)
+    return mixer + experts + hidden * rows
 
 
 def mtp_weights(model: ModelConfig) -> int:
     """Return the number of elements of the matrices of all modules of multi-token prediction."""
-    layer = layer_weights(model, model.layer_kind(model.num_layers))
+    layer = layer_weights(model, model.layer_spec(model.num_layers))
     return model.mtp_num_layers * (layer + 2 * model.hidden_size**2)

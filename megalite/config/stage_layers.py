@@ -163,7 +163,7 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
         return even_partition(model.num_layers, stages)
     if method == "parameters":
         table = padded_vocab_size(model, tp) * model.hidden_size
-        weights = [layer_weights(model, kind) for kind in model.layer_kinds]
+        weights = [layer_weights(model, spec) for spec in model.layer_specs]
         return balanced_partition(weights, stages, table, table + mtp_weights(model))
     before, each, after = weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)

@@ -199,8 +199,8 @@ def scaled_model(config: Config, dimension: Dimension, size: int) -> ModelConfig
         UserError: the width has no whole number of heads or, with tensor parallelism, of heads per rank.
     """
     model = config.model
-    of_kinds = [model.for_kind(kind).num_kv_heads for kind in model.head_kinds]
-    shared = math.lcm(*(model.num_attention_heads // count for count in of_kinds if count > 1))
+    groups = [spec.num_kv_heads for spec in model.head_specs]
+    shared = math.lcm(*(model.num_attention_heads // count for count in groups if count > 1))
     heads_per_step = shared * config.parallel.tp
     step = model.hidden_size // model.num_attention_heads * heads_per_step
     if dimension == "depth":

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.microbatch import SampleNumbers
@@ -44,23 +45,21 @@ class Attention(nn.Module):
     core_method, input_method = "attend", "queries_keys_values"
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: AttentionSpec
     ) -> None:
         super().__init__()
         self.tp = context.tp
         self.num_ring_ranks = 1 if context.ring is None else context.ring.size
         self.head_slice = context.attention_heads
-        self.core = core.for_layer(layer, kind)
-        self.window = kind.window
-        self.own_rotary = kind.own_rotary
-        self.rotate = core.rotations[kind.own_rotary] if kind.rotary else _unrotated
-        self.head_dim = config.head_dim
-        self.number, self.kind, self.gives_keys = layer, kind, kind.gives_keys
-        self.local_heads = config.num_attention_heads // self.tp.size
-        self.build_inputs(config, context)
+        self.core = core.for_layer(layer, spec)
+        self.number, self.spec = layer, spec
+        self.rotate = _unrotated if spec.rotary is None else core.rotations[spec.rotary]
+        self.rotation_index = None if spec.rotary is None else [*core.rotations].index(spec.rotary)
+        self.local_heads = spec.num_heads // self.tp.size
+        self.build_inputs(config, context, spec)
         self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
-            config.num_attention_heads * config.value_dim,
+            spec.num_heads * spec.value_dim,
             config.hidden_size,
             context,
             bias=config.has_attention_output_bias,
@@ -70,29 +69,29 @@ class Attention(nn.Module):
         )
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext, spec: Any) -> None:
         """Build the modules that compute queries, keys and values."""
-        self.num_groups = config.num_head_groups(self.kind)
-        self.group_heads = config.group_heads(self.kind)
-        self.num_query_parts = 2 if config.attention_output_gate else 1
-        qkv_size = self.num_groups * sum(self.group_heads) * self.head_dim
-        group_rows = tuple(count * self.head_dim for count in self.group_heads)
+        group_rows = tuple(count * spec.head_dim for count in spec.group_heads)
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            qkv_size,
+            spec.num_groups * sum(group_rows),
             context,
             bias=config.has_qkv_bias,
             std=config.init_method_std,
             fused_rows=group_rows,
             width_ratio=config.width_ratio,
         )
-        self.query_norm = build_head_norm(config, context, config.num_attention_heads)
-        if self.kind.key_source is None:
-            self.key_norm = build_head_norm(config, context, self.num_groups)
+        self.query_norm = build_head_norm(config, context, spec.num_heads, spec.head_dim)
+        if spec.key_source is None:
+            self.key_norm = build_head_norm(config, context, spec.num_groups, spec.head_dim)
             self.value_norm = HeadRMSNorm(config.norm_epsilon) if config.value_layernorm else nn.Identity()
         self.clip = _bounded_by(config.clip_qkv)
-        self.complete = self._complete_of(self.kind)
-        self.split = self._split_own_groups if self.tp.size <= self.num_groups else self._split_shared_group
+        self.complete = self._complete_all
+        if spec.key_source is not None:
+            self.complete = self._complete_queries
+        elif spec.keys_as_values:
+            self.complete = self._complete_keys_as_values
+        self.split = self._split_own_groups if self.tp.size <= spec.num_groups else self._split_shared_group
 
     def forward(
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
@@ -105,7 +104,7 @@ class Attention(nn.Module):
         # q and the gate are [s, b, n/tp, d], k and v are [s, b, g', d]
         q, *gate, k, v = *self.queries_keys_values(x), *keys
         y = self.attend(q, k, v, sample_numbers, positions, *gate)  # [s, b, n/tp, d]
-        shared_keys = {self.number: (k, v)} if self.gives_keys else {}
+        shared_keys = {self.number: (k, v)} if self.spec.gives_keys else {}
         return BlockOutput(self.projection(y.flatten(2)), self.projection.bias, keys=shared_keys)
 
     @communication_point
@@ -115,12 +114,6 @@ class Attention(nn.Module):
         The shapes are as in `forward`. A layer that attends to keys of an earlier one returns no keys.
         """
         return self.complete(*self.split(self.qkv(x)))
-
-    def _complete_of(self, kind: LayerKind) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the function from the parts of the projection to the result of `queries_keys_values`."""
-        if kind.key_source is not None:
-            return self._complete_queries
-        return self._complete_keys_as_values if kind.keys_as_values else self._complete_all
 
     def _complete_all(self, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         *gate, k, v = others
@@ -147,7 +140,7 @@ class Attention(nn.Module):
         With a gate, the result is multiplied by its sigmoid (Qiu et al. 2025, arXiv 2505.06708). The shapes
         are as in `forward`.
         """
-        q, k, v = self.rotated(q, k, v, positions.angles_of(self.own_rotary))
+        q, k, v = self.rotated(q, k, v, self.angles(positions))
         if positions.query_factors is not None:
             q = q * positions.query_factors
         q, k, v = self.reach_keys(q, k, v)
@@ -155,9 +148,15 @@ class Attention(nn.Module):
         s = k.shape[2] * self.num_ring_ranks
         first_weight = self.head_slice.index * q.shape[1] * s**2
         drop = self.dropout.of_weights(sample_numbers, first_weight)
-        y = self.core(q, k, v, positions.visible[self.window], drop, self._sinks_of(q))
+        y = self.core(q, k, v, positions.visible[self.spec.window], drop, self._sinks_of(q))
         y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
         return y if gate is None else y * gate.sigmoid()
+
+    def angles(self, positions: PositionInfo) -> Angles | None:
+        """Return the layer's angles; None for positions within the sample, or without rotation."""
+        if positions.angles is None or self.rotation_index is None:
+            return None
+        return positions.angles[self.rotation_index]
 
     def rotated(
         self, q: Tensor, k: Tensor, v: Tensor, angles: Angles | None
@@ -184,9 +183,9 @@ class Attention(nn.Module):
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""
-        packed = qkv.unflatten(-1, (-1, sum(self.group_heads), self.head_dim))
-        if self.group_heads[1:] != (1, 1):
-            return tuple(heads.flatten(2, 3) for heads in packed.split(self.group_heads, dim=3))
+        packed = qkv.unflatten(-1, (-1, sum(self.spec.group_heads), self.spec.head_dim))
+        if self.spec.group_heads[1:] != (1, 1):
+            return tuple(heads.flatten(2, 3) for heads in packed.split(self.spec.group_heads, dim=3))
         if torch.compiler.is_compiling():
             return split_heads(packed)  # the compiler derives its backward, and may fuse it
         heads: Heads = SplitHeads.apply(packed)
@@ -194,11 +193,12 @@ class Attention(nn.Module):
 
     def _split_shared_group(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g (r + 2) d / tp]`` into this rank's queries, gates, and shared keys and values."""
-        ranks_per_group = self.tp.size // self.num_groups
+        ranks_per_group = self.tp.size // self.spec.num_groups
         group, member = divmod(self.tp.rank, ranks_per_group)
         full = all_gather_from(qkv, self.tp)  # [s, b, g (r + 2) d]
-        own_group = full.unflatten(-1, (self.num_groups, -1, self.head_dim))[:, :, group]  # [s, b, r + 2, d]
-        parts, num_query_parts = own_group.split(self.group_heads, dim=-2), self.num_query_parts
+        by_group = full.unflatten(-1, (self.spec.num_groups, -1, self.spec.head_dim))
+        parts = by_group[:, :, group].split(self.spec.group_heads, dim=-2)  # of [s, b, r + 2, d]
+        num_query_parts = 2 if self.spec.has_gate else 1
         first = member * self.local_heads
         of_queries = (heads.narrow(2, first, self.local_heads) for heads in parts[:num_query_parts])
         return *of_queries, *parts[num_query_parts:]

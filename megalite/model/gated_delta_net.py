@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
+from megalite.config.layer_spec import DeltaNetSpec
 from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.recurrent_mixer import RecurrentMixer
@@ -32,37 +33,37 @@ _EPSILON = 1e-6
 class GatedDeltaNet(RecurrentMixer):
     """Computes the gated delta rule of a sample's tokens (Yang et al. 2024, arXiv 2412.06464); no bias.
 
-    `DeltaNetSizes.group_rows` lists the rows of the input projection for a key head.
+    `DeltaNetSpec.group_rows` lists the rows of the input projection for a key head.
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: DeltaNetSpec
     ) -> None:
         super().__init__(context)
-        self.sizes = sizes = config.delta_net
+        self.spec = spec
         self.saved = core.recurrent_state(layer)
-        heads = sizes.key_dim, sizes.value_dim
+        heads = spec.key_dim, spec.value_dim
         self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, std = config.hidden_size, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
-            sizes.key_heads * sum(sizes.group_rows),
+            spec.key_heads * sum(spec.group_rows),
             context,
             bias=False,
             std=std,
-            fused_rows=sizes.group_rows,
+            fused_rows=spec.group_rows,
         )
-        self.convolution = ShortConvolution(sizes.key_heads * sizes.num_mixed, sizes.kernel, std, context)
+        self.convolution = ShortConvolution(spec.key_heads * spec.num_mixed, spec.kernel, std, context)
         # The published initial decays are uniform in (0, 16); these are that distribution's n quantiles.
-        n = sizes.value_heads
+        n = spec.value_heads
         decays = (torch.arange(n, dtype=torch.float64) + 0.5) * (_LARGEST_DECAY / n)
         self.A_log = new_parameter(  # [n/tp]
             ParameterSpec((n,), Cut("tp", 0), decay=False, initial=decays.log()), context
         )
         self.dt_bias = new_parameter(ParameterSpec((n,), Cut("tp", 0), mean=1.0, decay=False), context)
-        self.norm = GatedNorm(sizes.value_dim, config.norm_epsilon, context)
+        self.norm = GatedNorm(spec.value_dim, config.norm_epsilon, context)
         self.projection = RowParallelLinear(
-            n * sizes.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
+            n * spec.value_dim, h, context, bias=False, std=depth_scaled_std(std, config.num_blocks)
         )
 
     @wrap_point
@@ -72,20 +73,20 @@ class GatedDeltaNet(RecurrentMixer):
         Args:
             projected: ``[s, b, g' (2 d + 2 r e + 2 r)]``.
         """
-        sizes, starts, saved = self.sizes, positions.document_starts, self.saved
-        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g', ...]
-        qkv, gate, rate, step = grouped.split((sizes.num_mixed, *sizes.group_rows[3:]), dim=-1)
+        spec, starts, saved = self.spec, positions.document_starts, self.saved
+        grouped = projected.unflatten(-1, (-1, sum(spec.group_rows)))  # [s, b, g', ...]
+        qkv, gate, rate, step = grouped.split((spec.num_mixed, *spec.group_rows[3:]), dim=-1)
         mixed, inputs = self.convolution(qkv.flatten(2), starts, None if saved is None else saved.inputs)
-        q, k, v = mixed.unflatten(-1, qkv.shape[2:]).split(sizes.group_rows[:3], dim=-1)
+        q, k, v = mixed.unflatten(-1, qkv.shape[2:]).split(spec.group_rows[:3], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
         q, k = (_normalized(each.to(wide)).permute(1, 2, 0, 3) for each in (q, k))  # [b, g', s, d]
-        v = v.unflatten(-1, (-1, sizes.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g', r, s, e]
+        v = v.unflatten(-1, (-1, spec.value_dim)).permute(1, 2, 3, 0, 4)  # [b, g', r, s, e]
         own = map(self.exchange.own, (self.A_log, self.dt_bias))
-        A_log, dt_bias = (each.to(wide).view(-1, sizes.sharers) for each in own)  # [g', r]
+        A_log, dt_bias = (each.to(wide).view(-1, spec.sharers) for each in own)  # [g', r]
         decay = -A_log.exp() * F.softplus(step.to(wide) + dt_bias)  # [s, b, g', r]
         decay, rate = (each.permute(1, 2, 3, 0) for each in (decay, rate.to(wide).sigmoid()))
-        q = q * sizes.key_dim**-0.5
+        q = q * spec.key_dim**-0.5
         state = None if saved is None else saved.state
         if self.kernel_problem:
             y, state = gated_delta_rule(q, k, v.to(wide), decay, rate, starts, state)
@@ -95,7 +96,7 @@ class GatedDeltaNet(RecurrentMixer):
         if saved is not None:
             saved.inputs, saved.state = inputs.clone(), state  # not a view of all inputs
         y = y.permute(3, 0, 1, 2, 4).flatten(2, 3).to(projected.dtype)  # [s, b, n', e]
-        return self.norm(y, gate.unflatten(-1, (-1, sizes.value_dim)).flatten(2, 3)).flatten(2)
+        return self.norm(y, gate.unflatten(-1, (-1, spec.value_dim)).flatten(2, 3)).flatten(2)
 
 
 class GatedNorm(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megalite.attention.positions import Angles, PositionInfo
 from megalite.config import ModelConfig
+from megalite.config.layer_spec import LatentSpec
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megalite.microbatch import SampleNumbers
 from megalite.model.attention import Attention
@@ -33,20 +34,20 @@ class LatentAttention(Attention):
     from latents to heads are cut over heads. The rows of `key_value_up` are grouped by head, ``[n, p + v]``.
     """
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext, spec: LatentSpec) -> None:
         """Build the modules that compute queries, keys and values."""
         bias = config.has_qkv_bias
-        h, std, n = config.hidden_size, config.init_method_std, config.num_attention_heads
-        self.latent_width, self.rotary_dim = config.kv_lora_rank, config.qk_pos_emb_head_dim
-        self.key_dim, self.value_dim = config.qk_head_dim, config.v_head_dim
+        h, std, n = config.hidden_size, config.init_method_std, spec.num_heads
+        self.latent_width, self.rotary_dim = spec.latent_width, spec.head_dim - spec.key_dim
+        self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
         self.shares_tokens = context.sequence_parallel
-        query_width = h if config.q_lora_rank is None else config.q_lora_rank
+        query_width = h if spec.query_width is None else spec.query_width
         self.query_down: nn.Module = nn.Identity()
         self.query_norm: nn.Module = nn.Identity()
-        if config.q_lora_rank is not None:
+        if spec.query_width is not None:
             self.query_down = UncutLinear(h, query_width, context, bias=bias, std=std)
             self.query_norm = build_latent_norm(config, context, query_width)
-        self.query_up = ColumnParallelLinear(query_width, n * self.head_dim, context, bias=False, std=std)
+        self.query_up = ColumnParallelLinear(query_width, n * spec.head_dim, context, bias=False, std=std)
         parts = self.latent_width, self.rotary_dim
         self.key_value_down = UncutLinear(h, sum(parts), context, bias=bias, std=std, fused_rows=parts)
         self.key_value_norm = build_latent_norm(config, context, self.latent_width)
@@ -68,7 +69,7 @@ class LatentAttention(Attention):
     @wrap_point
     def from_latents(self, of_queries: Tensor, shared: Tensor, latent: Tensor) -> tuple[Tensor, ...]:
         """Return `queries_keys_values` of the latents before their norms, and the shared part of the keys."""
-        q = self.query_up(self.query_norm(of_queries)).unflatten(-1, (-1, self.head_dim))
+        q = self.query_up(self.query_norm(of_queries)).unflatten(-1, (-1, self.spec.head_dim))
         use = gather_from_sequence_parallel if self.shares_tokens else copy_to_tensor_parallel
         return q, use(shared, self.tp).unsqueeze(2), self.of_latent(self.key_value_norm(latent))
 
@@ -131,14 +132,3 @@ class CachedLatentAttention(LatentAttention):
         rows = self.key_value_up.weight.unflatten(0, (-1, self.key_dim + self.value_dim))
         to_keys, to_values = rows.split((self.key_dim, self.value_dim), dim=1)
         return to_keys, to_values
-
-
-def attention_class(config: ModelConfig, *, is_cached: bool) -> type[Attention]:
-    """Return the class of the attention blocks of the config's layers.
-
-    Args:
-        is_cached: their core keeps the keys of earlier tokens.
-    """
-    if not config.multi_latent_attention:
-        return Attention
-    return CachedLatentAttention if is_cached else LatentAttention

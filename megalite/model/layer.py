@@ -56,7 +56,7 @@ class TransformerLayer(nn.Module):
         layer: number of the layer in the whole model; it keys the layer's dropouts.
 
     Attributes:
-        kind: the layer's kind, from the config.
+        spec: the layer's blocks, from the config.
         blocks: names of the blocks, with which the names of their norms and dropouts begin.
         normalized: what is normalized around each block.
         is_parallel: whether all blocks read the layer's input.
@@ -67,17 +67,16 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__()
-        self.number, self.kind = layer, config.layer_kind(layer)
-        config, context = config.for_kind(self.kind), context.of_layer(layer)
-        has_mixer, has_mlp = self.kind.mixer != "none", self.kind.has_mlp
+        self.number, self.spec = layer, config.layer_spec(layer)
+        spec, context = self.spec, context.of_layer(layer)
+        has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
         self.blocks = (*(("attention",) if has_mixer else ()), *(("mlp",) if has_mlp else ()))
         self.normalized = NORMALIZED[config.norm_position]
         self.is_parallel = config.parallel_residual and has_mixer and has_mlp
         self.shares_norm = self.is_parallel and config.parallel_shared_norm
-        has_experts_beside = self.kind.has_experts and config.moe_beside_mlp
-        if has_mixer:
+        if spec.mixer is not None:
             self._add_norms("attention", config, context)
-            self.add_module(self.kind.mixer, build_mixer(config, context, core, layer, self.kind))
+            self.add_module(spec.mixer.name, build_mixer(config, context, core, layer, spec.mixer))
             self.attention_output_dropout = Dropout(
                 config.hidden_dropout, context, f"layers.{layer}.attention.output"
             )
@@ -85,13 +84,13 @@ class TransformerLayer(nn.Module):
             self._add_norms("mlp", config, context)
             self.mlp = (
                 MixtureOfExperts(config, context, Router(config, context, layer))
-                if self.kind.has_experts and not has_experts_beside
-                else MLP(config, context)
+                if spec.ffn_size is None
+                else MLP(config, context, spec.ffn_size)
             )
             self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.experts: NormedExperts | None = None
         self.embedding_gate: EmbeddingGate | None = None
-        if has_experts_beside:
+        if spec.has_experts and spec.ffn_size is not None:  # experts beside the MLP
             self.mlp_own_norm = build_norm(config, context)
             self.experts = NormedExperts(config, context, layer)
         if config.hidden_size_per_layer_input is not None and has_mixer and has_mlp:
@@ -107,14 +106,15 @@ class TransformerLayer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """Return the mixer, a submodule with the name of its kind, such as `attention`."""
-        mixer: Mixer = getattr(self, self.kind.mixer)
+        """Return the mixer, a submodule with the name of its spec, such as `attention`."""
+        assert self.spec.mixer is not None
+        mixer: Mixer = getattr(self, self.spec.mixer.name)
         return mixer
 
     def own_inputs(self, state: LayerState) -> tuple[Tensor, ...]:
         """Return the arguments of `forward` that only some layers have, from the layers before it."""
         embedding = () if self.embedding_gate is None else (state.embeddings[self.number],)
-        source = self.kind.key_source
+        source = None if self.spec.attention is None else self.spec.attention.key_source
         return embedding if source is None else (*embedding, *state.keys[source])
 
     @wrap_point

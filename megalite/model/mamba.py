@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import LayerKind, ModelConfig
-from megalite.config.recurrent_sizes import MambaSizes
+from megalite.config import ModelConfig
+from megalite.config.layer_spec import MambaSpec
 from megalite.kernels import recurrence_problem
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution
@@ -36,39 +36,39 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 class Mamba(RecurrentMixer):
     """Computes Mamba-2 of a sample's tokens (Dao and Gu 2024, arXiv 2405.21060, section 7).
 
-    `MambaSizes.group_rows` lists the rows of the input projection for a group of heads. The norm of the
+    `MambaSpec.group_rows` lists the rows of the input projection for a group of heads. The norm of the
     output is over each group.
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
+        self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: MambaSpec
     ) -> None:
         super().__init__(context)
-        self.sizes = sizes = config.mamba
+        self.spec = spec
         self.epsilon = config.norm_epsilon
         self.saved = core.recurrent_state(layer)
-        heads = sizes.state_dim, sizes.head_dim
+        heads = spec.state_dim, spec.head_dim
         self.kernel_problem = recurrence_problem(context.device, context.dtype, *heads)
         h, bias, std = config.hidden_size, config.has_mamba_bias, config.init_method_std
         self.in_projection = ColumnParallelLinear(
             h,
-            sizes.num_groups * sum(sizes.group_rows),
+            spec.num_groups * sum(spec.group_rows),
             context,
             bias=bias,
             std=std,
-            fused_rows=sizes.group_rows,
+            fused_rows=spec.group_rows,
         )
-        std_of_torch = 1.0 / math.sqrt(3 * sizes.kernel)
-        channels = sizes.num_groups * sizes.num_mixed
-        self.convolution = ShortConvolution(channels, sizes.kernel, std_of_torch, context, bias=True)
-        rates, steps = initial_rates(sizes), initial_time_steps(sizes)
+        std_of_torch = 1.0 / math.sqrt(3 * spec.kernel)
+        channels = spec.num_groups * spec.num_mixed
+        self.convolution = ShortConvolution(channels, spec.kernel, std_of_torch, context, bias=True)
+        rates, steps = initial_rates(spec), initial_time_steps(spec)
         self.A_log = _of_heads(rates.log(), context)  # [n/tp]
         self.dt_bias = _of_heads(steps + (-(-steps).expm1()).log(), context)  # [n/tp], softplus gives steps
         self.D = _of_heads(torch.ones_like(rates), context)  # [n/tp]
-        norm = ParameterSpec((sizes.width,), Cut("tp", 0), mean=1.0, decay=False)
+        norm = ParameterSpec((spec.width,), Cut("tp", 0), mean=1.0, decay=False)
         self.norm = new_parameter(norm, context)  # [n/tp p]
         self.projection = RowParallelLinear(
-            sizes.width,
+            spec.width,
             h,
             context,
             bias=bias,
@@ -83,24 +83,24 @@ class Mamba(RecurrentMixer):
         Args:
             projected: ``[s, b, g' (2 r p + 2 d + r)]``.
         """
-        sizes, starts, saved = self.sizes, positions.document_starts, self.saved
+        spec, starts, saved = self.spec, positions.document_starts, self.saved
         inputs, state = (None, None) if saved is None else (saved.inputs, saved.state)
-        grouped = projected.unflatten(-1, (-1, sum(sizes.group_rows)))  # [s, b, g', ...]
-        gate, mixed, step = grouped.split((sizes.group_rows[0], sizes.num_mixed, sizes.group_heads), dim=-1)
+        grouped = projected.unflatten(-1, (-1, sum(spec.group_rows)))  # [s, b, g', ...]
+        gate, mixed, step = grouped.split((spec.group_rows[0], spec.num_mixed, spec.group_heads), dim=-1)
         convolved, inputs = self.convolution(mixed.flatten(2), starts, inputs)
-        x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(sizes.group_rows[1:4], dim=-1)
+        x, of_input, of_output = convolved.unflatten(-1, mixed.shape[2:]).split(spec.group_rows[1:4], dim=-1)
 
         wide = torch.promote_types(projected.dtype, torch.float32)
         own = map(self.exchange.own, (self.A_log, self.dt_bias, self.D))
-        A_log, dt_bias, D = (each.to(wide).view(-1, sizes.group_heads) for each in own)  # [g', r]
-        dt = F.softplus(step.to(wide) + dt_bias).clamp(min=sizes.min_time_step)  # [s, b, g', r]
-        x = x.unflatten(-1, (sizes.group_heads, sizes.head_dim))  # [s, b, g', r, p]
+        A_log, dt_bias, D = (each.to(wide).view(-1, spec.group_heads) for each in own)  # [g', r]
+        dt = F.softplus(step.to(wide) + dt_bias).clamp(min=spec.min_time_step)  # [s, b, g', r]
+        x = x.unflatten(-1, (spec.group_heads, spec.head_dim))  # [s, b, g', r, p]
         run = scan if self.kernel_problem else fused_scan
         y, state = run(x, dt, -A_log.exp(), of_input, of_output, starts, state)
         if saved is not None:
             saved.inputs, saved.state = inputs, state
         y = (y + D.unsqueeze(-1) * x).flatten(3)  # [s, b, g', r p]
-        weight = self.exchange.own(self.norm).view(-1, sizes.group_rows[0])
+        weight = self.exchange.own(self.norm).view(-1, spec.group_rows[0])
         return gated_rms_norm(y, gate, weight, self.epsilon).flatten(2)
 
 
@@ -124,18 +124,18 @@ def _of_heads(initial: Tensor, context: LayerContext) -> nn.Parameter:
     return new_parameter(spec, context)
 
 
-def initial_rates(sizes: MambaSizes) -> Tensor:
+def initial_rates(spec: MambaSpec) -> Tensor:
     """Return the initial decay rates of all heads: the quantiles of the published uniform distribution."""
     low, high = _DECAY_RATES
-    return low + (high - low) * (torch.arange(sizes.num_heads, dtype=torch.float64) + 0.5) / sizes.num_heads
+    return low + (high - low) * (torch.arange(spec.num_heads, dtype=torch.float64) + 0.5) / spec.num_heads
 
 
-def initial_time_steps(sizes: MambaSizes) -> Tensor:
+def initial_time_steps(spec: MambaSpec) -> Tensor:
     """Return the initial time steps of all heads, whose logarithms are spread evenly.
 
     Multiples of the golden ratio spread them over any consecutive heads too, so that they do not grow with
     the decay rates.
     """
     low, high = map(math.log, _TIME_STEPS)
-    shares = (torch.arange(sizes.num_heads, dtype=torch.float64) + 0.5) * _GOLDEN_RATIO % 1.0
+    shares = (torch.arange(spec.num_heads, dtype=torch.float64) + 0.5) * _GOLDEN_RATIO % 1.0
     return (low + (high - low) * shares).exp()

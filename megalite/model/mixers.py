@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig
+from megalite.config.layer_spec import DeltaNetSpec, LatentSpec, MambaSpec, MixerSpec
 from megalite.microbatch import SampleNumbers
+from megalite.model.attention import Attention
 from megalite.model.gated_delta_net import GatedDeltaNet
-from megalite.model.latent_attention import attention_class
+from megalite.model.latent_attention import CachedLatentAttention, LatentAttention
 from megalite.model.layer_state import BlockOutput
 from megalite.model.mamba import Mamba
 from megalite.tensor_parallel.parameter_spec import LayerContext
@@ -36,22 +38,16 @@ class Mixer(Protocol):
     ) -> BlockOutput: ...
 
 
-def _attention(
-    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
-) -> nn.Module:
-    return attention_class(config, is_cached=core.is_cached)(config, context, core, layer, kind)
-
-
-MIXERS: Mapping[str, Callable[..., nn.Module]] = {
-    "attention": _attention,
-    "gated_delta_net": GatedDeltaNet,
-    "mamba": Mamba,
+_MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    DeltaNetSpec: GatedDeltaNet,
+    MambaSpec: Mamba,
 }
-"""Mixers by the `mixer` of a layer's kind, which is also the name of the layer's submodule."""
 
 
 def build_mixer(
-    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, kind: LayerKind
+    config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: MixerSpec
 ) -> nn.Module:
     """Return the mixer of a layer.
 
@@ -59,4 +55,6 @@ def build_mixer(
         core: attention core, shared by all layers of a stage; it also has the states of recurrent layers.
         layer: number of the layer in the whole model.
     """
-    return MIXERS[kind.mixer](config, context, core, layer, kind)
+    is_latent_cached = core.is_cached and isinstance(spec, LatentSpec)
+    build = CachedLatentAttention if is_latent_cached else _MIXERS[type(spec)]
+    return build(config, context, core, layer, spec)

@@ -102,14 +102,9 @@ class MLP(nn.Module):
     The weight of `up` is ``[ffn/tp, h]``; for a gated activation two halves are stacked, ``[2, ffn/tp, h]``.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, ffn: int) -> None:
         super().__init__()
-        h, ffn, bias, std = (
-            config.hidden_size,
-            config.ffn_size,
-            config.has_mlp_bias,
-            config.init_method_std,
-        )
+        h, bias, std = config.hidden_size, config.has_mlp_bias, config.init_method_std
         up_shape = (2, ffn) if config.is_gated else (ffn,)
         self.activation = activation_of(config)
         self.up = ColumnParallelLinear(

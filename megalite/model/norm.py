@@ -114,11 +114,11 @@ class AllHeadsRMSNorm(nn.Module):
     key/value head, this is the same part.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, num_heads: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.epsilon, self.tp = config.norm_epsilon, context.tp
-        self.num_heads, self.head_dim = num_heads, config.head_dim
-        self.weight, self.scale = _scale(config, context, num_heads * config.head_dim)  # [n d]
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.weight, self.scale = _scale(config, context, num_heads * head_dim)  # [n d]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads, ``[s, b, max(1, n/tp), d]``."""
@@ -164,10 +164,10 @@ def build_latent_norm(config: ModelConfig, context: LayerContext, width: int) ->
     return NORMS[config.normalization](of_latents, context, width=width)
 
 
-def build_head_norm(config: ModelConfig, context: LayerContext, num_heads: int) -> nn.Module:
+def build_head_norm(config: ModelConfig, context: LayerContext, num_heads: int, head_dim: int) -> nn.Module:
     """Return the norm of queries or keys ``[s, b, n/tp, d]``, which have `num_heads` heads in all."""
     if not config.qk_layernorm:
         return nn.Identity()
     if config.qk_layernorm_width == "all_heads":
-        return AllHeadsRMSNorm(config, context, num_heads)
-    return NORMS[config.normalization](config, context, head_dim=config.head_dim)
+        return AllHeadsRMSNorm(config, context, num_heads, head_dim)
+    return NORMS[config.normalization](config, context, head_dim=head_dim)

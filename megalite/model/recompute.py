@@ -82,9 +82,9 @@ def apply_recompute(stage: Stage, config: RecomputeConfig) -> None:
 
 
 def _recompute_parts(layer: TransformerLayer, config: RecomputeConfig) -> None:
-    if layer.kind.mixer != "none":
+    if layer.spec.mixer is not None:
         _recompute_mixer(layer, config)
-    if layer.kind.has_mlp:
+    if layer.spec.has_mlp:
         _recompute_mlp(layer, config)
 
 

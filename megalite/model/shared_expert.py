@@ -5,8 +5,6 @@ Shapes: s sequence, b microbatch, h hidden size, tp = tp.size.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from megalite.config import ModelConfig
@@ -23,8 +21,8 @@ class SharedExpert(MLP):
     """
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        width = config.moe_shared_expert_intermediate_size
-        super().__init__(replace(config, ffn_hidden_size=width), context)
+        assert config.moe_shared_expert_intermediate_size is not None
+        super().__init__(config, context, config.moe_shared_expert_intermediate_size)
         self.gate = None
         if config.moe_shared_expert_gate:
             h, std = config.hidden_size, config.init_method_std

@@ -87,7 +87,8 @@ def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[Factoring, ...]]:
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    return type(layer), getattr(layer, "kind", None), shapes
+    spec = getattr(layer, "spec", None)
+    return type(layer), spec, getattr(layer, "kind", None), shapes
 
 
 def _provider(key: UnitKey) -> StageProvider:
@@ -114,7 +115,7 @@ def _core(config: ModelConfig, context: LayerContext) -> StageCore:
     With heads above the largest of all kernels, one call of ours stands for the GEMMs of `PlainKernel`, which
     saves the same.
     """
-    is_large = config.widest_heads.head_dim > MAX_HEAD_DIM
+    is_large = config.max_head_dim > MAX_HEAD_DIM
     return build_core(config, context, "triton" if is_large else None)
 
 
@@ -235,12 +236,11 @@ def _totals(terms: Mapping[str, Tensor | LossTerm]) -> list[Tensor]:
 
 def _shared_keys(key: UnitKey, stage: Stage, layer: nn.Module) -> SharedKeys:
     """Return keys and values of an earlier layer that the layer attends to."""
-    if not isinstance(layer, TransformerLayer) or layer.kind.key_source is None:
+    spec = layer.spec.attention if isinstance(layer, TransformerLayer) else None
+    if spec is None or spec.key_source is None:
         return {}
-    source = layer.kind.key_source
-    model = key.model.for_kind(key.model.layer_kind(source))
-    shape = key.positions, key.micro_batch_size, max(1, model.num_kv_heads // key.tp), model.head_dim
-    return {source: (_on_paper(stage, shape), _on_paper(stage, shape))}
+    shape = key.positions, key.micro_batch_size, max(1, spec.num_kv_heads // key.tp), spec.head_dim
+    return {spec.key_source: (_on_paper(stage, shape), _on_paper(stage, shape))}
 
 
 def _on_paper(stage: Stage, shape: Sequence[int]) -> Tensor:
@@ -266,8 +266,9 @@ class _Run:
     ) -> None:
         self._live, self._topology, self._stage = live, topology, stage
         self._store, self._shape = store, shape
-        kinds = [layer.kind for layer in stage.all_layers() if isinstance(layer, TransformerLayer)]
-        self._window = kinds[0].window if kinds else None
+        layers = (layer for layer in stage.all_layers() if isinstance(layer, TransformerLayer))
+        attention = (layer.spec.attention for layer in layers)
+        self._window = next((spec.window for spec in attention if spec is not None), None)
 
     def record(
         self, function: Callable[[Tensor], list[Tensor]], parameters: Iterable[nn.Parameter]

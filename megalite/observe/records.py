@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megalite.config import LayerKind
+from megalite.config import LayerSpec
 from megalite.observe.unit_record import PhaseRecord, SavedPart, UnitKey, UnitRecord, as_json, from_json
 
 _PACKAGES = ("config", "distributed", "kernels", "model", "observe", "tensor_parallel")
@@ -56,8 +56,8 @@ def kinds_of_layers(key: UnitKey) -> tuple[int, ...]:
         from megalite.observe.record_unit import layer_kinds  # imports torch
 
         return layer_kinds(key)
-    first: dict[LayerKind, int] = {}
-    return tuple(first.setdefault(kind, number) for number, kind in enumerate(key.model.layer_kinds))
+    first: dict[LayerSpec, int] = {}
+    return tuple(first.setdefault(spec, number) for number, spec in enumerate(key.model.layer_specs))
 
 
 def _extended(one: UnitRecord, two: UnitRecord, size: int) -> UnitRecord | None:

@@ -105,7 +105,7 @@ class QKClip:
         threshold, alpha = config.qk_clip_threshold, config.qk_clip_alpha
         by_group = scores.unflatten(1, (config.num_kv_heads, -1))  # [L, g, r]
         factor = threshold / by_group.amax(2, keepdim=True).clamp(min=threshold)  # [L, g, 1]
-        queries, *gates, _, _ = config.group_heads(config.head_kinds[-1])
+        queries, *gates, _, _ = config.head_specs[-1].group_heads
         ones = torch.ones_like(factor)
         factors = [factor**alpha] * queries + [ones] * sum(gates) + [factor ** (1.0 - alpha), ones]
         heads = torch.cat(factors, dim=2)  # [L, g, r + 2]; with gates, [L, g, 2 r + 2]

@@ -208,7 +208,7 @@ class PlannedRun:
         # Attention is one call in the record, and the program says how it is computed. megalite writes
         # attention out if a head is too large for its kernel with dropout.
         drops = model.attention_dropout > 0.0
-        recorded = 0.0 if model.widest_heads.head_dim > MAX_TRITON_HEAD else model.attention_dropout
+        recorded = 0.0 if model.max_head_dim > MAX_TRITON_HEAD else model.attention_dropout
         key = UnitKey(
             _recorded_model(model, recorded),
             0,

@@ -92,7 +92,10 @@ def own_program(
         has_blocks: some layers compute attention in blocks of context-parallel ranks' queries and keys.
         has_documents: attention stays within the documents of a sample.
     """
-    has_dropout, is_large = model.attention_dropout > 0.0, model.widest_heads.head_dim > MAX_TRITON_HEAD
+    has_dropout, is_large = (
+        model.attention_dropout > 0.0,
+        model.max_head_dim > MAX_TRITON_HEAD,
+    )
     fits_triton = model.params_dtype != "fp64" and not is_large
     can_run_triton = gpu.has_triton and fits_triton
     is_written_out = model.attention_backend in ("unfused", "local") or is_large
@@ -129,8 +132,9 @@ def _fits_recurrence_kernels(model: ModelConfig) -> bool:
 def _has_flash_blocks(model: ModelConfig) -> bool:
     """Return whether FlashAttention computes the blocks, for whole samples as documents."""
     has_bias = model.position_embedding_type == "alibi" or model.attn_logit_softcapping is not None
-    has_bias |= any(kind.window is not None for kind in model.layer_kinds)
-    sizes = {model.for_kind(kind).head_dim for kind in model.head_kinds}
+    attention = (spec.attention for spec in model.layer_specs)
+    has_bias |= any(spec is not None and spec.window is not None for spec in attention)
+    sizes = {spec.head_dim for spec in model.head_specs}
     return not has_bias and sizes == {model.value_dim} and model.value_dim % 8 == 0
 
 

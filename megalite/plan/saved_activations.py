@@ -29,12 +29,12 @@ def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
 
 def shared_key_bytes(run: PlannedRun, kind: int) -> float:
     """Return the bytes of the keys and values that a layer gives to later ones, which keep them as inputs."""
-    layer = run.config.model.layer_kind(kind)
-    if not layer.gives_keys:
+    model = run.config.model
+    spec = model.layer_spec(kind).attention
+    if spec is None or not spec.gives_keys:
         return 0.0
-    model = run.config.model.for_kind(layer)
     num_tokens = model.seq_length // run.cp * run.config.training.micro_batch_size
-    return 2 * num_tokens * max(1, model.num_kv_heads // run.tp) * model.head_dim * run.element_bytes
+    return 2 * num_tokens * max(1, spec.num_kv_heads // run.tp) * spec.head_dim * run.element_bytes
 
 
 def part_bytes(run: PlannedRun, kinds: Kinds) -> dict[str, float]:

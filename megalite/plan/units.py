@@ -220,7 +220,7 @@ def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
     model = key.any_unit.model
     comm_types = (
         comm_type_of_layer(key.cp_comm_type, number)
-        if model.layer_kind(number).mixer == "attention"
+        if model.layer_spec(number).attention is not None
         else None
         for number in range(len(kinds))
     )
@@ -232,7 +232,7 @@ def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
 
 def _exchanging_ranks(key: UnitsKey, layer: int) -> int:
     """Return `UnitKey.cp` of a layer."""
-    return key.cp if key.any_unit.model.layer_kind(layer).is_recurrent else 1
+    return key.cp if key.any_unit.model.layer_spec(layer).recurrence is not None else 1
 
 
 def _whole_vocabulary(model: ModelConfig) -> ModelConfig:

@@ -1020,11 +1020,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          lambda table, topology: table if topology.pp.is_first else dict.fromkeys(table, table["none"]),
          "qwen"),
         ("rotary frequencies are scaled by the inverse factor", "tp2", positions, "SCALINGS",
-         instead({"linear": lambda frequencies, config: (
+         instead({"linear": lambda frequencies, base, config: (
              frequencies * config.rope_scaling_factor, 1.0)}), "qwen", SAME),
         ("a rank rotates its share of the rotated part", "tp2", positions.Rotary, "__init__",
-         lambda original, topology: lambda self, config, context: original(
-             self, replace(config, rotary_percent=config.rotary_percent / topology.tp.size), context),
+         lambda original, topology: lambda self, spec, *others: original(
+             self, replace(spec, size=spec.size // topology.tp.size), *others),
          "qwen"),
         ("rotary positions continue over the replicas' samples", "dp2", positions.Rotary, "compute",
          lambda original, topology: lambda self, ids: original(
@@ -1074,8 +1074,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),
          "gemma4"),
         ("ranks after the first rotate layers without a window by the windows' base", "tp2", core,
-         "build_rotations", lambda original, topology: lambda config, context: original(
-             replace(config, rotary_base=100.0) if topology.tp.rank else config, context), "gemma4"),
+         "Rotary", lambda original, topology: lambda spec, config, context: original(
+             replace(spec, base=100.0) if topology.tp.rank and spec.base == config.rotary_base else spec,
+             config, context), "gemma4"),
         ("ranks after the first use keys as values after their norm", "tp2", attention.Attention,
          "_complete_keys_as_values", lambda original, topology: (
              _complete_normed_keys if topology.tp.rank else original), "gemma4"),

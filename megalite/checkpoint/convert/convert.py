@@ -45,12 +45,12 @@ class FoldedMup:
     def config(self) -> Config:
         config = self.source.config
         model = config.model
-        has_own_scale = model.squared_score_divisor != model.head_dim
+        divisor = model.squared_score_divisor(model.head_dim)
         folded = replace(
             model,
             mup_base_width=None,
             mup_base_head_dim=None,
-            query_pre_attn_scalar=model.squared_score_divisor if has_own_scale else None,
+            query_pre_attn_scalar=None if divisor == model.head_dim else divisor,
         )
         return replace(config, model=folded)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megalite.config.config import Config
-from megalite.config.layer_kind import LayerKind
+from megalite.config.layer_spec import AttentionSpec
 from megalite.config.model import ModelConfig
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.parallel import CpCommType, comm_type_of_layer
@@ -58,7 +58,8 @@ def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def _shares(model: ModelConfig, number: int) -> bool:
-    return model.layer_kind(number).key_source is not None
+    spec = model.layer_spec(number).attention
+    return spec is not None and spec.key_source is not None
 
 
 def _has_patterns(config: Config) -> bool:
@@ -81,7 +82,8 @@ def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Probl
     if not _has_patterns(config):
         return
     counts = layers_per_stage(config)
-    sources = [kind.key_source for kind in model.layer_kinds if kind.key_source is not None]
+    attention = (spec.attention for spec in model.layer_specs)
+    sources = [spec.key_source for spec in attention if spec is not None and spec.key_source is not None]
     start = [0, *accumulate(counts)][len(counts) - 1]
     first = min(sources, default=start)  # without any, another rule refuses the option
     if first >= start:
@@ -99,14 +101,13 @@ def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Probl
 
 def grouped_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that key/value heads can be split over tp ranks, or that each can be split over several ranks."""
-    for kind in config.model.head_kinds:
-        yield from _grouped_heads(config, kind)
+    for spec in config.model.head_specs:
+        yield from _grouped_heads(config, spec)
 
 
-def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
-    model, tp, name = config.model.for_kind(kind), config.parallel.tp, groups_name(kind)
-    groups = model.num_kv_heads
-    if model.num_attention_heads % tp or model.num_attention_heads % groups:
+def _grouped_heads(config: Config, spec: AttentionSpec) -> Iterator[Problem]:
+    tp, groups, name = config.parallel.tp, spec.num_kv_heads, groups_name(config.model, spec)
+    if spec.num_heads % tp or spec.num_heads % groups:
         return  # reported by other rules
     names = ("num_attention_heads", name, "kv_channels", "hidden_size", TP)
     sizes = f"{flag_of(name)} {groups} with --tp {tp}"
@@ -114,7 +115,7 @@ def _grouped_heads(config: Config, kind: LayerKind) -> Iterator[Problem]:
         yield Problem(names, f"{sizes}: one must be divisible by the other, change one of them")
     elif tp > groups:
         # The ranks of a group divide its query heads, since tp divides all query heads.
-        ranks, rows = tp // groups, sum(model.group_heads(kind)) * model.head_dim
+        ranks, rows = tp // groups, sum(spec.group_heads) * spec.head_dim
         if rows % ranks:
             yield Problem(
                 names,
@@ -172,31 +173,30 @@ def comm_types_of_layers(config: Config, world_size: int | None) -> Iterator[Pro
 def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the heads of a tensor-parallel rank among them."""
     for comm_type, exchange in config.parallel.properties_by_comm_type.items():
-        for kind in config.model.head_kinds if exchange.exchanges_heads else ():
-            if _has_layers(config, comm_type, kind):
-                yield from _exchanged_heads(config, comm_type, kind)
+        for spec in config.model.head_specs if exchange.exchanges_heads else ():
+            if _has_layers(config, comm_type, spec):
+                yield from _exchanged_heads(config, comm_type, spec)
 
 
-def _has_layers(config: Config, comm_type: CpCommType, kind: LayerKind) -> bool:
-    """Return whether some layers of this type have as many key/value heads as those of a kind."""
+def _has_layers(config: Config, comm_type: CpCommType, spec: AttentionSpec) -> bool:
+    """Return whether some layers of this type have this number of key/value heads."""
     model, parallel = config.model, config.parallel
     if len(parallel.properties_by_comm_type) == 1 or not _has_patterns(config):
         return True
     return any(
         comm_type_of_layer(parallel.cp_comm_type, number) == comm_type
-        and model.for_kind(each).num_kv_heads == model.for_kind(kind).num_kv_heads
-        for number, each in enumerate(model.layer_kinds)
-        if each.mixer == "attention"
+        and each.attention.num_kv_heads == spec.num_kv_heads
+        for number, each in enumerate(model.layer_specs)
+        if each.attention is not None
     )
 
 
-def _exchanged_heads(config: Config, comm_type: CpCommType, kind: LayerKind) -> Iterator[Problem]:
-    parallel, model = config.parallel, config.model.for_kind(kind)
-    tp, heads = parallel.tp, model.num_attention_heads
+def _exchanged_heads(config: Config, comm_type: CpCommType, spec: AttentionSpec) -> Iterator[Problem]:
+    parallel, tp, heads = config.parallel, config.parallel.tp, spec.num_heads
     ranks, groups_of_ranks = parallel.cp_levels(comm_type)
-    if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % model.num_kv_heads:
+    if ranks == 1 or ranks * groups_of_ranks != parallel.cp or heads % tp or heads % spec.num_kv_heads:
         return  # or reported by other rules
-    heads, groups = heads // tp, max(1, model.num_kv_heads // tp)
+    heads, groups = heads // tp, max(1, spec.num_kv_heads // tp)
     fitting = [n for n in range(1, ranks + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
     if ranks in fitting:
         return
@@ -207,7 +207,7 @@ def _exchanged_heads(config: Config, comm_type: CpCommType, kind: LayerKind) -> 
         fix = " or ".join([*(f"{flag_of(LEVELS)} {each}" for each in sizes[-1:]), "--cp-comm-type p2p"])
     rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
     yield Problem(
-        ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(kind)),
+        ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(config.model, spec)),
         f"--cp-comm-type {comm_type} with {flag}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
     )

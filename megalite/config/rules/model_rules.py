@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
-from megalite.config.layer_kind import LayerKind
+from megalite.config.layer_spec import AttentionSpec, windows_differ
 from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.option import flag_of, flag_with_value
@@ -32,9 +32,14 @@ def pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Ite
         yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
 
 
-def groups_name(kind: LayerKind) -> str:
-    """Return the field of the number of key/value heads in layers of a kind."""
-    return "num_query_groups" if kind.num_kv_heads is None else "full_attention_query_groups"
+def groups_name(model: ModelConfig, spec: AttentionSpec) -> str:
+    """Return the field of the number of key/value heads of some layers."""
+    return "num_query_groups" if spec.num_kv_heads == model.num_kv_heads else "full_attention_query_groups"
+
+
+def _head_name(model: ModelConfig, spec: AttentionSpec) -> str:
+    """Return the field of the size of heads of some layers."""
+    return "kv_channels" if spec.head_dim == model.head_dim else "full_attention_kv_channels"
 
 
 def divisors_near(number: int, wanted: int) -> str:
@@ -58,25 +63,25 @@ def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{model.num_attention_heads}: pass --num-attention-heads {heads}, or --kv-channels",
         )
     elif model.position_embedding_type == "rope":
-        for kind in model.head_kinds:
-            yield from _rotary_size(model.for_kind(kind), kind)
+        for spec in model.head_specs:
+            yield from _rotary_size(model, spec)
 
 
-def _rotary_size(model: ModelConfig, kind: LayerKind) -> Iterator[Problem]:
+def _rotary_size(model: ModelConfig, spec: AttentionSpec) -> Iterator[Problem]:
     """Check that rotary positions rotate an even number of elements of a head."""
-    own = "kv_channels" if kind.head_dim is None else "full_attention_kv_channels"
+    own, size = _head_name(model, spec), int(spec.head_dim * model.rotary_percent)
     names = (own, "hidden_size", "num_attention_heads", "position_embedding_type")
-    if model.rotary_percent < 1 and (model.rotary_dim % 2 or model.rotary_dim == 0):
+    if model.rotary_percent < 1 and (size % 2 or size == 0):
         yield Problem(
             ("rotary_percent", *names),
-            f"--rotary-percent {model.rotary_percent:g} of a head of {model.head_dim} is "
-            f"{model.rotary_dim} elements: pass a share that is an even number of elements",
+            f"--rotary-percent {model.rotary_percent:g} of a head of {spec.head_dim} is {size} elements: "
+            "pass a share that is an even number of elements",
         )
-    elif model.rotary_percent == 1 and model.head_dim % 2:
+    elif model.rotary_percent == 1 and size % 2:
         yield Problem(
             names,
-            f"--position-embedding-type rope needs an even head size, not {model.head_dim}: "
-            f"pass {flag_of(own)} {model.head_dim + 1}, or change --hidden-size or --num-attention-heads",
+            f"--position-embedding-type rope needs an even head size, not {size}: "
+            f"pass {flag_of(own)} {size + 1}, or change --hidden-size or --num-attention-heads",
         )
 
 
@@ -110,8 +115,8 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that every key/value head serves the same number of query heads."""
     model = config.model
     heads = model.num_attention_heads
-    for kind in model.head_kinds:
-        groups, name = model.for_kind(kind).num_kv_heads, groups_name(kind)
+    for spec in model.head_specs:
+        groups, name = spec.num_kv_heads, groups_name(model, spec)
         if heads % groups:
             yield Problem(
                 ("num_attention_heads", name),
@@ -199,7 +204,7 @@ def shared_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
 def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that all layers whose scores bound the update have heads of one size."""
     model = config.model
-    if model.qk_clip and len({model.for_kind(kind) for kind in model.head_kinds}) > 1:
+    if model.qk_clip and len({(spec.head_dim, spec.num_kv_heads) for spec in model.head_specs}) > 1:
         yield Problem(
             ("qk_clip", "full_attention_kv_channels", "full_attention_query_groups"),
             "--qk-clip with --full-attention-kv-channels or --full-attention-query-groups: it scales layers "
@@ -220,7 +225,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
             f"--window-size {size[0]},0",
         )
-    elif not size[0] > 0 or (size[0] >= model.seq_length and not model.windows_differ):
+    elif not size[0] > 0 or (size[0] >= model.seq_length and not windows_differ(model)):
         yield Problem(
             ("window_size", "seq_length"),
             f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
@@ -231,7 +236,7 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
     pattern = flag_with_value("window_attn_skip_freq", skipped)
     if problems := list(pattern_problems(config, "window_attn_skip_freq", skipped)):
         yield from problems
-    elif not any(kind.window for kind in model.layer_kinds):
+    elif not any(spec.attention and spec.attention.window for spec in model.layer_specs):
         yield Problem(
             ("window_attn_skip_freq", "window_size"),
             f"{pattern} leaves no layer with the window: remove both it and --window-size",
@@ -287,7 +292,7 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     dimensions = [
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
         (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
-        *(each for kind in model.head_kinds for each in _head_features(model.for_kind(kind), kind, tp)),
+        *(each for spec in model.head_specs for each in _head_features(model, spec, tp)),
     ]
     if (width := model.kv_shared_ffn_hidden_size) is not None:
         dimensions.append((("kv_shared_ffn_hidden_size",), f"--kv-shared-ffn-hidden-size {width}", width, tp))
@@ -301,13 +306,12 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def _head_features(
-    model: ModelConfig, kind: LayerKind, tp: int
+    model: ModelConfig, spec: AttentionSpec, tp: int
 ) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
     """Yield the dimensions of the GEMMs of attention: fields, description, size, and ranks that divide it."""
-    head = "kv_channels" if kind.head_dim is None else "full_attention_kv_channels"
-    heads = model.num_attention_heads * model.head_dim
-    qkv = model.num_head_groups(kind) * sum(model.group_heads(kind)) * model.head_dim
-    names = ("num_attention_heads", groups_name(kind), head)
+    head, heads = _head_name(model, spec), spec.num_heads * spec.head_dim
+    qkv = spec.num_groups * sum(spec.group_heads) * spec.head_dim
+    names = ("num_attention_heads", groups_name(model, spec), head)
     flags = ", ".join(map(flag_of, names))
     yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
     flags = f"--num-attention-heads, {flag_of(head)}"

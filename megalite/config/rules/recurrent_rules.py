@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.layer_kind import HYBRID_KINDS
+from megalite.config.layer_spec import HYBRID_LETTERS
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.errors import Problem
@@ -26,7 +26,7 @@ def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem
     pattern = flag_with_value(_FREQ, model.linear_attention_freq)
     if problems := list(pattern_problems(config, _FREQ, model.linear_attention_freq)):
         yield from problems
-    elif all(kind.mixer == "attention" for kind in model.layer_kinds):
+    elif all(spec.attention is not None for spec in model.layer_specs):
         yield Problem(
             (_FREQ, _MIXER), f"{pattern} leaves no layer with {setting}: remove both it and --recurrent-mixer"
         )
@@ -73,7 +73,7 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
     if pattern is None:
         return
     setting = flag_with_value(PATTERN, pattern)
-    if unknown := sorted({*pattern} - HYBRID_KINDS.keys()):
+    if unknown := sorted({*pattern} - {*HYBRID_LETTERS}):
         yield Problem(
             (PATTERN,),
             f"{setting} has {' '.join(unknown)}: its letters are M (Mamba-2), * (attention), - (MLP) and E "

@@ -7,9 +7,17 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import LayerSpec, ModelConfig
 from megalite.errors import UserError
-from megalite.frontends.huggingface.family import HALVES, Module, Parts, Transform, in_layers_that, modules
+from megalite.frontends.huggingface.family import (
+    HALVES,
+    Module,
+    Parts,
+    Place,
+    Transform,
+    in_layers_that,
+    modules,
+)
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, switch
 
 FUSED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -91,11 +99,11 @@ def sparse_experts(norm_topk_prob: bool = False, *, gated: bool = False, in_all_
     def write(config: ModelConfig) -> Fields:
         settings: Fields = {"num_experts": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
         if config.has_experts:
-            kinds = enumerate(config.layer_kinds)
+            specs = enumerate(config.layer_specs)
             settings |= {
                 **_write_experts(config, "num_experts", _WIDTH),
                 "norm_topk_prob": not config.moe_router_pre_softmax,
-                "mlp_only_layers": [number for number, kind in kinds if not kind.has_experts],
+                "mlp_only_layers": [number for number, spec in specs if not spec.has_experts],
             }
             if gated:
                 settings[_SHARED_WIDTH] = config.moe_shared_expert_intermediate_size or 0
@@ -143,7 +151,7 @@ def experts_after_dense(dense: int, factor: float, scores: Rule) -> Rule:
         return found | scores.read(hf, found)
 
     def write(config: ModelConfig) -> Fields:
-        dense_layers = [not kind.has_experts for kind in config.layer_kinds]
+        dense_layers = [not spec.has_experts for spec in config.layer_specs]
         if all(dense_layers):
             return {"first_k_dense_replace": config.num_layers}
         return {
@@ -234,21 +242,21 @@ def modules_with_some_experts(dense: Iterable[Module], of_experts: Iterable[Modu
     )
 
 
-def has_experts(kind: LayerKind) -> bool:
+def has_experts(spec: LayerSpec) -> bool:
     """Return whether a layer has experts."""
-    return kind.has_experts
+    return spec.has_experts
 
 
-def _has_mlp(kind: LayerKind) -> bool:
-    return not kind.has_experts
+def _has_mlp(spec: LayerSpec) -> bool:
+    return not spec.has_experts
 
 
-def _split_halves(full: Tensor, _: ModelConfig) -> Parts:
+def _split_halves(full: Tensor, _: Place) -> Parts:
     """Split ``[e, 2, ffn, h]`` into gate and up of each expert, each ``[ffn, h]``."""
     return full.flatten(0, 1).unbind(0)
 
 
-def _join_halves(parts: Parts, _: ModelConfig) -> Tensor:
+def _join_halves(parts: Parts, _: Place) -> Tensor:
     return torch.stack(tuple(parts)).unflatten(0, (-1, 2))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, LayerSpec, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.errors import UserError
@@ -18,15 +18,28 @@ from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
 Parts = Sequence[Tensor]
 
 
+class Place(NamedTuple):
+    """Where a tensor stands: its model, and its layer, None outside of the layers."""
+
+    config: ModelConfig
+    layer: LayerSpec | None
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Return the layer's attention."""
+        assert self.layer is not None and self.layer.attention is not None
+        return self.layer.attention
+
+
 @dataclass(frozen=True)
 class Transform:
     """Converts one of our full tensors to transformers' parts of it, and back."""
 
-    to_hf: Callable[[Tensor, ModelConfig], Parts]
-    from_hf: Callable[[Parts, ModelConfig], Tensor]
+    to_hf: Callable[[Tensor, Place], Parts]
+    from_hf: Callable[[Parts, Place], Tensor]
 
 
-def by_kind(groups_and_rows: Callable[[ModelConfig], tuple[int, Sequence[int]]], apart: int = 0) -> Transform:
+def by_kind(groups_and_rows: Callable[[Place], tuple[int, Sequence[int]]], apart: int = 0) -> Transform:
     """Return the transform of rows that are ordered by group of heads in ours, and by kind of row in theirs.
 
     Args:
@@ -34,14 +47,14 @@ def by_kind(groups_and_rows: Callable[[ModelConfig], tuple[int, Sequence[int]]],
         apart: how many of the last kinds are tensors of their own in theirs; the others are one tensor.
     """
 
-    def to_hf(full: Tensor, config: ModelConfig) -> Parts:  # [groups sum(rows), ...]
-        groups, rows = groups_and_rows(config)
+    def to_hf(full: Tensor, place: Place) -> Parts:  # [groups sum(rows), ...]
+        groups, rows = groups_and_rows(place)
         parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(list(rows), dim=1)]
         joined = len(rows) - apart
         return [torch.cat(parts[:joined]), *parts[joined:]]
 
-    def from_hf(parts: Parts, config: ModelConfig) -> Tensor:
-        groups, rows = groups_and_rows(config)
+    def from_hf(parts: Parts, place: Place) -> Tensor:
+        groups, rows = groups_and_rows(place)
         joined = parts[0].split([groups * size for size in rows[: len(rows) - apart]])
         kinds = zip((*joined, *parts[1:]), rows, strict=True)
         return torch.cat([part.unflatten(0, (groups, size)) for part, size in kinds], dim=1).flatten(0, 1)
@@ -52,27 +65,27 @@ def by_kind(groups_and_rows: Callable[[ModelConfig], tuple[int, Sequence[int]]],
 def with_kernel_dim(transform: Transform) -> Transform:
     """Return the transform of a convolution's weight, whose second dim is 1 in theirs."""
     return Transform(
-        lambda full, config: [part.unsqueeze(1) for part in transform.to_hf(full, config)],
-        lambda parts, config: transform.from_hf([part.squeeze(1) for part in parts], config),
+        lambda full, place: [part.unsqueeze(1) for part in transform.to_hf(full, place)],
+        lambda parts, place: transform.from_hf([part.squeeze(1) for part in parts], place),
     )
 
 
 def _transposed(transform: Transform) -> Transform:
     """Return the transform of GPT-2's Conv1D: its weight is ``[in, out]``, and a bias stays as it is."""
     return Transform(
-        lambda full, config: [part.t() for part in transform.to_hf(full, config)],
-        lambda parts, config: transform.from_hf([part.t() for part in parts], config),
+        lambda full, place: [part.t() for part in transform.to_hf(full, place)],
+        lambda parts, place: transform.from_hf([part.t() for part in parts], place),
     )
 
 
-def qkv_groups(config: ModelConfig) -> tuple[int, Sequence[int]]:
+def qkv_groups(place: Place) -> tuple[int, Sequence[int]]:
     """Return the number of key/value heads, and the rows of queries, keys and values of each."""
-    queries, d = config.num_attention_heads // config.num_kv_heads, config.head_dim
-    return config.num_kv_heads, (queries * d, d, d)
+    spec, d = place.attention, place.attention.head_dim
+    return spec.num_kv_heads, (spec.num_heads // spec.num_kv_heads * d, d, d)
 
 
-def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
-    (table,) = parts
+def _pad_vocabulary(parts: Parts, place: Place) -> Tensor:
+    (table,), config = parts, place.config
     if config.vocab_size is not None and table.shape[0] < config.vocab_size:
         raise UserError(
             f"the word embedding has {table.shape[0]} rows, fewer than --vocab-size {config.vocab_size}: "
@@ -84,7 +97,7 @@ def _pad_vocabulary(parts: Parts, config: ModelConfig) -> Tensor:
 
 
 SAME = Transform(lambda full, _: [full], lambda parts, _: parts[0])
-VOCABULARY = Transform(lambda full, config: [full[: config.vocab_size]], _pad_vocabulary)  # [v, h]
+VOCABULARY = Transform(lambda full, place: [full[: place.config.vocab_size]], _pad_vocabulary)  # [v, h]
 QKV = by_kind(qkv_groups, apart=2)
 HALVES = Transform(lambda full, _: full.unbind(0), lambda parts, _: torch.stack(tuple(parts)))
 CONV, CONV_QKV = _transposed(SAME), _transposed(by_kind(qkv_groups))
@@ -99,7 +112,7 @@ class Module:
             LayerNorm, a linear layer does if the config adds biases. A vector is one tensor, whose name has
             no suffix.
         only_if: returns whether the model has the module; by default it has.
-        only_in: returns whether layers of a kind have the module; by default all have it.
+        only_in: returns whether a layer has the module; by default all have it.
     """
 
     kind: Literal["table", "norm", "linear", "qkv", "attention_output", "mlp", "mamba", "vector"]
@@ -107,16 +120,16 @@ class Module:
     theirs: tuple[str, ...]
     transform: Transform = SAME
     only_if: Callable[[ModelConfig], bool] = lambda config: True
-    only_in: Callable[[LayerKind], bool] = lambda kind: True
+    only_in: Callable[[LayerSpec], bool] = lambda spec: True
 
     def entries(self, config: ModelConfig, layer: int | None = None) -> Iterator[Entry]:
         """Yield its weight and, if it has one, its bias."""
-        kind = LayerKind() if layer is None else config.layer_kind(layer)
-        if not self.only_if(config) or not self.only_in(kind):
+        spec = None if layer is None else config.layer_spec(layer)
+        if not self.only_if(config) or not (spec is None or self.only_in(spec)):
             return
         if self.kind == "vector":
             names = tuple(name.format(layer) for name in self.theirs)
-            yield Entry(self.ours.format(layer), names, self.transform, kind)
+            yield Entry(self.ours.format(layer), names, self.transform, spec)
             return
         has_bias = {
             "table": False,
@@ -132,7 +145,7 @@ class Module:
             theirs = tuple(
                 name.format(layer, expert=expert) + suffix for expert in experts for name in self.theirs
             )
-            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, kind)
+            yield Entry(self.ours.format(layer) + suffix, theirs, self.transform, spec)
 
 
 def modules(
@@ -140,7 +153,7 @@ def modules(
     theirs: str,
     *rows: tuple[Any, ...],
     only_if: Callable[[ModelConfig], bool] = lambda config: True,
-    only_in: Callable[[LayerKind], bool] = lambda kind: True,
+    only_in: Callable[[LayerSpec], bool] = lambda spec: True,
 ) -> tuple[Module, ...]:
     """Return modules from the rows of a table: kind, our name, their names, and a transform.
 
@@ -156,8 +169,8 @@ def modules(
     return tuple(module(*row) for row in rows)
 
 
-def in_layers_that(test: Callable[[LayerKind], bool], *chosen: Module) -> tuple[Module, ...]:
-    """Return the modules for layers of some kinds only."""
+def in_layers_that(test: Callable[[LayerSpec], bool], *chosen: Module) -> tuple[Module, ...]:
+    """Return the modules for some layers only."""
     return tuple(replace(module, only_in=test) for module in chosen)
 
 
@@ -166,17 +179,17 @@ class Entry:
     """Pairs one of our tensors with the tensors of theirs that hold the same numbers.
 
     Attributes:
-        kind: kind of the tensor's layer.
+        layer: layer of the tensor; None outside of the layers.
     """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform
-    kind: LayerKind
+    layer: LayerSpec | None
 
     def to_hf(self, full: Tensor, config: ModelConfig) -> dict[str, Tensor]:
         """Return their tensors by name, contiguous, without the vocabulary's padding rows."""
-        parts = self.transform.to_hf(full, config.for_kind(self.kind))
+        parts = self.transform.to_hf(full, Place(config, self.layer))
         return {name: part.contiguous() for name, part in zip(self.theirs, parts, strict=True)}
 
     def from_hf(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> Tensor:
@@ -193,7 +206,7 @@ class Entry:
             )
         parts = [tensors[name] for name in self.theirs]
         try:
-            return self.transform.from_hf(parts, config.for_kind(self.kind)).contiguous()
+            return self.transform.from_hf(parts, Place(config, self.layer)).contiguous()
         except RuntimeError:
             shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in self.theirs)
             raise UserError(

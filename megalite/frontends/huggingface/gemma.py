@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megalite.config import ModelConfig
+from megalite.config import LayerSpec, ModelConfig
 from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import has_experts
 from megalite.frontends.huggingface.family import (
     VOCABULARY,
+    Place,
     Transform,
     by_kind,
     in_layers_that,
@@ -195,9 +196,21 @@ def _read_types(hf: HFSettings, fields: Fields) -> Fields:
     }
 
 
-def _query_key_groups(config: ModelConfig) -> tuple[int, Sequence[int]]:
-    groups, rows = qkv_groups(config)
+def _query_key_groups(place: Place) -> tuple[int, Sequence[int]]:
+    groups, rows = qkv_groups(place)
     return groups, rows[:2]
+
+
+def _has_values(spec: LayerSpec) -> bool:
+    return _has_keys(spec) and not _has_keys_as_values(spec)
+
+
+def _has_keys_as_values(spec: LayerSpec) -> bool:
+    return spec.attention is not None and spec.attention.keys_as_values
+
+
+def _has_keys(spec: LayerSpec) -> bool:
+    return spec.attention is not None and spec.attention.key_source is None
 
 
 def _has_embeddings(config: ModelConfig) -> bool:
@@ -239,18 +252,18 @@ GEMMA4 = replace(
     layer=(
         *(module for module in GEMMA2.layer if module.kind != "qkv"),
         *in_layers_that(
-            lambda kind: kind.key_source is None and not kind.keys_as_values,
+            _has_values,
             *(module for module in GEMMA2.layer if module.kind == "qkv"),
         ),
-        *modules(_LAYER, _THEIR_LAYER, _QUERY_KEYS, only_in=lambda kind: kind.keys_as_values),
+        *modules(_LAYER, _THEIR_LAYER, _QUERY_KEYS, only_in=_has_keys_as_values),
         *modules(
             _LAYER,
             _THEIR_LAYER,
             ("qkv", "attention.qkv", "self_attn.q_proj"),
-            only_in=lambda kind: kind.key_source is not None,
+            only_in=lambda spec: not _has_keys(spec),
         ),
         QK_NORMS[0],
-        *in_layers_that(lambda kind: kind.key_source is None, QK_NORMS[1]),
+        *in_layers_that(_has_keys, QK_NORMS[1]),
         *modules(
             _LAYER,
             _THEIR_LAYER,

@@ -96,7 +96,7 @@ def _read_rotary_dim(hf: HFSettings, fields: Fields) -> Fields:
 
 def _write_rotary_dim(config: ModelConfig) -> Fields:
     head_dim = config.hidden_size // config.num_attention_heads
-    return {"rotary_dim": max(1, min(config.rotary_dim, head_dim))}
+    return {"rotary_dim": max(1, min(int(config.head_dim * config.rotary_percent), head_dim))}
 
 
 GPTJ = Family(

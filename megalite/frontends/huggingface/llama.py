@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.config import ModelConfig
+from megalite.config import LayerSpec, ModelConfig
 from megalite.errors import UserError
 from megalite.frontends.huggingface.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, modules
 from megalite.frontends.huggingface.positions import (
@@ -193,6 +193,10 @@ def _read_unrotated(hf: HFSettings, fields: Fields) -> Fields:
     return {"no_rope_freq": unrotated if any(unrotated) else None}
 
 
+def _is_rotated(spec: LayerSpec) -> bool:
+    return spec.attention is not None and spec.attention.rotary is not None
+
+
 SMOLLM3 = replace(
     LLAMA,
     model_type="smollm3",
@@ -202,7 +206,7 @@ SMOLLM3 = replace(
         biases(mlp=None),
         Rule(
             _read_unrotated,
-            lambda config: {"no_rope_layers": [int(kind.rotary) for kind in config.layer_kinds]},
+            lambda config: {"no_rope_layers": [int(_is_rotated(spec)) for spec in config.layer_specs]},
         ),
         WINDOWS,
     ),

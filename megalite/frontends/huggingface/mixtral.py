@@ -16,7 +16,7 @@ from megalite.frontends.huggingface.experts import (
     expert_modules,
     experts,
 )
-from megalite.frontends.huggingface.family import Parts, Transform, modules
+from megalite.frontends.huggingface.family import Parts, Place, Transform, modules
 from megalite.frontends.huggingface.llama import LLAMA, QK_NORMS, llama_like
 from megalite.frontends.huggingface.positions import (
     layer_types,
@@ -81,7 +81,7 @@ def _read_minimax_rotary(hf: HFSettings, fields: Fields) -> Fields:
 
 
 def _write_minimax_rotary(config: ModelConfig) -> Fields:
-    return {**rotary().write(config), "rotary_dim": config.rotary_dim}
+    return {**rotary().write(config), "rotary_dim": int(config.head_dim * config.rotary_percent)}
 
 
 MINIMAX_M2 = replace(
@@ -132,13 +132,13 @@ def _write_gpt_oss_rotary(config: ModelConfig) -> Fields:
     return {**rotary().write(config), "rope_parameters": parameters}
 
 
-def _mix_halves(full: Tensor, _: ModelConfig) -> Parts:
+def _mix_halves(full: Tensor, _: Place) -> Parts:
     """Return ``[e, 2, ffn, ...]`` as ``[e, ..., 2 ffn]``, where gate and up take turns."""
     features_last = full.transpose(1, 2) if full.dim() == 3 else full.permute(0, 3, 2, 1)
     return [features_last.flatten(-2)]
 
 
-def _part_halves(parts: Parts, _: ModelConfig) -> Tensor:
+def _part_halves(parts: Parts, _: Place) -> Tensor:
     apart = parts[0].unflatten(-1, (-1, 2))
     return apart.transpose(1, 2) if apart.dim() == 3 else apart.permute(0, 3, 2, 1)
 

@@ -6,7 +6,8 @@ grouped here, ``[g, 2 r p + 2 d + r, ...]``; theirs are the gates of all groups,
 
 from __future__ import annotations
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import LayerSpec, ModelConfig
+from megalite.config.layer_spec import MambaSpec
 from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import SEPARATE, biased_scores, has_experts
 from megalite.frontends.huggingface.family import (
@@ -125,20 +126,20 @@ def _write_experts(config: ModelConfig) -> Fields:
 
 
 def _by_kind(kinds: slice) -> Transform:
-    """Return the transform of rows of some kinds, of those of `MambaSizes.group_rows`."""
-    return by_kind(lambda config: (config.mamba.num_groups, config.mamba.group_rows[kinds]))
+    """Return the transform of rows of some kinds, of those of `MambaSpec.group_rows`."""
+    return by_kind(lambda place: (place.config.mamba.num_groups, place.config.mamba.group_rows[kinds]))
 
 
-def _has_mamba(kind: LayerKind) -> bool:
-    return kind.mixer == "mamba"
+def _has_mamba(spec: LayerSpec) -> bool:
+    return isinstance(spec.mixer, MambaSpec)
 
 
-def _has_attention(kind: LayerKind) -> bool:
-    return kind.mixer == "attention"
+def _has_attention(spec: LayerSpec) -> bool:
+    return spec.attention is not None
 
 
-def _is_dense(kind: LayerKind) -> bool:
-    return kind.has_mlp and not kind.has_experts
+def _is_dense(spec: LayerSpec) -> bool:
+    return spec.ffn_size is not None
 
 
 _WITHOUT_EFFECT = (
@@ -183,9 +184,9 @@ NEMOTRON_H = Family(
     ),
     (
         *modules(
-            _OURS, _LAYER, ("norm", "attention_norm", "norm"), only_in=lambda kind: kind.mixer != "none"
+            _OURS, _LAYER, ("norm", "attention_norm", "norm"), only_in=lambda spec: spec.mixer is not None
         ),
-        *modules(_OURS, _LAYER, ("norm", "mlp_norm", "norm"), only_in=lambda kind: kind.has_mlp),
+        *modules(_OURS, _LAYER, ("norm", "mlp_norm", "norm"), only_in=lambda spec: spec.has_mlp),
         *modules(
             _OURS + "mamba.",
             _MIXER,

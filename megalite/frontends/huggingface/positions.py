@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
+from megalite.config.layer_spec import windows_differ
 from megalite.errors import UserError
 from megalite.frontends import none_if_default
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
@@ -175,8 +176,14 @@ def _read_windows(hf: HFSettings, fields: Fields) -> Fields:
     return _window_fields(size, marks)
 
 
+def _windows(config: ModelConfig) -> list[int | None]:
+    """Return the window of each layer."""
+    attention = (spec.attention for spec in config.layer_specs)
+    return [None if spec is None else spec.window for spec in attention]
+
+
 def _write_windows(config: ModelConfig) -> Fields:
-    marks = [kind.window is not None for kind in config.layer_kinds]
+    marks = [window is not None for window in _windows(config)]
     return {
         **_written_types(config),
         **({} if any(marks) else {"sliding_window": None}),
@@ -205,7 +212,7 @@ def one_window(default: int | None = None, *, switched: bool = False) -> Rule:
         return {"window_size": (size - 1, 0)}  # theirs counts the token itself
 
     def write(config: ModelConfig) -> Fields:
-        window = config.layer_kinds[0].window
+        window = _windows(config)[0]
         own = {"use_sliding_window": window is not None} if switched else {}
         return {"sliding_window": None if window is None else window + 1, **own}
 
@@ -228,7 +235,7 @@ def layer_types(full_every: int, old_name: str = "") -> Rule:
         if old_name:
             every = hf.get(old_name, full_every)
         marks = _marks_of(hf, [(number + 1) % every != 0 for number in range(fields["num_layers"])])
-        if size is None or (size >= fields["seq_length"] and not ModelConfig(**fields).windows_differ):
+        if size is None or (size >= fields["seq_length"] and not windows_differ(ModelConfig(**fields))):
             return {}
         return _window_fields(size, marks)
 
@@ -257,5 +264,5 @@ def _written_types(config: ModelConfig) -> Fields:
     size = config.num_positions if config.window_size is None else config.window_size[0] + 1
     return {
         "sliding_window": size,
-        "layer_types": [FULL if kind.window is None else WINDOW for kind in config.layer_kinds],
+        "layer_types": [FULL if window is None else WINDOW for window in _windows(config)],
     }

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import LayerSpec, ModelConfig
+from megalite.config.layer_spec import DeltaNetSpec
 from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
@@ -24,6 +25,7 @@ from megalite.frontends.huggingface.experts import (
 from megalite.frontends.huggingface.family import (
     Module,
     Parts,
+    Place,
     Transform,
     by_kind,
     in_layers_that,
@@ -107,7 +109,7 @@ def _read_delta_net(hf: HFSettings, fields: Fields) -> Fields:
 
 
 def _write_delta_net(config: ModelConfig) -> Fields:
-    types = [FULL if kind.mixer == "attention" else _RECURRENT for kind in config.layer_kinds]
+    types = [_RECURRENT if spec.attention is None else FULL for spec in config.layer_specs]
     return {"layer_types": types, **{name: getattr(config, name) for name in _SIZES}}
 
 
@@ -141,38 +143,40 @@ def _delta_net_modules(in_projections: str, grouping: Transform) -> tuple[Module
     )
 
 
-def _is_recurrent(kind: LayerKind) -> bool:
-    return kind.mixer == "gated_delta_net"
+def _is_recurrent(spec: LayerSpec) -> bool:
+    return isinstance(spec.mixer, DeltaNetSpec)
 
 
-def _groups_of_two(config: ModelConfig) -> tuple[int, Sequence[int]]:
-    rows = config.delta_net.group_rows
-    return config.delta_net.key_heads, (sum(rows[:4]), sum(rows[4:]))
+def _groups_of_two(place: Place) -> tuple[int, Sequence[int]]:
+    spec = place.config.delta_net
+    return spec.key_heads, (sum(spec.group_rows[:4]), sum(spec.group_rows[4:]))
 
 
 def _by_kind(num_kinds: int, apart: int = 0) -> Transform:
     """Return the transform of the first kinds of rows in a group; see `by_kind`."""
     return by_kind(
-        lambda config: (config.delta_net.key_heads, config.delta_net.group_rows[:num_kinds]), apart
+        lambda place: (place.config.delta_net.key_heads, place.config.delta_net.group_rows[:num_kinds]), apart
     )
 
 
-def _split_gated_qkv(qkv: Tensor, config: ModelConfig) -> Parts:
+def _split_gated_qkv(qkv: Tensor, place: Place) -> Parts:
     """Split our rows into queries with their gates, head by head, keys and values."""
-    grouped = qkv.unflatten(0, (config.num_kv_heads, -1, config.head_dim))
-    queries, gates, keys, values = grouped.split(config.group_heads(LayerKind()), dim=1)
+    spec = place.attention
+    grouped = qkv.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+    queries, gates, keys, values = grouped.split(spec.group_heads, dim=1)
     return [torch.stack((queries, gates), dim=2).flatten(0, 3), keys.flatten(0, 2), values.flatten(0, 2)]
 
 
-def _join_gated_qkv(parts: Parts, config: ModelConfig) -> Tensor:
-    q, k, v = (part.unflatten(0, (config.num_kv_heads, -1, config.head_dim)) for part in parts)
+def _join_gated_qkv(parts: Parts, place: Place) -> Tensor:
+    spec = place.attention
+    q, k, v = (part.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim)) for part in parts)
     queries, gates = q.unflatten(1, (-1, 2)).unbind(2)
     return torch.cat((queries, gates, k, v), dim=1).flatten(0, 2)
 
 
 _GATED_QKV = Transform(_split_gated_qkv, _join_gated_qkv)
 _ATTENTION = in_layers_that(
-    lambda kind: kind.mixer == "attention",
+    lambda spec: spec.attention is not None,
     *(
         replace(module, transform=_GATED_QKV) if module.kind == "qkv" else module
         for module in QWEN3.layer

@@ -15,7 +15,6 @@ from megalite.config import (
     CheckpointConfig,
     Config,
     DataConfig,
-    LayerKind,
     ModelConfig,
     ParallelConfig,
     TrainingConfig,
@@ -49,7 +48,7 @@ def _attend(topology: Topology, kind: str, num_groups: int, dtype: torch.dtype) 
     )
     context = LayerContext(topology, dtype, cp_comm_type=kind)
     core = build_core(config, context)
-    layer = core.for_layer(0, LayerKind())
+    layer = core.for_layer(0, core.config.head_specs[0])
     q, k, v, grad = (topology.positions.take(x, dim=0) for x in _inputs(num_groups, dtype))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     q, k, v = (x.permute(1, 2, 0, 3) for x in layer.enter(*leaves))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.attention.choice import build_core
-from megalite.config import LayerKind, ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.document_assignment import assign_documents
@@ -115,7 +115,7 @@ def _attend(
     case = CASES[name]
     context = LayerContext(topology, dtype, has_documents=case.has_documents, cp_comm_type=comm_type)
     core = build_core(case.config, context, "triton" if of_triton else None)
-    layer = core.for_layer(0, LayerKind(window=case.window))
+    layer = core.for_layer(0, replace(core.config.head_specs[0], window=case.window))
     own, heads = topology.positions, context.attention_heads
     *leaves, sinks, grad = _inputs(case, dtype)
     q, k, v = (own.take(x, dim=2).clone().requires_grad_() for x in leaves)
@@ -223,7 +223,7 @@ def _attend_assigned(topology: Topology, names: list[str]) -> list[list[Tensor]]
         visible = core.visible_keys((B, S), None, [case.window])[case.window]._replace(
             assignments=assignments
         )
-        layer = core.for_layer(0, LayerKind(window=case.window))
+        layer = core.for_layer(0, replace(core.config.head_specs[0], window=case.window))
         out = layer(q, k, v, visible, Drop(case.p, 5, torch.arange(B) + 3, 0), *of_sinks)
         grads = torch.autograd.grad(out, [q, k, v, *of_sinks], take(grad))
         found.append([*map(placed, (out.detach(), *grads[:3])), *grads[3:]])
@@ -269,7 +269,7 @@ def _bytes_sent(topology: Topology, window: int | None) -> dict[str, float]:
     visible = core.visible_keys((B, S), None, [window])[window]
     found = {}
     with Traffic(topology) as traffic:
-        layer = core.for_layer(0, LayerKind(window=window))
+        layer = core.for_layer(0, replace(core.config.head_specs[0], window=window))
         out = layer(q, k, v, visible, Drop(0.0, 0, torch.arange(B, device=device)))
         found["forward"] = ring_bytes(traffic.calls, "cp", size)
         out.sum().backward()
@@ -311,7 +311,7 @@ def _bytes_of_levels(topology: Topology, num_groups: int) -> dict[str, float]:
     )
     context = LayerContext(topology, torch.float32, cp_comm_type="a2a+p2p")
     core, device = build_core(config, context), topology.device
-    layer = core.for_layer(0, LayerKind())
+    layer = core.for_layer(0, core.config.head_specs[0])
     assert context.head_ranks is not None and context.ring is not None
     own = [
         torch.randn(S // context.cp.size, B, n, SIZE, device=device, requires_grad=True)

@@ -94,7 +94,7 @@ def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
     units = whole_model(model, tp=1)
     weights = [weight for weight in units.layers[0].weights if not weight.name.endswith("bias")]
     matrices = [weight.shape for weight in weights if len(weight.shape) > 1]
-    assert layer_weights(model, model.layer_kinds[0]) == sum(map(math.prod, matrices))
+    assert layer_weights(model, model.layer_specs[0]) == sum(map(math.prod, matrices))
     # BERT predicts a whole number of tokens, and has a small matrix for the order of its two segments.
     tolerance = 2 / model.seq_length if model.architecture == "bert" else 1e-9
     if model.has_experts:
@@ -108,11 +108,11 @@ def test_formulas_agree_with_the_layers_that_run(preset: str) -> None:
 def test_formulas_agree_with_layers_of_each_kind(preset: str) -> None:
     model = dataclasses.replace(PRESETS[preset], vocab_size=256, params_dtype="bf16")
     for number, layer in whole_model(model, tp=1).layers.items():
-        kind = model.layer_kinds[number]
+        spec = model.layer_specs[number]
         matrices = [each.shape for each in layer.weights if len(each.shape) > 1]
         convolution = [shape for shape in matrices if shape[1] == 4]
-        assert len(convolution) == (kind.mixer in ("mamba", "gated_delta_net"))
-        assert layer_weights(model, kind) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
+        assert len(convolution) == (spec.recurrence is not None)
+        assert layer_weights(model, spec) == sum(map(math.prod, matrices)) - sum(map(math.prod, convolution))
 
 
 def test_mamba_counts_its_recurrence() -> None:
@@ -137,8 +137,9 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
         linear_num_key_heads=2,
         linear_num_value_heads=4,
     )
-    first, second, *_ = hybrid.layer_kinds
-    assert [kind.mixer for kind in (first, second)] == ["gated_delta_net", "attention"]
+    first, second, *_ = hybrid.layer_specs
+    assert second.attention is not None
+    assert [first.mixer, second.mixer] == [hybrid.delta_net, second.attention]
     stage = build_stage(hybrid, Topology.alone(), range(1), seed=1, has_weights=False)
     matrices = [p for name, p in stage.layers.named_parameters() if p.dim() > 1 and "convolution" not in name]
     assert layer_weights(hybrid, first) == sum(matrix.numel() for matrix in matrices)
@@ -149,7 +150,7 @@ def test_a_recurrence_counts_its_products_token_by_token() -> None:
     convolution = 4 * 2 * (6 + 6 + 2 * 5)
     assert hybrid.delta_net.multiply_adds == counter.get_total_flops() / 2 + convolution
     attention = dataclasses.replace(hybrid, recurrent_mixer="none")
-    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * mean_visible_keys(hybrid, second)
+    scores = 2 * hybrid.num_attention_heads * hybrid.head_dim * mean_visible_keys(hybrid, second.attention)
     per_layer = layer_weights(hybrid, first) - layer_weights(hybrid, second) + hybrid.delta_net.multiply_adds
     more = flops_per_token(hybrid, tp=1) - flops_per_token(attention, tp=1)
     assert more == pytest.approx(6 * hybrid.num_layers / 2 * (per_layer - scores), rel=1e-12)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.attention.choice import build_core
 from megalite.attention.positions import PositionInfo
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels.packed_heads import Heads, empty_gradients, gradients_of, join_heads, split_heads
 from megalite.model.attention import Attention
@@ -103,7 +103,7 @@ def test_backward_concatenates_only_where_it_must(
     )  # fmt: skip
     context = LayerContext(one_rank, torch.float32)
     core = build_core(config, context, backend)
-    attention = Attention(config, context, core, 0, LayerKind())
+    attention = Attention(config, context, core, 0, config.head_specs[0])
     packed = torch.randn(S, B, (n + 2 * g) * D, requires_grad=True)
     numbers = torch.arange(B)
     positions = PositionInfo(core.visible_keys((B, S), None, [None]))

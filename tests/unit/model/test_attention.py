@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -31,7 +32,7 @@ from megalite.attention.core import LayerCore, StageCore
 from megalite.attention.kernels import FlexKernel, Kernel, SdpaKernel, TritonKernel
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import alibi_slopes
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
 from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
@@ -138,7 +139,7 @@ def computed(
     if ids is None and not core.config.is_causal:
         ids = torch.zeros(len(grad), grad.shape[2], dtype=torch.int64, device=grad.device)
     visible = core.visible_keys((len(grad), grad.shape[2]), ids, [window])[window]
-    out = core.for_layer(0, LayerKind(window=window))(
+    out = core.for_layer(0, replace(core.config.head_specs[0], window=window))(
         q, k, v, visible, drop or Drop(0.0, KEY, torch.arange(len(grad))), *sinks
     )
     return [out, *torch.autograd.grad(out, leaves, grad.detach())]
@@ -372,7 +373,7 @@ def of_slices(core: StageCore, parts: list[Tensor], visible: VisibleKeys, drop: 
     q, k, v, grad = parts
     own, grad = (core.own_positions.take(x, dim=2) for x in (q, grad))
     leaves = [x.detach().requires_grad_() for x in (own, k, v)]
-    out = core.for_layer(0, LayerKind())(*leaves, visible, drop)
+    out = core.for_layer(0, core.config.head_specs[0])(*leaves, visible, drop)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -417,7 +418,9 @@ def test_memory_does_not_grow_with_the_square(backend: str, one_rank: Topology) 
     parts = inputs(config, 1024, torch.float32, b=1)
     leaves = [part.detach().requires_grad_() for part in parts[:3]]
     with LiveBytes() as memory:
-        out = core.for_layer(0, LayerKind())(*leaves, VisibleKeys(), Drop(0.0, KEY, torch.arange(1)))
+        out = core.for_layer(0, core.config.head_specs[0])(
+            *leaves, VisibleKeys(), Drop(0.0, KEY, torch.arange(1))
+        )
         assert memory.count() <= 1.1 * out.nbytes
         assert out.nbytes < 1024 * 1024 * HEADS * 4 / 4
 
@@ -467,7 +470,7 @@ def test_the_gradient_of_the_split_is_a_cat_of_four_dims(one_rank: Topology) -> 
     """PyTorch's kernel for CUDA takes no more; the numbers are those of the split of 5 dims."""
     config, s, b, d = config_of(num_query_groups=GROUPS), 5, 2, 64
     context = context_of(one_rank, torch.float64)
-    attention = Attention(config, context, build_core(config, context), 0, LayerKind())
+    attention = Attention(config, context, build_core(config, context), 0, config.head_specs[0])
     qkv = torch.randn(s, b, (HEADS + 2 * GROUPS) * d, dtype=torch.float64, requires_grad=True)
     parts = attention.split(qkv)
     q, k, v = qkv.view(s, b, GROUPS, -1, d).split((HEADS // GROUPS, 1, 1), dim=3)
@@ -539,7 +542,8 @@ def test_each_comm_type_has_a_core_for_its_own_layers(one_rank: Topology) -> Non
     comm_types: tuple[CpCommType, ...] = ("p2p", "a2a", "p2p", "a2a")
     context = context_of(with_cp(one_rank, 2, 1), torch.bfloat16, "meta")
     core = build_core(config, dataclasses.replace(context, cp_comm_type=comm_types))
-    layers = [core.for_layer(number, config.layer_kind(number)) for number in range(5)]
+    attention = [config.layer_spec(number).attention or config.head_specs[0] for number in range(5)]
+    layers = [core.for_layer(number, spec) for number, spec in enumerate(attention)]
     ring, whole = core.cores["p2p"], core.cores["a2a"]
     assert layers == [ring, whole, ring, whole, whole]  # with one of multi-token prediction
     assert (ring.context.has_ring, whole.context.has_ring) == (True, False)

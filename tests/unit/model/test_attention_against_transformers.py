@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from megalite.attention.choice import build_core
 from megalite.attention.positions import PositionInfo
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
 from megalite.kernels import VisibleKeys
 from megalite.model.attention import Attention
@@ -47,7 +47,7 @@ def fused(theirs: nn.Module, kind: str) -> Tensor:
 
 def attention_of(config: ModelConfig, topology: Topology) -> Attention:
     context = LayerContext(topology, torch.float64)
-    return Attention(config, context, build_core(config, context), 0, LayerKind())
+    return Attention(config, context, build_core(config, context), 0, config.head_specs[0])
 
 
 def run(attention: Attention, x: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def test_one_graph_serves_all_layers(case: str, fuses: bool, one_rank: Topology)
         torch.testing.assert_close(compiled.grads[name], grad, rtol=1e-11, atol=1e-12, msg=name)
     assert compiled.hooked == expected.hooked
     assert not counters["graph_break"]
-    num_kinds = len({*model.layer_kinds[:3]})
+    num_kinds = len({*model.layer_specs[:3]})
     assert counters["stats"]["unique_graphs"] == 2 * num_kinds  # for training and for evaluation
 
 

@@ -34,8 +34,10 @@ def test_the_loss_is_that_of_the_logits_in_fp32(dtype: torch.dtype, one_rank: To
 def test_rotation_is_rounded_once(one_rank: Topology) -> None:
     config = replace(PRESETS["llama-tiny"], seq_length=512)
     x = torch.randn(512, 1, 2, config.head_dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    spec = config.head_specs[0].rotary
+    assert spec is not None
     turned = [
-        Rotary(config, LayerContext(one_rank, dtype))(x.to(dtype), None)
+        Rotary(spec, config, LayerContext(one_rank, dtype))(x.to(dtype), None)
         for dtype in (torch.bfloat16, torch.float64)
     ]
     assert turned[0].dtype == torch.bfloat16

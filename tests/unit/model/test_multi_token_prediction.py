@@ -263,7 +263,7 @@ def test_a_module_has_a_layer_like_the_last_one(kind: str, one_rank: Topology) -
     check_config(Config(model=model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)))
     stage = build_stage(model, one_rank, range(3), seed=1, has_documents=True).eval()
     last, layer = stage.layers["2"], stage.mtp[1].layer
-    assert (type(layer), layer.kind) == (type(last), last.kind)
+    assert (type(layer), layer.spec) == (type(last), last.spec)
     layer.load_state_dict(last.state_dict())
     text, has_loss, documents = _inputs()
     inputs = stage.layer_inputs(_microbatch(text, has_loss, documents))

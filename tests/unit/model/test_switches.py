@@ -86,7 +86,7 @@ def test_mup_scales_initial_weights_scores_and_logits(one_rank):
         build(one_rank, mup_base_width=base, mup_base_head_dim=head) for base, head in ((None, None), (2, 1))
     )
     ratio, head_dim = usual.config.hidden_size / 2, usual.config.head_dim
-    assert mup.config.score_scale == pytest.approx(1 / head_dim)
+    assert mup.config.head_specs[0].score_scale == pytest.approx(1 / head_dim)
     for name, weight in mup.named_parameters():
         is_matrix = ".qkv.w" in name or ".projection.w" in name or ".up.w" in name or ".down.w" in name
         torch.testing.assert_close(

@@ -184,7 +184,7 @@ def test_parameters_of_a_token(preset: str, billions: float) -> None:
     """Published are 2.7, 3, 12, 32, 10 and 37; some of these do not count the tables of the vocabulary."""
     model = PRESETS[preset]
     others = sum(
-        layer_weights(model, kind) - layer_weights(model, kind, active=True) for kind in model.layer_kinds
+        layer_weights(model, spec) - layer_weights(model, spec, active=True) for spec in model.layer_specs
     )
     whole = whole_model(replace(model, make_vocab_size_divisible_by=1, seq_length=64), 1)
     active = whole.num_parameters - others

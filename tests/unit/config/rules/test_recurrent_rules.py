@@ -64,12 +64,12 @@ def test_a_bert_has_none() -> None:
 
 def test_patterns_of_the_same_layers_are_the_same_model() -> None:
     model = ModelConfig(num_layers=4, recurrent_mixer="gated_delta_net", linear_attention_freq=(2,))
-    assert [kind.mixer for kind in model.layer_kinds] == ["gated_delta_net", "attention"] * 2
+    assert [spec.attention is None for spec in model.layer_specs] == [True, False] * 2
     same, other = (replace(model, linear_attention_freq=each) for each in ((1, 0, 1, 0), (1, 1, 1, 0)))
     assert resolved_fields(model) == resolved_fields(same) != resolved_fields(other)
     alone = [replace(model, linear_attention_freq=each) for each in (None, (0,), (1, 1, 1, 1))]
     assert resolved_fields(alone[0]) == resolved_fields(alone[1]) == resolved_fields(alone[2])
-    assert not any(kind.mixer == "attention" for each in alone for kind in each.layer_kinds)
+    assert not any(spec.attention for each in alone for spec in each.layer_specs)
 
 
 def test_megatrons_name_of_the_mixer() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, LayerSpec, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
@@ -99,9 +99,9 @@ def test_tp_divides_the_groups() -> None:
 
 def test_letters_are_kinds_of_layers() -> None:
     model = ModelConfig(num_layers=4, hybrid_override_pattern="M*-E", num_experts=4)
-    mamba, attention = LayerKind(mixer="mamba", has_mlp=False), LayerKind(has_mlp=False)
-    mlp = LayerKind(mixer="none")
-    assert model.layer_kinds == (mamba, attention, mlp, LayerKind(mixer="none", has_experts=True))
+    attention, mlp = LayerSpec(AttentionSpec(12, 12, 64, 64, 1 / 8), None), LayerSpec(None, model.ffn_size)
+    experts = LayerSpec(None, None, has_experts=True)
+    assert model.layer_specs == (LayerSpec(model.mamba, None), attention, mlp, experts)
 
 
 def test_sizes_of_mamba_count_where_layers_have_it() -> None:

@@ -78,7 +78,9 @@ def assert_same_positions(model: ModelConfig, rotary: Any) -> None:
     length = 77
     found = rotary(length)
     angles, factor = found if isinstance(found, tuple) else (found, 1.0)
-    ours = Rotary(model, SimpleNamespace(device="cpu", dtype=torch.float32)).table(length)
+    spec = model.head_specs[0].rotary
+    assert spec is not None
+    ours = Rotary(spec, model, SimpleNamespace(device="cpu", dtype=torch.float32)).table(length)
     for x, y in zip(ours, (angles.cos() * factor, angles.sin() * factor), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=2e-5)  # their frequencies and angles are in fp32
 
@@ -91,7 +93,7 @@ def test_positions_and_scores_are_megatrons(factor: float | None, monkeypatch: p
         model = model_of(" ".join(f"{name} {value}" for name, value in passed.items()))
         options = {name[2:].replace("-", "_"): value for name, value in passed.items()}
         rotary, scale = megatrons(monkeypatch, **options)
-        assert model.score_scale == pytest.approx(scale, rel=1e-14)
+        assert model.head_specs[0].score_scale == pytest.approx(scale, rel=1e-14)
         assert_same_positions(model, rotary)
 
 
@@ -101,7 +103,7 @@ def test_positions_without_scaling_are_megatrons(
 ) -> None:
     model = model_of("--rope-type rope " + " ".join(f"--{name} {value}" for name, value in flags.items()))
     rotary, scale = megatrons(monkeypatch, rope_type="rope", **flags)
-    assert (model.rope_scaling, model.score_scale) == ("none", pytest.approx(scale, rel=1e-14))
+    assert (model.rope_scaling, model.head_specs[0].score_scale) == ("none", pytest.approx(scale, rel=1e-14))
     assert_same_positions(model, rotary)
 
 

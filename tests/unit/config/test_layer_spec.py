@@ -1,4 +1,4 @@
-"""Layers of different kinds: the pattern of windows, against Megatron-core's."""
+"""What layers are made of: the pattern of windows, against Megatron-core's, and sizes by layer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import pytest
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megalite.checkpoint.convert.megatron_model import model_of
-from megalite.config import LayerKind, ModelConfig
+from megalite.config import AttentionSpec, LayerSpec, ModelConfig
+from megalite.config.layer_spec import RotarySpec, windows_differ
 from megalite.config.model_fields import resolved_fields
 
 
-def test_layers_are_of_one_kind_by_default() -> None:
-    assert ModelConfig(num_layers=3).layer_kinds == (LayerKind(),) * 3
+def attention_of(model: ModelConfig) -> list[AttentionSpec]:
+    """Return the attention of each layer; all have it."""
+    found = [spec.attention for spec in model.layer_specs]
+    return [spec for spec in found if spec is not None]
+
+
+def test_layers_are_equal_by_default() -> None:
+    attention = AttentionSpec(12, 12, 64, 64, 1 / 8)
+    assert ModelConfig(num_layers=3).layer_specs == (LayerSpec(attention, 3072),) * 3
 
 
 @pytest.mark.parametrize("skipped", [None, 1, 2, 3, [1, 1, 0, 1, 0], [0] * 5], ids=str)
@@ -24,8 +32,8 @@ def test_the_pattern_is_megatrons(skipped: int | list[int] | None) -> None:
         num_layers=5, window_size=(8, 0), window_attn_skip_freq=None if listed is None else tuple(listed)
     )
     theirs = [is_layer_window_attention((8, 0), skipped, number + 1) for number in range(5)]
-    assert [kind.window == 8 for kind in model.layer_kinds] == theirs
-    assert all(kind.window in (8, None) for kind in model.layer_kinds)
+    assert [spec.window == 8 for spec in attention_of(model)] == theirs
+    assert all(spec.window in (8, None) for spec in attention_of(model))
 
 
 @pytest.mark.parametrize(("skipped", "expected"), [(None, None), (3, (3,)), ([1, 0], (1, 0))], ids=str)
@@ -54,8 +62,11 @@ WINDOWS = ModelConfig(
     ],
 )
 def test_layers_with_a_window_may_rotate_differently(changes: dict[str, Any], differs: bool) -> None:
-    kinds = replace(WINDOWS, **changes).layer_kinds
-    assert kinds == (LayerKind(8, own_rotary=differs), LayerKind())
+    model = replace(WINDOWS, **changes)
+    window, full = attention_of(model)
+    assert (window.window, full.window) == (8, None)
+    assert (window.rotary != full.rotary) is windows_differ(model) is differs
+    assert replace(window, window=None, rotary=full.rotary) == full
 
 
 def test_the_model_is_the_same_by_a_pattern_and_by_its_marks() -> None:
@@ -67,7 +78,7 @@ def test_the_model_is_the_same_by_a_pattern_and_by_its_marks() -> None:
 def test_zero_skips_no_layer() -> None:
     """Megatron-core divides by this number."""
     model = ModelConfig(num_layers=3, window_size=(8, 0), window_attn_skip_freq=(0,))
-    assert model.layer_kinds == (LayerKind(8),) * 3
+    assert [spec.window for spec in attention_of(model)] == [8] * 3
 
 
 GEMMA4 = ModelConfig(
@@ -84,19 +95,23 @@ GEMMA4 = ModelConfig(
 
 
 def test_layers_without_a_window_have_their_own_heads() -> None:
-    window, full = GEMMA4.layer_kinds[:2]
-    assert (window.head_dim, window.num_kv_heads, window.keys_as_values) == (None, None, False)
+    window, full = attention_of(GEMMA4)[:2]
+    assert (window.head_dim, window.num_kv_heads, window.keys_as_values) == (64, 4, False)
     assert (full.head_dim, full.num_kv_heads, full.keys_as_values) == (32, 2, True)
-    assert (window.own_rotary, full.own_rotary) == (True, False)  # angles of 64 and 32 elements
-    assert GEMMA4.for_kind(full).score_scale == pytest.approx(32**-0.5)
-    assert (GEMMA4.group_heads(window), GEMMA4.for_kind(full).group_heads(full)) == ((3, 1, 1), (6, 1))
+    rotations = RotarySpec(64, 10000.0, "none"), RotarySpec(32, 10000.0, "none")
+    assert (window.rotary, full.rotary) == rotations
+    assert full.score_scale == pytest.approx(32**-0.5)
+    assert (window.group_heads, full.group_heads) == ((3, 1, 1), (6, 1))
+    assert GEMMA4.head_specs == (window, replace(full, gives_keys=True))
 
 
 def test_the_last_layers_share_the_keys_of_the_last_layer_of_their_kind() -> None:
-    assert [kind.key_source for kind in GEMMA4.layer_kinds] == [None, None, None, 1, 2, 1]
-    assert [kind.gives_keys for kind in GEMMA4.layer_kinds] == [False, True, True, False, False, False]
+    attention = attention_of(GEMMA4)
+    assert [spec.key_source for spec in attention] == [None, None, None, 1, 2, 1]
+    assert [spec.gives_keys for spec in attention] == [False, True, True, False, False, False]
+    assert attention[3].group_heads == (1,) and attention[3].num_groups == 12
     unrotated = replace(GEMMA4, no_rope_freq=(1, 0, 0, 0, 1, 0))
-    assert [kind.key_source for kind in unrotated.layer_kinds] == [None, None, None, 1, 0, 1]
+    assert [spec.key_source for spec in attention_of(unrotated)] == [None, None, None, 1, 0, 1]
 
 
 def test_sizes_of_layers_that_do_not_differ_are_no_other_model() -> None:
