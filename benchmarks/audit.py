@@ -20,10 +20,10 @@ import torch
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.audit.first_microbatch import MicrobatchComparison
 from megalite.train.audit.replicas import ReplicaComparison
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 
 INTERVAL = 100
 ZERO_STAGES = (0, 1)

@@ -35,8 +35,8 @@ from megalite.checkpoint.saver import Saver
 from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from megalite.utils.log import log
 
 NUM_LAYERS = 24
 

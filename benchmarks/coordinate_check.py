@@ -24,8 +24,8 @@ from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, Pa
 from megalite.config.entry_point import run_main
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 
 WIDTHS = (64, 128, 256, 512)
 NUM_STEPS = 4

@@ -24,10 +24,10 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
-from megalite.log import log
 from megalite.model.experts import Router
 from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.log import log
 
 SHAPES = ((8, 2, 512), (64, 8, 128), (128, 8, 128))
 """Experts, experts of a token, width of an expert."""

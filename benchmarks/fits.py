@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.planned_run import Cluster, PlannedRun
 from megalite.plan.programs import PROGRAMS, Program, own_program
 from megalite.plan.rank_memory import rank_memories
+from megalite.utils.errors import UserError
 
 _GB = 1e9
 PROCESS_BYTES = {"cpu": 0.5 * _GB, "cuda": 2.2 * _GB}

@@ -25,13 +25,13 @@ from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 
 
 class Pauses(Callback):

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.batch_loader import read_microbatch
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.samples import GPTSamples
-from megalite.microbatch import Microbatch
 
 SEED = 1234
 CPU = torch.device("cpu")

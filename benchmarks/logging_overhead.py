@@ -26,12 +26,12 @@ from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, Para
 from megalite.distributed.axis import Observer, observing
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.telemetry.metrics import IntervalMeter
 from megalite.train.telemetry.timers import LEVELS, Timers, WallClock
 from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing import Recorder
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.log import log
 
 WRITES = 100
 

@@ -51,9 +51,9 @@ from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatter
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.errors import ConfigError, UserError
 
 NUM_RANKS = 2
 BUSY = 0.1

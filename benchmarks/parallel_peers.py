@@ -43,11 +43,11 @@ from megalite.config import Config, check_config
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.errors import ConfigError
 
 NUM_RANKS = 2
 NUM_WARMUP = 2

@@ -38,7 +38,7 @@ from turns import Build, Measured, take_turns
 
 from megalite.config import Config
 from megalite.config.entry_point import run_main
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 PEERS: dict[str, Build] = {
     "megalite": megalite,

@@ -28,7 +28,6 @@ from megalite.config.entry_point import run_main
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.config.vocab_padding import padded_vocab_size
-from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.layer_time import (
     FUSED_BACKWARD,
@@ -41,6 +40,7 @@ from megalite.plan.layer_time import (
     memory_bandwidth,
 )
 from megalite.plan.units import whole_model
+from megalite.utils.errors import UserError
 
 COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that a copy reaches: 4.3 of 4.8 TB/s (H200), 3.0 of 3.35 (H100)."""

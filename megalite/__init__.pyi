@@ -1,7 +1,11 @@
 """The public names of the library; `__init__.py` imports each when it is first used."""
 
+from megalite.batch.loss_terms import LossTerm as LossTerm
+from megalite.batch.loss_terms import WithTerms as WithTerms
+from megalite.batch.microbatch import Microbatch as Microbatch
 from megalite.checkpoint.lease import hold_folder as hold_folder
 from megalite.checkpoint.load import load_checkpoint as load_checkpoint
+from megalite.cli.train import pretrain as pretrain
 from megalite.config import CheckpointConfig as CheckpointConfig
 from megalite.config import Config as Config
 from megalite.config import DataConfig as DataConfig
@@ -29,18 +33,13 @@ from megalite.distributed.collectives import scatter_to_sequence_parallel as sca
 from megalite.distributed.collectives import scatter_to_tensor_parallel as scatter_to_tensor_parallel
 from megalite.distributed.rendezvous import Launch as Launch
 from megalite.distributed.topology import Topology as Topology
-from megalite.errors import UserError as UserError
 from megalite.frontends.command_line import parse as parse
-from megalite.loss_terms import LossTerm as LossTerm
-from megalite.loss_terms import WithTerms as WithTerms
-from megalite.microbatch import Microbatch as Microbatch
 from megalite.model.bert_stage import BERT as BERT
 from megalite.model.embedding import word_table as word_table
 from megalite.model.norm import build_norm as build_norm
 from megalite.model.stage import SequentialStage as SequentialStage
 from megalite.model.stage import Stage as Stage
 from megalite.model.transformer_stage import GPT as GPT
-from megalite.pretraining import pretrain as pretrain
 from megalite.tensor_parallel.counter_random import Dropout as Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from megalite.tensor_parallel.linear import RowParallelLinear as RowParallelLinear
@@ -61,8 +60,9 @@ from megalite.train.stopping import Stop as Stop
 from megalite.train.train_step import StepResult as StepResult
 from megalite.train.trainer import Trainer as Trainer
 from megalite.train.trainer import start_trainer as start_trainer
+from megalite.utils.errors import UserError as UserError
+from megalite.utils.wrapping import wrap_point as wrap_point
 from megalite.verify.compare_runs import verify_layouts as verify_layouts
 from megalite.verify.layouts import Layout as Layout
-from megalite.wrapping import wrap_point as wrap_point
 
 __version__: str

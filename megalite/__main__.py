@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from megalite import __version__
-from megalite.commands import COMMANDS
+from megalite.utils.commands import COMMANDS
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def _help() -> Iterator[str]:
 def _reject(arguments: Sequence[str]) -> None:
     """Refuse an unknown command, by its nearest known one."""
     from megalite.config.fields import nearest_hint
-    from megalite.errors import UserError
+    from megalite.utils.errors import UserError
 
     (name,) = arguments
     raise UserError(f"unknown command {name}{nearest_hint(name, COMMANDS)} (see megalite --help)")

@@ -4,7 +4,7 @@
 #   scripts/check_versions.sh python3.12 2.11.0   # with one pair
 #   scripts/check_versions.sh python3.12 2.11.0 -k kernels   # further arguments go to pytest
 # The core tests are those of the units and of forked ranks, a run of the program, and the levels of the packages.
-# If the Python has that torch already, it is used. After a pass, a new version goes to megalite/torch_versions.py.
+# If the Python has that torch already, it is used. After a pass, add a new version to megalite/utils/torch_versions.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ if [ $# = 0 ]; then
   done < <("${PYTHON:-python3}" - <<'END'
 import runpy
 
-for minor, torch in runpy.run_path("megalite/torch_versions.py")["supported_pairs"]():
+for minor, torch in runpy.run_path("megalite/utils/torch_versions.py")["supported_pairs"]():
     print(f"python3.{minor} {torch}")
 END
   )

@@ -16,7 +16,7 @@ import runpy
 import sys
 from pathlib import Path
 
-VERSIONS = runpy.run_path(str(Path(__file__).parents[1] / "megalite" / "torch_versions.py"))
+VERSIONS = runpy.run_path(str(Path(__file__).parents[1] / "megalite" / "utils" / "torch_versions.py"))
 
 
 def release(version: str) -> str:

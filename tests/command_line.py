@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 
 from megalite.config import check_config
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 
 
 def mistakes_of(line: str, world_size: int | None = None) -> list[str]:

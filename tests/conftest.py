@@ -33,7 +33,7 @@ import pytest
 from megalite.config import ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.log import log
+from megalite.utils.log import log
 from tests.changes import changed_files, names_of
 from tests.cost import SAMPLED, Cost
 from tests.live_ranks import RANKS

@@ -27,12 +27,12 @@ from megalite.attention.kernels import BlockKernel, SdpaKernel
 from megalite.attention.plain import PlainKernel
 from megalite.attention.positions import PositionInfo, local_slopes
 from megalite.attention.ring import Ring, slices_of_ranks
+from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.layer_spec import LatentSpec
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_
-from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 

@@ -22,11 +22,11 @@ from megalite.attention.kernels import BlockKernel, FlexKernel, Kernel, SdpaKern
 from megalite.attention.plain import PlainKernel
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.parallel import CpCommType, comm_type_of_layer
-from megalite.errors import UserError
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.kernels.library import compile_problem
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.torch_private import selected_attention
+from megalite.utils.errors import UserError
+from megalite.utils.torch_private import selected_attention
 
 _FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 _EFFICIENT = SDPBackend.EFFICIENT_ATTENTION

@@ -24,15 +24,15 @@ from megalite.attention.positions import (
     local_slopes,
 )
 from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
+from megalite.batch.document_assignment import Assignment
+from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.layer_spec import RotarySpec
 from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import positions_in
-from megalite.document_assignment import Assignment
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.packed_heads import Heads
 from megalite.kernels.visible_keys import document_starts
-from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 

@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
-from megalite import torch_private
 from megalite.attention.algebra import Block, MergedAttention, attend_slices
 from megalite.attention.positions import distance_bias, local_slopes
 from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention, sink_factors
 from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils import torch_private
 
 
 class Kernel(ABC):

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.errors import UserError, kind_of
-from megalite.files import parse_json
+from megalite.utils.errors import UserError, kind_of
+from megalite.utils.files import parse_json
 
 CallbackStates = Mapping[str, Mapping[str, Any]]
 """State of each callback that has one, by the name of its class."""

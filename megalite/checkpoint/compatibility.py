@@ -26,7 +26,7 @@ from megalite.data.corpus_record import (
 )
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 UNTIED = "untie_embeddings_and_output_weights"
 _FINETUNE_ADVICE = "--finetune loads only the weights and starts a new run"

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.files import read_regular
+from megalite.utils.files import read_regular
 
 LATEST = "latest"
 _MAX_NAME_BYTES = 256

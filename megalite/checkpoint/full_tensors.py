@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, TensorRecord, dtype_of
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.tensor_files import ReadTarget, open_tensors, read_targets
-from megalite.errors import UserError, few
+from megalite.utils.errors import UserError, few
 
 OF_TRAINING = ".router.expert_loads"
 """End of the names of buffers that only training reads."""

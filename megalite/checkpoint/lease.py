@@ -34,9 +34,9 @@ from megalite.checkpoint.folder import remove_leftovers
 from megalite.checkpoint.save_agreement import SaveError
 from megalite.distributed.store_barrier import wait_for_all
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, one_line
-from megalite.files import make_writable, open_regular, parse_json, read_regular
-from megalite.log import log
+from megalite.utils.errors import UserError, one_line
+from megalite.utils.files import make_writable, open_regular, parse_json, read_regular
+from megalite.utils.log import log
 
 BEAT_SECONDS = 5.0
 ABANDONED_SECONDS = 60.0

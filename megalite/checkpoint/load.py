@@ -29,9 +29,9 @@ from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import CheckpointConfig, Config
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, few
-from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.errors import UserError, few
+from megalite.utils.log import log
 
 _MODEL, _STATE, _MAIN, _EMA = "model.", "optimizer.", ".main", "ema."
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")

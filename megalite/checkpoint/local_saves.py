@@ -39,9 +39,9 @@ from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveEr
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import CheckpointConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.files import make_writable, partial_name, read_regular
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable, partial_name, read_regular
+from megalite.utils.log import log
 
 FLAG = "--non-persistent-local-ckpt-dir"
 _RUN_ID = "run_id"

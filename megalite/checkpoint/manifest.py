@@ -26,8 +26,8 @@ import megalite
 from megalite.checkpoint.folder import NAME
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.errors import UserError
-from megalite.files import new_file, open_regular, parse_json, read_regular
+from megalite.utils.errors import UserError
+from megalite.utils.files import new_file, open_regular, parse_json, read_regular
 
 FORMAT, OLDEST_FORMAT = 5, 3
 """The format that is written, and the oldest that can be read: its pieces are cut along one dim."""

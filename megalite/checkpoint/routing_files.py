@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.tensor_files import FilePiece, write_file
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _SAMPLES, _POSITIONS = "samples", "positions"
 _FOLDER = re.compile(r"iteration_\d+_samples_(\d+)_to_(\d+)")

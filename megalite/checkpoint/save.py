@@ -29,10 +29,10 @@ from megalite.config import Config, to_yaml
 from megalite.data.corpus_record import DataRecord
 from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
-from megalite.files import partial_name, replace_file
 from megalite.hardware.gpu_query import device_name
-from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.files import partial_name, replace_file
+from megalite.utils.log import log
 
 _CUT_BYTES = 16 << 20
 """Larger tensors are cut among replicas. The cut depends only on the tensor and the number of replicas, so

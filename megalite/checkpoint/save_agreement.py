@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.distributed.store_barrier import at_work, wait_for_key
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -29,9 +29,9 @@ from megalite.config import CheckpointConfig
 from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, few, first_line
-from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.errors import UserError, few, first_line
+from megalite.utils.log import log
 
 
 class SaveJob(Protocol):

@@ -18,10 +18,10 @@ from megalite.checkpoint.manifest import (
     damage_of,
     read_manifest,
 )
-from megalite.commands import command_name
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.log import log
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 _MAX_SHOWN = 3
 _FOREIGN = {

@@ -23,8 +23,8 @@ from torch import Tensor
 from megalite.checkpoint.manifest import FileRecord, Manifest, TensorRecord, dtype_name, dtype_of
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors, are_disjoint
 from megalite.distributed.topology import Topology
-from megalite.files import file_system_of
 from megalite.tensor_parallel.parameter_spec import ParameterShard
+from megalite.utils.files import file_system_of
 
 _BUFFER_BYTES = 16 << 20
 _LOCAL_FILE_SYSTEMS = ("ext4", "xfs")

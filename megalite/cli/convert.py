@@ -24,7 +24,7 @@ from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import KINDS
 from megalite.checkpoint.convert.target import TARGETS
 from megalite.frontends.tool_parser import ToolParser, local_path
-from megalite.log import configure_logging
+from megalite.utils.log import configure_logging
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.generate.evaluate_text import (
     EvaluationResult,
@@ -33,6 +32,7 @@ from megalite.generate.evaluate_text import (
     evaluate_texts,
 )
 from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, start_ranks, tokenizer_of
+from megalite.utils.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from megalite.generate.trained_model import (
     start_ranks,
     tokenizer_of,
 )
-from megalite.log import log
+from megalite.utils.log import log
 
 
 def main(arguments: Sequence[str]) -> None:

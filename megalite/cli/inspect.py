@@ -16,11 +16,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser, local_path
-from megalite.log import configure_logging
 from megalite.report import checkpoint_difference
 from megalite.report.checkpoint_inspection import inspect, lines_of, open_view
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging
 
 
 def main(arguments: Sequence[str]) -> None:

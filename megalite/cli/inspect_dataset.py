@@ -27,8 +27,8 @@ from megalite.data.inspect_dataset import (
 )
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser
+from megalite.utils.errors import UserError
 
 
 def build_parser() -> argparse.ArgumentParser:

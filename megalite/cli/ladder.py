@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.config.validate import problems_of
-from megalite.errors import ConfigError, UserError
-from megalite.files import write_output
 from megalite.frontends.command_line import parse_run
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_number
 from megalite.ladder.finished_runs import TooFewRuns, read_planned_run, read_runs
@@ -31,6 +29,8 @@ from megalite.ladder.sizes import (
     ladder_runs,
     write_configs,
 )
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.files import write_output
 
 WRITE = """Write one training config for each size of a ladder.
 

@@ -14,9 +14,9 @@ import argparse
 from collections.abc import Sequence
 
 from megalite.checkpoint.convert.average import average, last_checkpoints, moving_average
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.log import configure_logging
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging
 
 
 def main(arguments: Sequence[str]) -> None:

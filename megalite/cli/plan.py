@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.log import ProgressLine
 from megalite.plan.plan_report import answer
+from megalite.utils.log import ProgressLine
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -28,9 +28,9 @@ from megalite.data.preprocessing.preprocess import (
 )
 from megalite.data.preprocessing.preprocessing_report import skipped_text
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, TokenizerFiles
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.log import log
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import log
 
 _SECONDS_BETWEEN_LINES = 2.0
 DEFAULT_CHAT_KEY = "messages"

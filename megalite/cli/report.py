@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.errors import UserError
-from megalite.files import write_output
 from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.report.page import page
 from megalite.report.plan_comparison import time_comparison
 from megalite.report.run_folder import open_run
+from megalite.utils.errors import UserError
+from megalite.utils.files import write_output
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.pipeline.draw_schedule import draw
 from megalite.pipeline.schedule_plot import save_picture
 from megalite.pipeline.schedule_svg import save_svg
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
+from megalite.utils.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 4 -m megalite train-bert --preset bert-base --tp 2 --p
 
 from collections.abc import Sequence
 
-from megalite.pretraining import pretrain
+from megalite.cli.train import pretrain
 
 
 def main(arguments: Sequence[str]) -> None:

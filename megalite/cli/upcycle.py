@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from megalite.checkpoint.convert.upcycle import ExpertSizes, upcycle
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.log import configure_logging
+from megalite.utils.log import configure_logging
 
 
 def main(arguments: Sequence[str]) -> None:

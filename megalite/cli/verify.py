@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, positive_int
-from megalite.log import configure_logging, log_notes
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging, log_notes
 from megalite.verify.compare_runs import bisect_layouts, verify_layouts
 from megalite.verify.layouts import layouts_named
 

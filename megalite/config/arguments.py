@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.fields import MAX_INT, ConfigField, nearest_hint, normalised
 from megalite.config.option import format_value
-from megalite.errors import shortened
+from megalite.utils.errors import shortened
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")

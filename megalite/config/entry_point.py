@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """Parts of gloo's message when the other end of a collective is gone."""

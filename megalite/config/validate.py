@@ -21,7 +21,7 @@ from megalite.config.rules import (
     training_rules,
 )
 from megalite.config.rules.conflicts import conflicts
-from megalite.errors import ConfigError, Problem, one_line, shortened
+from megalite.utils.errors import ConfigError, Problem, one_line, shortened
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""

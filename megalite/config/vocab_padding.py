@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megalite.config.model import ModelConfig, round_up
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 def padded_vocab_size(model: ModelConfig, tp: int) -> int:

@@ -14,8 +14,8 @@ from megalite.config.arguments import Diagnostics, UserSetting, parse_value
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag, nearest, normalised
-from megalite.errors import UserError
-from megalite.files import read_regular
+from megalite.utils.errors import UserError
+from megalite.utils.files import read_regular
 
 if TYPE_CHECKING:
     import yaml

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.document_assigner import DocumentAssigner
 from megalite.data.gpt_dataset import Dataset
 from megalite.data.samples import Samples
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 
 NUM_AHEAD = 4
 """Number of microbatches to read ahead."""

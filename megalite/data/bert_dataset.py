@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
 from megalite.config.model import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
@@ -26,8 +27,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 
 _SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 _NUM_CHECKED = 100

@@ -14,7 +14,7 @@ from megalite.data.build_progress import reported_progress
 from megalite.data.gpt_dataset import Dataset, gather, verify_files
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache
 from megalite.data.storage import FilesInUse
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 SURPLUS = 0.005
 """Share of extra samples that each dataset of a blend is built for."""

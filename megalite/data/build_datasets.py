@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalite.commands import command_name
 from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
@@ -16,8 +15,9 @@ from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import Samples
-from megalite.errors import UserError
-from megalite.log import log
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 
 class NamedDataset(NamedTuple):

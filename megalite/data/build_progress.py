@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megalite.data import _index_builder
-from megalite.log import THIS_RANK, log
+from megalite.utils.log import THIS_RANK, log
 
 INTERVAL_SECONDS = 10.0
 """Seconds between two log lines; a shorter build logs no line."""

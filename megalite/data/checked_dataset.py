@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.gpt_dataset import Dataset
-from megalite.errors import UserError, kind_of
+from megalite.utils.errors import UserError, kind_of
 
 
 class CheckedDataset:

@@ -16,7 +16,7 @@ from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
 from megalite.data.gpt_dataset import plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
-from megalite.errors import few
+from megalite.utils.errors import few
 
 _WHOLE_BYTES = 4 << 20
 _BLOCK_BYTES = 16 << 10

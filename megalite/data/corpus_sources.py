@@ -16,8 +16,8 @@ from megalite.config import DataConfig
 from megalite.config.data import WEIGHTED_SPLIT_FIELDS, split_weights
 from megalite.config.option import flag_of
 from megalite.data.blend import parse_data_path
-from megalite.errors import UserError
-from megalite.files import parse_json
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
 
 SPLIT_NAMES = ("train", "valid", "test")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.data.gpt_dataset import plan_epochs
-from megalite.log import log
+from megalite.utils.log import log
 
 _MAX_LINES = 24
 """Number of corpora to log one by one: with more, the most and the least repeated ones."""

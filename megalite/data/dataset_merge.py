@@ -26,8 +26,8 @@ from megalite.data.tokenizers.tokenizer_digest import (
     digest_path,
     read_tokenizer_digest,
 )
-from megalite.errors import UserError
-from megalite.files import new_file, url_problem
+from megalite.utils.errors import UserError
+from megalite.utils.files import new_file, url_problem
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=_|$)")
 """The number of a part, and the number of parts, in the name of a dataset that --partition wrote."""

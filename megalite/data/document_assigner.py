@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.batch.document_assignment import assign_documents
+from megalite.batch.microbatch import Microbatch
 from megalite.data.samples import Samples
 from megalite.distributed.held_positions import HeldPositions
-from megalite.document_assignment import assign_documents
-from megalite.microbatch import Microbatch
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 
 NUM_CHECKED = 16
 """Number of a corpus's documents to check for the end-of-document token."""

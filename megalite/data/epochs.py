@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.gpt_dataset import Dataset, verify_files
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 class Epochs:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megalite.data.gpt_dataset import Dataset, gather, verify_files
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 Tokens = npt.NDArray[np.int64]
 

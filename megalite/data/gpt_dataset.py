@@ -15,7 +15,7 @@ from megalite.data.build_progress import reported_progress
 from megalite.data.index_cache import CacheKey, IndexCache, digest_of
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse, MappedBytes
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 LAST_EPOCH_THRESHOLD = 0.80
 """If less than this share of the last epoch is used, it is shuffled separately: otherwise its few samples

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.storage import MappedBytes, is_remote
-from megalite.files import no_follow, parse_json, replace_file
-from megalite.log import THIS_RANK, log
+from megalite.utils.files import no_follow, parse_json, replace_file
+from megalite.utils.log import THIS_RANK, log
 
 Arrays = dict[str, npt.NDArray[Any]]
 

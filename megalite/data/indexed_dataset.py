@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.storage import MappedBytes, is_remote, open_bytes
-from megalite.errors import UserError
-from megalite.files import new_file, open_new
+from megalite.utils.errors import UserError
+from megalite.utils.files import new_file, open_new
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _BLOCK = 1 << 20
 """Number of sequences or tokens to read at a time."""

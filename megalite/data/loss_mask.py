@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import MappedBytes, is_remote, open_bytes
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 LOSS_MASK = "loss_mask"
 """Suffix of the file."""

@@ -16,7 +16,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.data.packing import Packing, one_per_sample, pack_best_fit
 from megalite.data.storage import FilesInUse
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _FORMAT = 2
 """Part of a cached packing's digest: increase it when the same values give another one."""

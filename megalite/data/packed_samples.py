@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.epochs import Epochs
 from megalite.data.gpt_dataset import Dataset, gather
 from megalite.data.index_cache import IndexCache
@@ -24,8 +25,7 @@ from megalite.data.packed_dataset import (
     sequences_row,
 )
 from megalite.kernels.visible_keys import document_starts
-from megalite.log import log
-from megalite.microbatch import Microbatch
+from megalite.utils.log import log
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megalite.data.epochs import Epochs
 from megalite.data.fill_in_middle import FillInMiddleDataset
 from megalite.data.gpt_dataset import Dataset, GPTDataset
 from megalite.data.packed_dataset import PackedDataset
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 
 
 class Samples(Protocol):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data._index_builder import FileChange, MappedFile, all_unchanged
-from megalite.errors import UserError, first_line
+from megalite.utils.errors import UserError, first_line
 
 BLOCK_BYTES = 4 << 20
 """Size of one request: large enough for a store's throughput, small compared with a corpus."""

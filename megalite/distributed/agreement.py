@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import megalite
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store

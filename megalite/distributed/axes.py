@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 Role = Literal["weights", "samples", "positions", "losses", "replicas"]
 

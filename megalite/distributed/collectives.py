@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 # torch 2.13 renamed both; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.torch_private import COMPILER
+from megalite.utils.errors import UserError
+from megalite.utils.torch_private import COMPILER
 
 _FIRST_STEP = (
     "torch.fx.experimental.symbolic_shapes",  # by torch's first backward

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megalite.distributed.axes import REPLICATE, SHARD, Factoring, MeshOptions
 from megalite.distributed.axis import Axis, AxisSet
-from megalite.torch_private import without_cpp_warnings
+from megalite.utils.torch_private import without_cpp_warnings
 
 
 # Splits of a group with both backends have NCCL's options, of which gloo warns; it ignores them.

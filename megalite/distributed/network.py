@@ -7,7 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 
-from megalite.log import THIS_RANK, log
+from megalite.utils.log import THIS_RANK, log
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"

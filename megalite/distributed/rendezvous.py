@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore, rendezvou
 from megalite.distributed.agreement import REFUSED, RankRecord, check_agreement
 from megalite.distributed.network import choose_interface, is_this_machine, loopback_listener
 from megalite.distributed.store_barrier import name_of_start, wait_for_listener
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _OF_OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which salloc and sbatch also set for one process

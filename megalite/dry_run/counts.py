@@ -14,7 +14,6 @@ from megalite.data.build_datasets import DatasetSplits
 from megalite.distributed.axis import observing
 from megalite.dry_run.repetition import Repetition
 from megalite.hardware.host_buffers import HostBuffers
-from megalite.log import log
 from megalite.observe.collectives import Traffic
 from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts
 from megalite.observe.unit_record import CollectiveCall
@@ -24,6 +23,7 @@ from megalite.pipeline.schedules import Action
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.trainer import Trainer
+from megalite.utils.log import log
 
 
 @dataclass(frozen=True)

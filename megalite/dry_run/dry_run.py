@@ -17,8 +17,6 @@ from megalite.dry_run.corpus_estimate import corpora_of
 from megalite.dry_run.counts import count_iteration
 from megalite.dry_run.dry_run_report import DryRun, as_object, report_lines
 from megalite.dry_run.repetition import Repetition, repetition_of
-from megalite.files import write_output
-from megalite.log import log
 from megalite.model.stage import StageProvider
 from megalite.observe.meta_tensors import meta_tensors
 from megalite.plan.units import whole_model
@@ -27,6 +25,8 @@ from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.setup import describe_gathering, prepare_process
+from megalite.utils.files import write_output
+from megalite.utils.log import log
 
 
 def dry_run(config: Config, notices: Sequence[str], model: StageProvider | None = None) -> None:

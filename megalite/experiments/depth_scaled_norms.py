@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import megalite
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

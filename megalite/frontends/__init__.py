@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @functools.cache

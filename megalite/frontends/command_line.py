@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.commands import command_name
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
 from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
@@ -22,7 +21,6 @@ from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
-from megalite.errors import ConfigError, one_line
 from megalite.frontends.deepspeed.file import DeepSpeedFile
 from megalite.frontends.help import full_help, short_help
 from megalite.frontends.megatron.conversions import (
@@ -38,6 +36,8 @@ from megalite.frontends.megatron.rules import (
     megatron_rules,
     rule_of,
 )
+from megalite.utils.commands import command_name
+from megalite.utils.errors import ConfigError, one_line
 
 _HELP, _HELP_ALL = ("--help", "-h"), "--help-all"
 _OVERRIDE, _DEEPSPEED = "--override-flags", "--deepspeed-config"

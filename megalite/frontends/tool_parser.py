@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.commands import command_lines, with_command_names
 from megalite.config.fields import MAX_INT, nearest, normalised
-from megalite.errors import ConfigError, shortened
-from megalite.files import url_problem
 from megalite.frontends.command_line import known_flags
+from megalite.utils.commands import command_lines, with_command_names
+from megalite.utils.errors import ConfigError, shortened
+from megalite.utils.files import url_problem
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -33,10 +33,10 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate.generator import Generator, Prompt, text_of
 from megalite.generate.sampling import Sampler, Sampling
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
+from megalite.utils.errors import UserError
 
 ROWS = 1024
 """Positions whose logits are in memory at a time."""

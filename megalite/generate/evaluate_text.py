@@ -16,23 +16,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megalite.batch.loss_terms import LM_LOSS, WithTerms
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, ParallelConfig, RecomputeConfig, check_config
 from megalite.data.document_ends import DocumentEnds
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate.generator import broadcast_from_last, run_in_order
 from megalite.generate.trained_model import TrainedModel, end_of_document, load_model
-from megalite.log import LineInterval, log
-from megalite.loss_terms import LM_LOSS, WithTerms
-from megalite.microbatch import Microbatch
 from megalite.model.transformer_stage import TransformerStage
 from megalite.train.evaluator import Evaluator
 from megalite.train.run_context import document_ends, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.trainer import build_pipeline
+from megalite.utils.errors import UserError
+from megalite.utils.log import LineInterval, log
 
 
 class Window(NamedTuple):

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.attention.cache import CachedCore
+from megalite.batch.microbatch import Microbatch
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import start_all_gather
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate.sampling import Sampler
-from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.model.transformer_stage import TransformerStage
+from megalite.utils.errors import UserError
 
 
 def run_in_order(

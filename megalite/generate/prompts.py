@@ -11,10 +11,10 @@ from pathlib import Path
 from megalite.config import ModelConfig
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import UserError
-from megalite.files import parse_json
 from megalite.generate.generator import Prompt
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
+from megalite.utils.log import log
 
 STANDARD_INPUT = "-"
 DEFAULT_NEW_TOKENS = 128

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_gather_from
-from megalite.errors import UserError
 from megalite.kernels import site_key
 from megalite.kernels.philox import random_words
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
 from megalite.data.document_assigner import own_tokens_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import all_reduce
-from megalite.errors import UserError
 from megalite.generate.benchmark_tasks import (
     ROWS,
     TaskModel,
@@ -39,8 +39,6 @@ from megalite.generate.benchmark_tasks import (
     token_scores,
     union,
 )
-from megalite.log import log
-from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline
 from megalite.train.loop import Callback, TrainingLoop, is_due
@@ -51,6 +49,8 @@ from megalite.train.telemetry.metrics import TaskScores
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer, build_pipeline
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 FLAG = "--eval-tasks"
 _LENGTH_STEP = 64

@@ -27,10 +27,8 @@ from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
-from megalite.log import configure_logging, log
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
 from megalite.model.transformer_stage import TransformerStage
@@ -41,6 +39,8 @@ from megalite.tensor_parallel.parameter_spec import (
     new_parameter,
     spec_of,
 )
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import configure_logging, log
 
 CP_COMM_TYPE: Final = "p2p"
 """How the tools' queries reach the keys of other context-parallel ranks, whatever the run has used."""

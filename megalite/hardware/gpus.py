@@ -1,6 +1,7 @@
 """GPU data sheets: rates for the planner, peaks for MFU.
 
-This module imports only `megalite.errors`, so that every level can import it; only `peak_tflops` needs torch.
+This module imports `megalite.utils.errors` alone, so that every level can import it; only `peak_tflops`
+needs torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from megalite.errors import UserError
 from megalite.hardware.host_memory import total_bytes
+from megalite.utils.errors import UserError
 
 CPU = "cpu"
 _QUERY = Path(__file__).with_name("gpu_query.py")

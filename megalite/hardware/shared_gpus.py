@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 MIN_NCCL = (2, 30)
 MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.library import NAMESPACE
-from megalite.torch_private import foreach_copy_, foreach_mul_, fused_adamw_
+from megalite.utils.torch_private import foreach_copy_, foreach_mul_, fused_adamw_
 
 _OP = f"{NAMESPACE}::adamw_"
 

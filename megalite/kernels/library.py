@@ -18,9 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError, first_line
-from megalite.log import log
-from megalite.torch_private import has_kernel
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.log import log
+from megalite.utils.torch_private import has_kernel
 
 NAMESPACE = "megalite"
 

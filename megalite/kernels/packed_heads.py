@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.torch_private import storage_number
+from megalite.utils.torch_private import storage_number
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse_run
 from megalite.ladder.sizes import CONFIG_FILE, LadderRun, measured_run, vocab_size_of
 from megalite.report.run_folder import Run, open_run
 from megalite.report.run_history import History
+from megalite.utils.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 MIN_SIZES = 3

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megalite.errors import UserError
 from megalite.ladder.finished_runs import FinishedRun
 from megalite.ladder.power_law import CONFIDENCE, MIN_RUNS_OF_TWO_TERMS, Estimate, PowerLaw, can_separate
 from megalite.ladder.power_law import fit_power_law as fit
 from megalite.ladder.sizes import LadderRun, table_lines
 from megalite.report.page import html_page, html_table
 from megalite.report.time_report import Table
+from megalite.utils.errors import UserError
 
 _HEADS = ("run", "parameters", "tokens", "FLOPs", "loss", "fit", "difference")
 _CURVE_POINTS = 100

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 Floats = NDArray[np.float64]
 

@@ -25,11 +25,11 @@ from megalite.config.model import round_up
 from megalite.config.model_flops import flops_per_token
 from megalite.config.option import flag_of
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.errors import UserError
-from megalite.files import replace_file
 from megalite.plan.quantities import plain
 from megalite.plan.units import whole_model
 from megalite.train.run_context import with_vocab_size
+from megalite.utils.errors import UserError
+from megalite.utils.files import replace_file
 
 Dimension = Literal["depth", "width"]
 

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.errors import UserError, first_line
 from megalite.hardware.host_buffers import HostBuffer, HostBuffers, HostMemoryError
 from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
-from megalite.torch_private import storage_number, tree_leaves
-from megalite.wrapping import wrap
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.torch_private import storage_number, tree_leaves
+from megalite.utils.wrapping import wrap
 
 MIN_BYTES = 1 << 14
 """Smallest storage to copy, in bytes: starting a copy takes as long as copying this many bytes."""

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
-from megalite.microbatch import SampleNumbers
 from megalite.model.layer_state import BlockOutput
 from megalite.model.norm import HeadRMSNorm, build_head_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import communication_point, wrap_point
+from megalite.utils.wrapping import communication_point, wrap_point
 
 
 class Attention(nn.Module):

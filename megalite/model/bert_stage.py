@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.batch.loss_terms import LM_LOSS, LossTerm
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
 from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
-from megalite.loss_terms import LM_LOSS, LossTerm
-from megalite.microbatch import Microbatch
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 SOP_LOSS = "sop_loss"
 """Name of the loss of the order of segments."""

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.errors import UserError
 from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.model.shared_expert import SharedExpert
 from megalite.model.stage import Stage
 from megalite.tensor_parallel.linear import ColumnParallelLinear
-from megalite.wrapping import Wrapper, communicating_names, eager_names, wrap, wrapped_names
+from megalite.utils.errors import UserError
+from megalite.utils.wrapping import Wrapper, communicating_names, eager_names, wrap, wrapped_names
 
 _NEEDS = {"cpu": "a C++ compiler (CXX names one)", "cuda": "Triton and a C compiler (CC names one)"}
 

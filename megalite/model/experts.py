@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.attention.positions import PositionInfo
+from megalite.batch.loss_terms import REAL_TOKEN, LossTerm, Terms
+from megalite.batch.microbatch import SampleNumbers, numbers_of
 from megalite.config import ModelConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
-from megalite.errors import UserError
 from megalite.kernels import fill_normal_, site_key
-from megalite.loss_terms import REAL_TOKEN, LossTerm, Terms
-from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.layer_state import BlockOutput
@@ -36,7 +35,8 @@ from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.wrapping import eager_point
+from megalite.utils.errors import UserError
+from megalite.utils.wrapping import eager_point
 
 BALANCE_LOSS, ROUTER_Z_LOSS = "load_balancing_loss", "router_z_loss"
 

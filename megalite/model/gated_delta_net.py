@@ -22,7 +22,7 @@ from megalite.model.short_convolution import ShortConvolution
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 _LARGEST_DECAY = 16.0
 """Largest initial exp(A_log)."""

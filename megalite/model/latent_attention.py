@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from megalite.attention.positions import Angles, PositionInfo
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig
 from megalite.config.layer_spec import LatentSpec
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
-from megalite.microbatch import SampleNumbers
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.wrapping import communication_point, wrap_point
+from megalite.utils.wrapping import communication_point, wrap_point
 
 
 class LatentAttention(Attention):

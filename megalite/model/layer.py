@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
+from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig
 from megalite.config.model import NormPosition
 from megalite.kernels import ResidualSum
-from megalite.loss_terms import SharedKeys, Terms, WithTerms
-from megalite.microbatch import SampleNumbers
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.layer_state import BlockOutput, LayerState
 from megalite.model.mixers import Mixer, build_mixer
@@ -26,7 +26,7 @@ from megalite.model.normed_experts import NormedExperts
 from megalite.model.per_layer_embedding import EmbeddingGate
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]] = {
     "pre": ("input",),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalite.loss_terms import SharedKeys, Terms, WithTerms, add_terms
+from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms, add_terms
 
 
 class BlockOutput(NamedTuple):

@@ -24,7 +24,7 @@ from megalite.model.state_space import fused_scan, scan
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 _DECAY_RATES = (1.0, 16.0)
 """Range of the initial exp(A_log)."""

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.layer_spec import DeltaNetSpec, LatentSpec, MambaSpec, MixerSpec
-from megalite.microbatch import SampleNumbers
 from megalite.model.attention import Attention
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.latent_attention import CachedLatentAttention, LatentAttention

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.attention.positions import PositionInfo
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig
 from megalite.kernels import bias_gelu, bias_swiglu
-from megalite.microbatch import SampleNumbers
 from megalite.model.layer_state import BlockOutput
 from megalite.tensor_parallel.linear import (
     Activated,
@@ -25,7 +25,7 @@ from megalite.tensor_parallel.linear import (
     depth_scaled_std,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 
 class ActivationFunction(NamedTuple):

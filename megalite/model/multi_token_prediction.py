@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
+from megalite.batch.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
+from megalite.batch.microbatch import Microbatch, SampleNumbers
 from megalite.config import ModelConfig
-from megalite.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
-from megalite.microbatch import Microbatch, SampleNumbers
 from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 
 def mtp_loss_names(config: ModelConfig) -> tuple[str, ...]:

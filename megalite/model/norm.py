@@ -18,7 +18,7 @@ from megalite.config import ModelConfig
 from megalite.distributed.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megalite.kernels import ResidualSum, layer_norm_on, rms_norm_on
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 
 class LayerNorm(nn.Module):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.batch.loss_terms import Terms
+from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig
-from megalite.loss_terms import Terms
-from megalite.microbatch import SampleNumbers
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.wrapping import eager_point
+from megalite.utils.wrapping import eager_point
 
 
 class NormedRouter(Router):

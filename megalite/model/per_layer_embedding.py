@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
-from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.layer_state import LayerState
 from megalite.model.mlp import GATES

@@ -40,12 +40,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megalite.batch.loss_terms import add_terms
 from megalite.config import RecomputeConfig
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import start_all_gather
-from megalite.errors import UserError
 from megalite.kernels import ResidualSum
-from megalite.loss_terms import add_terms
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.layer import TransformerLayer
 from megalite.model.layer_state import LayerState
@@ -53,8 +52,9 @@ from megalite.model.mlp import MLP
 from megalite.model.multi_token_prediction import MultiTokenModule
 from megalite.model.routing_record import KeptChoices
 from megalite.model.stage import Stage
-from megalite.torch_private import storage_number
-from megalite.wrapping import wrap
+from megalite.utils.errors import UserError
+from megalite.utils.torch_private import storage_number
+from megalite.utils.wrapping import wrap
 
 Keep = Callable[[Tensor], Callable[[], Tensor]]
 """Function that keeps a tensor for backward, and returns a function that returns the tensor."""

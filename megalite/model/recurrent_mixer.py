@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megalite.attention.exchange import HeadExchange
 from megalite.attention.positions import PositionInfo
-from megalite.microbatch import SampleNumbers
+from megalite.batch.microbatch import SampleNumbers
 from megalite.model.layer_state import BlockOutput
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.wrapping import communication_point
+from megalite.utils.wrapping import communication_point
 
 
 class RecurrentMixer(nn.Module, ABC):

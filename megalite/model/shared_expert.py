@@ -11,7 +11,7 @@ from megalite.config import ModelConfig
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 
 class SharedExpert(MLP):

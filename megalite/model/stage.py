@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.batch.loss_terms import LM_LOSS, Z_LOSS, LossTerm, WithTerms, add_terms
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
-from megalite.errors import UserError, check_call, kind_of
 from megalite.kernels import site_key
-from megalite.loss_terms import LM_LOSS, Z_LOSS, LossTerm, WithTerms, add_terms
-from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding
 from megalite.model.head import OutputLayer, VocabHead
 from megalite.model.layer_state import LayerState
@@ -33,7 +32,8 @@ from megalite.tensor_parallel.vocab_parallel import (
     losses_and_log_sums,
     vocab_parallel_cross_entropy,
 )
-from megalite.wrapping import wrap_point
+from megalite.utils.errors import UserError, check_call, kind_of
+from megalite.utils.wrapping import wrap_point
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

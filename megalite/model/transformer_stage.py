@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
+from megalite.batch.loss_terms import LM_LOSS, LossTerm
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
-from megalite.loss_terms import LM_LOSS, LossTerm
-from megalite.microbatch import Microbatch
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer

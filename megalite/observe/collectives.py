@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalite.distributed.topology import Topology
 from megalite.observe.recorder import Reader
 from megalite.observe.unit_record import CollectiveCall
-from megalite.torch_private import schema_of, tree_leaves
+from megalite.utils.torch_private import schema_of, tree_leaves
 
 
 class _Operator(NamedTuple):

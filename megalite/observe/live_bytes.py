@@ -16,7 +16,7 @@ from megalite.model.layer import TransformerLayer
 from megalite.model.stage import Stage
 from megalite.observe.operator_log import recurrence_call
 from megalite.observe.recorder import Reader, tensors_in, watch_modules, watch_point
-from megalite.torch_private import storage_number
+from megalite.utils.torch_private import storage_number
 
 OTHER = "other"
 """Name of what no part of the model makes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.kernels.library import NAMESPACE
 from megalite.observe.recorder import Reader, reading
-from megalite.torch_private import (
+from megalite.utils.torch_private import (
     efficient_attention,
     flash_attention,
     read_scalar,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite import torch_private
 from megalite.distributed.topology import Topology
 from megalite.kernels.recurrence import block_size, sizes_for
 from megalite.observe.collectives import Traffic, is_collective
@@ -27,7 +26,8 @@ from megalite.observe.unit_record import (
     KernelKind,
     PhaseRecord,
 )
-from megalite.torch_private import schema_of, storage_number
+from megalite.utils import torch_private
+from megalite.utils.torch_private import schema_of, storage_number
 
 _ATEN, _OURS = torch.ops.aten, torch.ops.megalite
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
+from megalite.batch.loss_terms import LossTerm, SharedKeys
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.axes import EXPERTS, MODEL, Factoring
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, first_line
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
-from megalite.loss_terms import LossTerm, SharedKeys
-from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.layer import TransformerLayer
 from megalite.model.layer_state import LayerState
@@ -36,7 +35,8 @@ from megalite.observe.unit_record import EMBEDDING, HEAD, INPUT, SavedPart, Unit
 from megalite.tensor_parallel.matrices import matrices_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from megalite.tensor_parallel.weight_gradient_store import MainGrad, WeightGradientStore, run_stored
-from megalite.torch_private import read_scalar
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.torch_private import read_scalar
 
 
 def record_unit(key: UnitKey) -> UnitRecord:

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from megalite.torch_private import EagerMode
-from megalite.wrapping import wrap
+from megalite.utils.torch_private import EagerMode
+from megalite.utils.wrapping import wrap
 
 R = TypeVar("R", bound="Reader")
 

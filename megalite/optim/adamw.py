@@ -16,7 +16,7 @@ from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.loss_scaler import LossScaler
 from megalite.optim.offload import OffloadedUpdate, OptimizerOffload
 from megalite.tensor_parallel.parameter_spec import ParameterShard
-from megalite.torch_private import foreach_div_, foreach_mul_
+from megalite.utils.torch_private import foreach_div_, foreach_mul_
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, by torch's names."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.torch_private import foreach_norm
+from megalite.utils.torch_private import foreach_norm
 
 BLOCKS = {"cpu": 2**16}
 """Number of squares to sum in one call, by device; on other devices all, because the op splits them.

@@ -13,7 +13,7 @@ from megalite.distributed.collectives import flat_all_gather, flat_reduce_scatte
 from megalite.optim.flat_buffers import Bucket, BucketEntry
 from megalite.optim.reduce_handle import ReduceHandle
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
-from megalite.torch_private import foreach_add_, foreach_copy_, foreach_zero_, storage_number
+from megalite.utils.torch_private import foreach_add_, foreach_copy_, foreach_zero_, storage_number
 
 MESSAGE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the config's grad_communication_dtype; None is the dtype in which gradients accumulate."""

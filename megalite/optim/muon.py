@@ -17,7 +17,7 @@ from megalite.distributed.topology import Topology
 from megalite.optim.adamw import MOMENTUM, BucketState
 from megalite.optim.matrix_exchange import MatrixExchange
 from megalite.tensor_parallel.matrices import matrices_of
-from megalite.torch_private import foreach_add_, foreach_mul_
+from megalite.utils.torch_private import foreach_add_, foreach_mul_
 
 EPSILON = 1e-7
 """Smallest norm by which the iteration divides a matrix, as in torch."""

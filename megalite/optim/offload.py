@@ -16,7 +16,6 @@ from torch import Tensor
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import HOST_UPDATE
 from megalite.distributed.topology import FakeTopology, Topology
-from megalite.errors import UserError
 from megalite.hardware.host_memory import free_bytes
 from megalite.kernels import adamw_
 from megalite.optim.ema import ema_share, update_ema_
@@ -24,6 +23,7 @@ from megalite.optim.offload_sizes import NUM_STAGED, RANGE_SIZE
 from megalite.optim.staging import HostGradient, HostGradients, Staging, staging_bytes
 from megalite.optim.state_file import FileStorage, file_bytes, ring_bytes
 from megalite.optim.state_storage import HostStorage, StateSize, StateStorage, num_offloaded
+from megalite.utils.errors import UserError
 
 T = TypeVar("T")
 

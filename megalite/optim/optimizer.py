@@ -33,7 +33,7 @@ from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of
 from megalite.tensor_parallel.vocab_parallel import TiedWeight, sum_tied_embedding_grads
-from megalite.torch_private import foreach_copy_, foreach_mul_
+from megalite.utils.torch_private import foreach_copy_, foreach_mul_
 
 
 class Optimizer:

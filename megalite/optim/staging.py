@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError, first_line
 from megalite.hardware.host_memory import allocate_bytes, pin
 from megalite.optim.offload_sizes import NUM_STAGED
+from megalite.utils.errors import UserError, first_line
 
 
 def staging_bytes(size: int, dtypes: Sequence[torch.dtype]) -> int:

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError
-from megalite.files import file_system_of
 from megalite.hardware.host_memory import allocate_bytes
-from megalite.log import log
 from megalite.optim.offload_sizes import NUM_SLOTS, RANGE_SIZE
 from megalite.optim.state_storage import StateSize, StateStorage
+from megalite.utils.errors import UserError
+from megalite.utils.files import file_system_of
+from megalite.utils.log import log
 
 FLAG = "--optimizer-nvme-offload"
 BLOCK = 4096

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megalite.batch.loss_terms import LossTerm, Terms, WithTerms, add_terms
 from megalite.distributed.turns import Turns
-from megalite.errors import UserError
-from megalite.loss_terms import LossTerm, Terms, WithTerms, add_terms
 from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
@@ -26,6 +25,7 @@ from megalite.pipeline.schedules import (
     actions_by_rank,
 )
 from megalite.tensor_parallel.weight_gradient_store import WeightGradient, WeightGradientStore, run_stored
+from megalite.utils.errors import UserError
 
 NO_DIVISORS: Mapping[str, float | Tensor] = {"token": 1.0, "sample": 1.0}
 """Divisors that leave sums as they are."""

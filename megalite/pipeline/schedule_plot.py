@@ -6,11 +6,11 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.errors import UserError
-from megalite.files import write_output
 from megalite.pipeline.draw_schedule import lanes, timeline_of, title
 from megalite.pipeline.schedules import SCHEDULES, ActionKind, ScheduleName
 from megalite.pipeline.simulator import TimelineSlot
+from megalite.utils.errors import UserError
+from megalite.utils.files import write_output
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

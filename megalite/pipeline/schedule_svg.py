@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from megalite.files import write_output
 from megalite.pipeline.draw_schedule import lanes, timeline_of, title
 from megalite.pipeline.schedule_plot import COLOURS, Colour, shade
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 from megalite.pipeline.simulator import TimelineSlot
+from megalite.utils.files import write_output
 
 INK, PAPER, WAITING = (30, 30, 30), (255, 255, 255), (235, 235, 235)
 _UNIT, _ROW, _GAP, _MARGIN, _LINE = 18, 24, 4, 56, 22  # pixels

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from megalite.config import Config
 from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
-from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages, with_layout
 from megalite.plan.planned_run import Cluster, PlannedRun, run_problems
 from megalite.plan.programs import OWN, program_named
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
+from megalite.utils.errors import UserError
 
 _GB = 1e9
 NUM_REMEDIES = 3

@@ -15,8 +15,6 @@ from megalite.config import Config, DataConfig
 from megalite.config.layout_options import LAYOUT_FIELDS
 from megalite.config.option import flag_with_value
 from megalite.distributed.rendezvous import Launch
-from megalite.errors import UserError, first_line
-from megalite.files import parse_json, read_regular, replace_file
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.hardware.node_hardware import CPU, NodeHardware, weakest
 from megalite.plan.calibrate import with_cpu_defaults
@@ -37,6 +35,8 @@ from megalite.plan.planned_run import Cluster, first_problem
 from megalite.plan.programs import OWN
 from megalite.plan.quantities import large
 from megalite.plan.rank_memory import node_host_bytes
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.files import parse_json, read_regular, replace_file
 
 _GB = 1e9
 NOTE = "layout.json"

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import get_type_hints
 
-from megalite.commands import command_name
-from megalite.errors import UserError, first_line
-from megalite.files import parse_json, read_regular, replace_file
 from megalite.hardware.gpus import Gpu
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.files import parse_json, read_regular, replace_file
 
 _MAX_BYTES = 100_000
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from megalite.errors import UserError, counted
 from megalite.plan.estimate import Costs, RunPlan, train_tokens
 from megalite.plan.goodput import (
     FREE_SPARE,
@@ -24,6 +23,7 @@ from megalite.plan.goodput import (
     young_interval,
 )
 from megalite.plan.quantities import duration, plain
+from megalite.utils.errors import UserError, counted
 
 _GB, _HOUR, _DAY = 1e9, 3600.0, 86400.0
 NODE_STORAGE_GBPS = 1.0

@@ -16,7 +16,6 @@ from megalite.config.parallel import CpCommTypes, num_neighbours
 from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
 from megalite.config.validate import RULES
-from megalite.errors import Problem, UserError
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.communication import CP_SECONDS
 from megalite.plan.estimate import RunPlan
@@ -26,6 +25,7 @@ from megalite.plan.offloaded_state import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
 from megalite.plan.rank_memory import node_host_bytes
+from megalite.utils.errors import Problem, UserError
 
 MAX_MICRO_BATCH = 16
 MAX_CHUNKS = 8

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.yaml_file import to_yaml
-from megalite.errors import UserError, counted
-from megalite.files import write_output
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path
 from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
@@ -39,6 +36,9 @@ from megalite.plan.scaling import (
     scaling_title,
     table_lines,
 )
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError, counted
+from megalite.utils.files import write_output
 
 CONFIG_FILE, METRICS_FILE, SCRIPT_FILE = "config.yaml", "metrics.jsonl", "job.sbatch"
 _SLURM_FLAGS = ("partition", "account", "exclude", "cpus_per_task", "sbatch", "setup")

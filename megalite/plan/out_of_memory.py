@@ -14,14 +14,14 @@ import torch
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.host_memory import free_bytes
-from megalite.log import log
 from megalite.model.stage import StageProvider
 from megalite.plan.advice import Device, advise, advise_largest, planned_run_on
 from megalite.plan.offloaded_state import offloaded_state
 from megalite.plan.rank_memory import host_activations
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 _GB = 1e9
 _MESSAGE = re.compile(

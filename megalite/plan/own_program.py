@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import megalite
-from megalite.errors import UserError, first_line
+from megalite.utils.errors import UserError, first_line
 
 SUFFIX = ".py"
 

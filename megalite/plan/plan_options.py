@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.commands import command_name
 from megalite.config import Config
-from megalite.errors import UserError, shortened
 from megalite.frontends.tool_parser import (
     ToolParser,
     duration,
@@ -20,6 +18,8 @@ from megalite.frontends.tool_parser import (
 )
 from megalite.plan.goodput_plan import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
 from megalite.plan.planned_run import Cluster
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError, shortened
 
 ETHERNET_NODE_GBPS = 12.5
 """GB/s of the Ethernet of a node, one way, which its GPUs share: an adapter of 100 Gb/s."""

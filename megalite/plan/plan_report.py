@@ -8,10 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megalite.commands import command_lines
 from megalite.config.model_flops import CONVENTION
-from megalite.errors import ConfigError, UserError, counted
-from megalite.files import write_output
 from megalite.hardware.gpus import GPUS
 from megalite.plan.estimate import RunPlan, as_object, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
@@ -47,6 +44,9 @@ from megalite.plan.rank_memory import (
     node_host_bytes,
 )
 from megalite.plan.scaling import as_objects, plan_scaling, scaling_svg, scaling_title, table_lines
+from megalite.utils.commands import command_lines
+from megalite.utils.errors import ConfigError, UserError, counted
+from megalite.utils.files import write_output
 
 _GB = 1e9
 _KINDS = {

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megalite.commands import torchrun_arguments
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
 from megalite.config.fields import fields_by_flag
@@ -20,7 +19,6 @@ from megalite.config.presets import PRESETS
 from megalite.config.rules.conflicts import conflicts
 from megalite.config.stage_layers import num_stages
 from megalite.config.validate import problems_of
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
@@ -45,6 +43,8 @@ from megalite.plan.plan_options import (
 from megalite.plan.planned_run import Cluster, PlannedRun, with_any_length
 from megalite.plan.programs import OWN, PROGRAMS, program_named
 from megalite.plan.quantities import large
+from megalite.utils.commands import torchrun_arguments
+from megalite.utils.errors import ConfigError, UserError
 
 DESCRIPTION = """Plan a run without a cluster: memory per rank, time per iteration, price.
 

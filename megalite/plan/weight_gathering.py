@@ -10,13 +10,13 @@ from megalite.config import Config
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.model.stage import StageProvider
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.plan.advice import planned_run_on
 from megalite.plan.out_of_memory import device_of, with_shard_degree
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import TIGHT_SHARE, choose_gathering, rank_memories
+from megalite.utils.errors import UserError
 
 _GB = 1e9
 _FLAG = "--fsdp-reshard-after-forward"

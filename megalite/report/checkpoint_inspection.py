@@ -24,11 +24,11 @@ from megalite.checkpoint.manifest import (
     read_manifest,
     times_written,
 )
-from megalite.commands import command_name
 from megalite.config import Config
-from megalite.errors import UserError
-from megalite.log import LineInterval, log
 from megalite.report.time_report import format_time
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError
+from megalite.utils.log import LineInterval, log
 
 OF_A_RUN = ("progress", "model", "run", "schedule", "settings", "data", "corpora", "tokenizer")
 """Parts of run.json that define the run. The other parts say where and by which versions it was saved."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
-from megalite.files import parse_json
 from megalite.observe.unit_record import ATTENTION, GEMMS, MEMORY_BOUND
 from megalite.report.run_folder import Run
 from megalite.train.telemetry.time_terms import BUBBLE, IMBALANCE, LAUNCHES, TimeComparison, compare
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
 
 _COMPUTING = {
     "products": GEMMS,

@@ -19,9 +19,9 @@ from megalite.checkpoint.manifest import (
     read_manifest,
     times_written,
 )
-from megalite.errors import UserError
-from megalite.files import parse_json, read_regular
 from megalite.report.run_history import EVENTS, History, config_in, read_events, read_history
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json, read_regular
 
 _DEPTH = 3
 """Number of folder levels to search, including the run's own folder."""

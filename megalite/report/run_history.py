@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
-from megalite.files import parse_json
 from megalite.train.telemetry.metrics import LayerLoads, loads_in
 from megalite.train.telemetry.time_terms import TimeSample, sample_in
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Spelling of the floats that JSON cannot represent."""

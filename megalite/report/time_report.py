@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 
-from megalite.errors import UserError
 from megalite.report.run_folder import Run
 from megalite.report.run_history import POSITIONS, History, HistoryRow, RunSegment
+from megalite.utils.errors import UserError
 
 SPENT_ON = ("training", "repeated", "evaluation", "start-up", "saving and other", "down")
 """Uses of wall-clock time. "repeated" means iterations that a later start ran again."""

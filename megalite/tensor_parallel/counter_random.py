@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megalite.batch.microbatch import SampleNumbers, numbers_of
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
 from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
-from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 

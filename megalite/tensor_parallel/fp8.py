@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 
 from megalite.distributed.axis import Axis
 from megalite.distributed.collectives import all_reduce
-from megalite.errors import UserError
 from megalite.kernels.library import at_run_time
-from megalite.torch_private import scaled_mm, storage_number, unsafe_view
+from megalite.utils.errors import UserError
+from megalite.utils.torch_private import scaled_mm, storage_number, unsafe_view
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT_DTYPES = {"hybrid": E5M2, "e4m3": E4M3}

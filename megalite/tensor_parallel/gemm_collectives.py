@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite import torch_private
 from megalite.config import ParallelConfig
 from megalite.config.parallel import TpCommOverlapMethod
 from megalite.distributed.axis import Axis
@@ -48,6 +47,7 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.topology import Topology
+from megalite.utils import torch_private
 
 
 class Gemm(Protocol):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megalite.batch.microbatch import SampleNumbers, numbers_of
 from megalite.kernels import site_key
 from megalite.kernels.philox import random_words
-from megalite.microbatch import SampleNumbers, numbers_of
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 _PIECE = 1 << 20

@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite import torch_private
 from megalite.distributed.axis import Axis
 from megalite.kernels import (
     add_weight_and_bias_gradient_,
@@ -42,7 +41,8 @@ from megalite.tensor_parallel.gemm_collectives import COLLECTIVES, Gemm, Pending
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore, main_grad_of
-from megalite.wrapping import communication_point
+from megalite.utils import torch_private
+from megalite.utils.wrapping import communication_point
 
 
 class WideGemm:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.batch.microbatch import AssignedSamples, SampleNumbers
 from megalite.config.parallel import (
     CP_COMM_PROPERTIES,
     CpCommProperties,
@@ -22,12 +23,11 @@ from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import part_of, positions_in
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
-from megalite.errors import UserError
-from megalite.microbatch import AssignedSamples, SampleNumbers
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

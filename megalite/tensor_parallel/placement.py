@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

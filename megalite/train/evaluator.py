@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from megalite.batch.loss_terms import Terms, add_terms
+from megalite.batch.microbatch import Microbatch
 from megalite.data.batch_loader import BatchLoader
 from megalite.data.gpt_dataset import Dataset
-from megalite.loss_terms import Terms, add_terms
-from megalite.microbatch import Microbatch
 from megalite.model.stage import Stage
 from megalite.pipeline.executor import Pipeline, divisor_of
 from megalite.train.model_chunks import hidden_shape

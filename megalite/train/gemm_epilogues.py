@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megalite.config import Config
 from megalite.distributed.topology import Topology
-from megalite.errors import first_line
 from megalite.kernels import (
     add_weight_and_bias_gradient_,
     add_weight_gradient_,
@@ -31,10 +30,11 @@ from megalite.kernels import (
     linear_gelu,
 )
 from megalite.kernels.weight_gradient import has_bias_gradient_gemm
-from megalite.log import log
 from megalite.model.stage import DTYPES
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.utils.errors import first_line
+from megalite.utils.log import log
 
 MARGIN = 0.02
 """The form in GEMMs is chosen unless it is slower by more than this share, so that noise does not decide."""

@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from megalite.batch.loss_terms import LM_LOSS
 from megalite.checkpoint.callback_states import CallbackStates, recorded_state
 from megalite.config import CheckpointConfig
-from megalite.errors import UserError, check_call, kind_of
-from megalite.log import log
-from megalite.loss_terms import LM_LOSS
 from megalite.train.stopping import Stop, StopConditions, Stopped
 from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError, check_call, kind_of
+from megalite.utils.log import log
 
 
 class Callback:

@@ -14,7 +14,6 @@ from megalite.config import Config
 from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
-from megalite.errors import UserError
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
 from megalite.model.compiled import check_compiler, compile_layers
@@ -27,6 +26,7 @@ from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.own_model import OutputCheck, check_stage
 from megalite.train.weight_gradients import weight_gradient_fusion
+from megalite.utils.errors import UserError
 
 
 def hidden_shape(config: Config, seq_length: int) -> tuple[int, int, int]:

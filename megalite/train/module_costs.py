@@ -32,15 +32,15 @@ from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, reading, tensors_in, watch_modules
 from megalite.optim.optimizer import Optimizer
-from megalite.torch_private import (
+from megalite.train.model_chunks import named_parameters, unchanged_buffers
+from megalite.train.trainer import Trainer
+from megalite.utils.torch_private import (
     cpu_attention,
     cpu_attention_backward,
     next_node_number,
     node_number,
     storage_number,
 )
-from megalite.train.model_chunks import named_parameters, unchanged_buffers
-from megalite.train.trainer import Trainer
 
 K = TypeVar("K")
 

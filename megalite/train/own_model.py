@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.batch.loss_terms import LM_LOSS, LossTerm, WithTerms
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, few, kind_of
-from megalite.log import log
-from megalite.loss_terms import LM_LOSS, LossTerm, WithTerms
 from megalite.model.stage import Stage, StageProvider, provider_name
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
 from megalite.tensor_parallel.placement import Box
+from megalite.utils.errors import UserError, few, kind_of
+from megalite.utils.log import log
 
 
 def check_stage(stage: Any, provider: StageProvider) -> None:

@@ -13,9 +13,9 @@ from megalite.config import CheckpointConfig
 from megalite.distributed.collectives import largest_of_all
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.log import log
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 
 def resume(trainer: Trainer, launch: Launch) -> CallbackStates | None:

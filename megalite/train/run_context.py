@@ -18,9 +18,9 @@ from megalite.data.samples import GPTSamples, Samples
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, check_call, kind_of
 from megalite.model.stage import StageProvider, check_model_provider
 from megalite.train.telemetry.timers import Timers
+from megalite.utils.errors import UserError, check_call, kind_of
 
 DatasetProvider = Callable[["RunContext"], DatasetSplits]
 """Builds the datasets of a run, on every rank."""

@@ -30,9 +30,9 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
 from megalite.data.samples import FieldSamples, GPTSamples
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, kind_of
-from megalite.log import log
 from megalite.train.run_context import DatasetProvider, RunContext
+from megalite.utils.errors import UserError, kind_of
+from megalite.utils.log import log
 
 
 def build_data(run: RunContext, splits: Collection[str] = SPLIT_NAMES) -> DatasetSplits:

@@ -17,20 +17,20 @@ from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import counted
 from megalite.hardware.cpu import bind_to_gpu
 from megalite.hardware.cuda_environment import describe, settings_for
 from megalite.hardware.shared_gpus import describe_sharing
-from megalite.log import configure_logging, log, log_notes
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.sharded_weights import WeightGathering
-from megalite.torch_versions import untested_warning
 from megalite.train.model_chunks import named_parameters
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.train.weight_gradients import weight_gradient_fusion
+from megalite.utils.errors import counted
+from megalite.utils.log import configure_logging, log, log_notes
+from megalite.utils.torch_versions import untested_warning
 
 
 def prepare_process(config: Config, notices: Sequence[str], launch: Launch) -> None:

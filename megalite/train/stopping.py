@@ -22,8 +22,8 @@ from megalite.config.entry_point import is_first_rank
 from megalite.distributed.axis import CHECKPOINT
 from megalite.distributed.collectives import all_reduce, largest_of_all
 from megalite.distributed.topology import Topology
-from megalite.files import no_follow
-from megalite.log import log
+from megalite.utils.files import no_follow
+from megalite.utils.log import log
 
 REQUEUE_FILE = "requeue"
 

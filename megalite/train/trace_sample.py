@@ -9,9 +9,9 @@ from megalite.config import Config, ParallelConfig, check_config
 from megalite.data.provenance import SampleSpan, sample_spans
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megalite.distributed.axes import MODEL, coordinates_text, whole_axis
 from megalite.distributed.axis import WORLD, Observer, Wait
-from megalite.files import replace_file
 from megalite.pipeline.schedules import Action
 from megalite.train.telemetry.timers import BATCH_GENERATOR, Clock, Timed
+from megalite.utils.files import replace_file
 
 ITERATION = "iteration"
 DATA = "data"

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megalite.batch.loss_terms import REAL_TOKEN, later_real_token, later_token
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.axis import DEVICE
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
-from megalite.loss_terms import REAL_TOKEN, later_real_token, later_token
-from megalite.microbatch import Microbatch
 from megalite.model.experts import names_of_terms
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.load import LoadPlan, load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
@@ -20,8 +21,6 @@ from megalite.data.batch_loader import NUM_AHEAD, BatchLoader
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
-from megalite.log import log
-from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES, Stage, is_own_model
 from megalite.optim.sharded_weights import WeightGathering
 from megalite.pipeline.executor import Pipeline
@@ -40,6 +39,7 @@ from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep, reads_whole_batches
 from megalite.train.verification import warn_if_unverified
+from megalite.utils.log import log
 
 
 def build_pipeline(

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megalite.config import ParallelConfig
-from megalite.errors import first_line
-from megalite.log import log
 from megalite.model.stage import StageProvider, is_own_model, provider_name
 from megalite.train.run_context import RunContext
+from megalite.utils.errors import first_line
+from megalite.utils.log import log
 
 FILE_ENDING = ".verified.json"
 """The record of ``my_model.py`` is ``my_model.verified.json``; it is valid until the program changes."""

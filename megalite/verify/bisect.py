@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from megalite.config import Config, check_config
 from megalite.distributed.local_ranks import RankError
-from megalite.errors import UserError
 from megalite.train.run_context import Providers
+from megalite.utils.errors import UserError
 from megalite.verify.first_difference import LIMITS, FirstDifference, first_difference
 from megalite.verify.trace_run import RankTrace, trace_run
 

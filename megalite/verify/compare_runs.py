@@ -14,11 +14,11 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from megalite.config import Config, ParallelConfig
-from megalite.errors import ConfigError, UserError
-from megalite.log import ProgressLine, log
 from megalite.model.routing_record import RoutingRecord, largest_gap
 from megalite.train.run_context import Providers
 from megalite.train.verification import record_verified
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import ProgressLine, log
 from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.compare_traces import magnitude
 from megalite.verify.first_difference import SMALLEST, is_only_rounding

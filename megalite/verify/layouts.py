@@ -16,9 +16,9 @@ from megalite.config.parallel import CpCommType, TokenDispatcherType
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import num_stages
 from megalite.distributed.axes import EXPERTS, MODEL
-from megalite.errors import ConfigError, UserError
-from megalite.log import log
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import log
 
 _SCHEDULES = {entry.layout_suffix: name for name, entry in SCHEDULES.items() if entry.layout_suffix}
 """Schedules by their suffix in a layout name; the number of chunks selects an interleaved schedule."""

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import CheckpointConfig, Config
 from megalite.data.samples import Samples
 from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
 from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
@@ -29,6 +28,7 @@ from megalite.train.run_datasets import build_data
 from megalite.train.telemetry.metrics import LayerLoads
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import DONE, OUT_OF_MEMORY
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RUN = (

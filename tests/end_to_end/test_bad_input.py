@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite import rank_training
+from megalite.train import rank_training
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
 from tests.end_to_end.conftest import ROOT, TINY_FLAGS, RunHere, write_corpus

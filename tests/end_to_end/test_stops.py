@@ -13,11 +13,11 @@ import pytest
 
 from megalite.cli import train
 from megalite.config import CheckpointConfig
-from megalite.log import log
 from megalite.train import stopping
 from megalite.train.loop import _how_to_resume
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.log import log
 from tests.end_to_end.conftest import TINY_FLAGS, RunHere, signals_restored
 
 FLAGS = ("--train-iters", "12", "--lr", "0.01", "--eval-iters", "0", "--num-threads", "1")

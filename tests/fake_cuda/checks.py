@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from megalite.observe.recorder import tensors_in
-from megalite.torch_private import EagerMode
+from megalite.utils.torch_private import EagerMode
 from tests.fake_cuda.refusals import refuse_collective, refuse_pinning, refuse_write
 
 ROOT = Path(__file__).parents[2]

@@ -127,7 +127,7 @@ def _replace_operators() -> None:
 
     from megalite.kernels import library
     from megalite.observe.meta_tensors import fused_attention
-    from megalite.torch_private import has_kernel
+    from megalite.utils.torch_private import has_kernel
 
     def without_gpu(*_: object) -> None:
         raise AssertionError("an operator runs outside of FakeTensorMode")

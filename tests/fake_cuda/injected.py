@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data import batch_loader
 from megalite.distributed import collectives
-from megalite.microbatch import Microbatch
 from megalite.optim import gradient_buckets
 from megalite.pipeline import point_to_point
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from megalite.errors import ConfigError
+from megalite.utils.errors import ConfigError
 from megalite.verify.layouts import Layout
 from tests.covering import pairs
 from tests.fake_cuda.cases import Case, case

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ParallelConfig, RecomputeConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
 from tests.stages import build_stage
 from tests.unit.model.test_activation_offload import GPT, NUM_LAYERS, batch

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.kernels import has_linear_gelu, library
-from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.gemm_epilogues import choose_gemm_epilogues, seconds_in_turns
 from megalite.train.model_chunks import ChunkResources, build_chunks

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.tensor_parallel.fp8 import E4M3, E5M2, GRADIENT_DTYPES, Fp8, Fp8Gemm, amax, check_device, in_fp8
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 
 pytestmark = [

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.record_run import RunRecord

@@ -19,7 +19,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config.parallel import CpCommType
-from megalite.errors import ConfigError
+from megalite.utils.errors import ConfigError
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import TABLE, Layout
 from megalite.verify.record_run import RunRecord

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     Config,
     DataConfig,
@@ -30,7 +31,6 @@ from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.data.mock_dataset import MockDataset
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.attention import algebra, core, exchange, plain, positions, ring
+from megalite.batch.document_assignment import DocumentRun
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint import load
 from megalite.checkpoint.convert import average
 from megalite.checkpoint.parameter_range import ParameterRange
@@ -20,9 +22,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.document_assignment import DocumentRun
 from megalite.hardware.host_buffers import HostBuffers
-from megalite.microbatch import Microbatch
 from megalite.model import (
     activation_offload,
     attention,

@@ -15,8 +15,8 @@ from typing import Any
 from megalite.config import Config
 from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.run_context import Providers
+from megalite.utils.errors import UserError
 from megalite.verify.bisect import Location, locate_difference
 from megalite.verify.layouts import Layout
 from megalite.verify.trace_run import RankTrace, trace_rank

@@ -24,8 +24,8 @@ from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import RankError
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.run_context import Providers
+from megalite.utils.errors import UserError
 from megalite.verify.compare_runs import FP16_LOSS_SCALE, TOLERANCES, compare, resumed_excesses
 from megalite.verify.layouts import Layout, default_layouts
 from megalite.verify.record_run import RunRecord, SaveChain, merge_stages, record_rank

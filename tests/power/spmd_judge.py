@@ -24,11 +24,11 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 
 from megalite.attention import algebra
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
-from megalite.microbatch import Microbatch
 from megalite.model import recompute
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage

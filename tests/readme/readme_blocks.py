@@ -26,7 +26,7 @@ SPLIT = "949,50,1"  # of scripts/examples/quickstart.yaml
 VOCAB_SIZE = 2048
 PROMPT = "And God said"
 MARK = "== block"
-SHORT_TEST = "tests/unit/test_files.py"
+SHORT_TEST = "tests/unit/utils/test_files.py"
 """The tests that `scripts/test.sh` of the README runs here: .ci/run runs all of them."""
 
 

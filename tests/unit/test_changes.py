@@ -13,7 +13,7 @@ from tests.changes import names_of
         ("megalite/data/samples.py", "tests/unit/data/test_corpus.py"),
         ("megalite/data/samples.py", "tests/unit/data/nested/test_corpus.py"),
         ("megalite/train/callbacks/audit.py", "tests/ranks/train/test_resume.py"),
-        ("megalite/torch_private.py", "tests/unit/test_torch_private.py"),
+        ("megalite/utils/torch_private.py", "tests/unit/utils/test_torch_private.py"),
         ("docs/plan.md", "tests/unit/plan/test_search.py"),
         ("tests/unit/optim/test_muon.py", "tests/unit/optim/test_muon.py"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.torch_versions import TESTED
+from megalite.utils.torch_versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 FILES = ("docker/Dockerfile", "docker/Dockerfile.cpu")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import megalite
-from megalite.torch_versions import PYTHONS, TESTED, supported_pairs
+from megalite.utils.torch_versions import PYTHONS, TESTED, supported_pairs
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -94,7 +94,7 @@ def test_the_page_lists_every_extra() -> None:
         ("docs/install.md", r"tested with torch ([\d.]+) to (\d+\.\d+)"),
         ("docs/containers.md", r"torch ([\d.]+) to ([\d.]+)"),
         ("docker/Dockerfile", r"torch ([\d.]+) to ([\d.]+)"),
-        ("megalite/torch_private.py", r"torch from ([\d.]+) to ([\d.]+)"),
+        ("megalite/utils/torch_private.py", r"torch from ([\d.]+) to ([\d.]+)"),
     ],
 )
 def test_documents_name_the_tested_versions(file: str, pattern: str) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.tensor_files import FilePiece
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
@@ -36,7 +37,6 @@ from megalite.distributed.collectives import (
 from megalite.distributed.topology import Topology
 from megalite.hardware.async_values import AsyncValues
 from megalite.hardware.host_buffers import HostBuffers
-from megalite.microbatch import Microbatch
 from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
 from megalite.model.expert_dispatch import dispatcher_for
@@ -349,7 +349,7 @@ COVERED = {
     "megalite/checkpoint/host_copy.py": "zero 1",
     "megalite/distributed/collectives.py": "rows of experts",
     "megalite/hardware/host_buffers.py": "activations",
-    "megalite/microbatch.py": "activations",
+    "megalite/batch/microbatch.py": "activations",
     "megalite/optim/flat_buffers.py": "zero 3",
     "megalite/optim/gradient_buckets.py": "zero 1, groups",
     "megalite/optim/offload.py": "offload, zero 1",

@@ -25,8 +25,8 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
 from megalite.config.model import ParamsDtype
-from megalite.errors import UserError
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 
 def last_checkpoints(folder: Path, count: int) -> list[Path]:

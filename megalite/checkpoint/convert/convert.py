@@ -25,9 +25,9 @@ from megalite.checkpoint.convert.source import KINDS, ConversionSource, Megalite
 from megalite.checkpoint.convert.target import TARGETS, ConversionPlan, size_text, whole_folder
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.frontends.huggingface.families import family_of
-from megalite.log import LineInterval, log
+from megalite.utils.errors import UserError
+from megalite.utils.log import LineInterval, log
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError, few, first_line
-from megalite.files import parse_json, read_regular
+from megalite.utils.errors import UserError, few, first_line
+from megalite.utils.files import parse_json, read_regular
 
 _MAX_NAME_BYTES = 200
 _MAX_LINE = 200

@@ -20,8 +20,6 @@ from megalite.checkpoint.convert.model_settings import Settings, precision_of
 from megalite.checkpoint.convert.tokenizer_files import tokenizer_in
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
-from megalite.errors import UserError, few
-from megalite.files import parse_json, read_regular
 from megalite.frontends.huggingface.config import config_of, recorded_of, rounding_note
 from megalite.frontends.huggingface.families import (
     all_entries,
@@ -31,7 +29,9 @@ from megalite.frontends.huggingface.families import (
     mtp_entries,
 )
 from megalite.frontends.huggingface.family import MTP_COUNT, VOCABULARY
-from megalite.log import log
+from megalite.utils.errors import UserError, few
+from megalite.utils.files import parse_json, read_regular
+from megalite.utils.log import log
 
 CONFIG_FILE = "config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.checkpoint.convert.foreign_files import SafetensorsFile, open_weights, read_name, read_pickled
 from megalite.checkpoint.convert.megatron_model import MegatronCheckpoint, flattened, our_name
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")

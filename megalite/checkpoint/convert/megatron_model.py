@@ -21,10 +21,10 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
 from megalite.config.model_fields import MODEL_FIELDS
-from megalite.errors import UserError, few
 from megalite.frontends import none_if_default
-from megalite.log import log
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
+from megalite.utils.errors import UserError, few
+from megalite.utils.log import log
 
 _MODULES = {
     "input_layernorm": "attention_norm",

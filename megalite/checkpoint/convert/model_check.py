@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.hf_folder import HFFolder
 from megalite.checkpoint.convert.model_settings import without_training_buffers
 from megalite.checkpoint.convert.source import ConversionSource
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError, few, first_line
 from megalite.frontends.huggingface.config import hf_config_of
 from megalite.frontends.huggingface.families import family_of
-from megalite.log import LineInterval, log
-from megalite.microbatch import Microbatch
 from megalite.model.architectures import STAGES
 from megalite.model.bert_stage import BertStage
 from megalite.model.layer_state import LayerState
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
+from megalite.utils.errors import UserError, few, first_line
+from megalite.utils.log import LineInterval, log
 
 TOLERANCE = 1e-4
 """Largest difference of two outputs of a token, as a fraction of their norm.

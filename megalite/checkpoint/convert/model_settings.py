@@ -17,12 +17,12 @@ from megalite.config.model_fields import inactive_options
 from megalite.config.option import flag_of
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, parse
-from megalite.log import log
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, buffer_spec, spec_of
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import log
 
 
 def without_training_buffers(config: ModelConfig) -> ModelConfig:

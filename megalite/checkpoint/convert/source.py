@@ -26,9 +26,9 @@ from megalite.checkpoint.full_tensors import FullReader, check_averages, check_w
 from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.errors import ConfigError, UserError, few
 from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.config import RECORDED, recorded_of
+from megalite.utils.errors import ConfigError, UserError, few
 
 
 class ConversionSource(Protocol):

@@ -39,13 +39,13 @@ from megalite.checkpoint.tensor_files import FilePiece, safetensors_header, writ
 from megalite.config import Config, to_yaml
 from megalite.data.tokenizers.tokenizer_digest import digest_of
 from megalite.distributed.axes import MODEL
-from megalite.errors import UserError
-from megalite.files import parse_json
 from megalite.frontends.huggingface.config import RECORDED, TOKENS, TRAINED, hf_config_of, with_end
 from megalite.frontends.huggingface.families import all_entries
-from megalite.log import log
 from megalite.model.stage import DTYPES
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
+from megalite.utils.log import log
 
 FileNames = Callable[[int, int], str]
 

@@ -16,11 +16,11 @@ from typing import Any
 from megalite.config import DataConfig
 from megalite.config.data import TOKENIZER_FIELDS, TokenizerType
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.errors import UserError
-from megalite.files import parse_json, read_regular
 from megalite.frontends.huggingface.config import TOKENS, TRAINED
 from megalite.frontends.huggingface.settings import TOKEN_IDS
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json, read_regular
+from megalite.utils.log import log
 
 TOKENIZER = "tokenizer"
 """Folder beside a converted checkpoint for the tokenizer's files."""

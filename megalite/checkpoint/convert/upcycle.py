@@ -24,9 +24,9 @@ from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.validate import problems_of
-from megalite.errors import ConfigError, UserError
 from megalite.kernels import site_key
-from megalite.log import log
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.log import log
 
 _ROUTER = "router.weight"
 

@@ -12,7 +12,7 @@ from megalite.config.option import flag_of, flag_with_value
 from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.config.rules.model_rules import groups_name, pattern_problems
 from megalite.config.stage_layers import layers_per_stage, num_stages
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 LEVELS = "hierarchical_context_parallel_sizes"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megalite.config.config import Config
 from megalite.config.fields import config_fields, fields_by_name, without_effect
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 
 class Conflict(NamedTuple):

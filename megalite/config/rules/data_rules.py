@@ -6,11 +6,11 @@ import itertools
 import os
 from collections.abc import Iterator
 
-from megalite.commands import command_name
 from megalite.config.config import Config
 from megalite.config.data import CORPUS_FIELDS, split_weights
 from megalite.config.option import flag_of
-from megalite.errors import Problem
+from megalite.utils.commands import command_name
+from megalite.utils.errors import Problem
 
 
 def corpus(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from megalite.config.config import Config
 from megalite.config.option import flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.config.training import iteration_range
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 _TP = "tensor_model_parallel_size"
 _EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"

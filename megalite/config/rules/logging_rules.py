@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 
 def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:

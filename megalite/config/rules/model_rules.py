@@ -11,7 +11,7 @@ from megalite.config.layer_spec import AttentionSpec, windows_differ
 from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.option import flag_of, flag_with_value
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 MIN_BERT_LENGTH = 8
 """Minimum number of tokens of a sample: two short segments and the special tokens."""

@@ -21,8 +21,8 @@ from megalite.config.stage_layers import (
 )
 from megalite.config.vocab_padding import vocab_padding_problems
 from megalite.distributed.axes import CONTEXT
-from megalite.errors import Problem, counted
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.utils.errors import Problem, counted
 
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"

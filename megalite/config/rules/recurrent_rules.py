@@ -8,7 +8,7 @@ from megalite.config.config import Config
 from megalite.config.layer_spec import HYBRID_LETTERS
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 _MIXER, _FREQ = "recurrent_mixer", "linear_attention_freq"
 _KEYS, _VALUES = "linear_num_key_heads", "linear_num_value_heads"

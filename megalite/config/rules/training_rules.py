@@ -9,8 +9,8 @@ from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
 from megalite.config.training import iteration_range
-from megalite.errors import Problem
-from megalite.files import url_problem
+from megalite.utils.errors import Problem
+from megalite.utils.files import url_problem
 
 _RAMPUP, _FULL, _STEPS = "rampup_batch_size", "global_batch_size", "step_batch_size_schedule"
 _LENGTHS = "seq_length_schedule"

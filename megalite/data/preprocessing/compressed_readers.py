@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
-from megalite.errors import UserError, first_line
+from megalite.utils.errors import UserError, first_line
 
 _BATCH_ROWS = 256
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from megalite.data._json_reader import json_texts
 from megalite.data.preprocessing.compressed_readers import open_zstandard, read_rows
-from megalite.errors import ConfigError, UserError
-from megalite.files import parse_json
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.files import parse_json
 
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_DOCUMENTS = ("file", "line", "paragraph")

@@ -30,7 +30,7 @@ from megalite.data.preprocessing.shards import (
     pack,
 )
 from megalite.data.tokenizers.tokenizer_digest import end_of_document
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096

@@ -22,7 +22,7 @@ from megalite.data.preprocessing.documents import (
 )
 from megalite.data.preprocessing.pieces import ByteRange, InputChunk, InputPiece, RowGroups, WholeFiles
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _MIN_PIECE_BYTES = 4 << 20
 _MAX_PIECE_BYTES = 64 << 20

@@ -15,8 +15,8 @@ from typing import Any
 from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
 from megalite.data.preprocessing.pool import WorkerDied
 from megalite.data.preprocessing.shards import Extent
-from megalite.errors import UserError
-from megalite.files import no_follow, open_new, parse_json, replace_file
+from megalite.utils.errors import UserError
+from megalite.utils.files import no_follow, open_new, parse_json, replace_file
 
 
 class Ledger:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megalite.data.preprocessing.encoder import Encoder, PieceResult
 from megalite.data.preprocessing.pieces import InputPiece
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _RESULTS_AHEAD = 64
 """Number of pieces per worker that may finish before the next result in order; results are small."""

@@ -33,9 +33,9 @@ from megalite.data.preprocessing.shards import join_shards, join_tokens
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
-from megalite.errors import ConfigError, UserError, collected
-from megalite.files import url_problem
-from megalite.log import log
+from megalite.utils.errors import ConfigError, UserError, collected
+from megalite.utils.files import url_problem
+from megalite.utils.log import log
 
 __all__ = [
     "PreprocessJob",

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.data.preprocessing.encoder import ColumnResult, add_counts
 from megalite.data.preprocessing.shards import Extent, append_extent
-from megalite.files import open_new, parse_json
+from megalite.utils.files import open_new, parse_json
 
 
 @dataclass

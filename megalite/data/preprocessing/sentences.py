@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 def sentence_splitter(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
 from megalite.data.tokenizers.token_ids import IdArray
-from megalite.errors import UserError
-from megalite.files import new_file
+from megalite.utils.errors import UserError
+from megalite.utils.files import new_file
 
 _MAX_LENGTH = 2**31 - 1
 

@@ -23,7 +23,7 @@ import jinja2.sandbox
 
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, json_object
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import UserError, first_line, shortened
+from megalite.utils.errors import UserError, first_line, shortened
 
 Message = Mapping[str, Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from megalite.data.tokenizers.fast_bpe import EncodeArrays, fast_engine, reference_engine
 from megalite.data.tokenizers.token_ids import IdArray
-from megalite.errors import UserError, first_line
-from megalite.files import parse_json
+from megalite.utils.errors import UserError, first_line
+from megalite.utils.files import parse_json
 
 _EOD_NAMES = (
     "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<eod>", "<EOD>", "<|eot_id|>", "[EOS]",

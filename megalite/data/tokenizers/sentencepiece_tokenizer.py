@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.data.tokenizers.hf_tokenizer import only_end
 from megalite.data.tokenizers.token_ids import IdArray, id_arrays
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 _EOD_NAMES = ("<eod>", "<EOD>", "<|endoftext|>", "</s>")
 

@@ -19,7 +19,7 @@ from megalite.data.tokenizers.hf_tokenizer import (
 )
 from megalite.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megalite.data.tokenizers.token_ids import IdArray, id_arrays
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 class Tokenizer(Protocol):

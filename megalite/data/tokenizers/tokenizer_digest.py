@@ -12,8 +12,8 @@ from megalite.config import DataConfig
 from megalite.data.storage import read_small
 from megalite.data.tokenizers.fast_bpe import SAMPLE
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
-from megalite.errors import UserError, few
-from megalite.files import parse_json, replace_file
+from megalite.utils.errors import UserError, few
+from megalite.utils.files import parse_json, replace_file
 
 _NUM_PROBES = 2000
 

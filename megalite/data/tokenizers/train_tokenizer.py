@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.data.preprocessing.documents import RecordError, find_inputs, parse_record, read_records
-from megalite.errors import UserError
-from megalite.files import replace_file
+from megalite.utils.errors import UserError
+from megalite.utils.files import replace_file
 
 END_OF_TEXT = "<|endoftext|>"
 _MIN_BPE_SIZE = 257

@@ -17,7 +17,6 @@ from megalite.config.fields import ConfigField, fields_by_flag
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks
 from megalite.config.stage_layers import layers_per_stage, num_stages
-from megalite.files import parse_json
 from megalite.frontends.deepspeed.settings import (
     CPU_CHECKPOINTING,
     SCHEDULER,
@@ -26,6 +25,7 @@ from megalite.frontends.deepspeed.settings import (
     shown,
     tables,
 )
+from megalite.utils.files import parse_json
 
 _SCHEDULE = ("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_decay_iters", "lr_step_timing")
 """Fields that depend on both the optimizer and the scheduler."""

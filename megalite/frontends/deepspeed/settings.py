@@ -15,8 +15,8 @@ from typing import Any
 
 from megalite.config.fields import MAX_INT, fields_by_flag, nearest_hint
 from megalite.config.option import flag_of
-from megalite.errors import shortened
 from megalite.frontends import read_table
+from megalite.utils.errors import shortened
 
 CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 SCHEDULER, WARMUP_STEPS = "scheduler.type", "scheduler.params.warmup_num_steps"

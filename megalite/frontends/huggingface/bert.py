@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.family import QKV, VOCABULARY, Family, modules
 from megalite.frontends.huggingface.gpt import WIDTH
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, activation, fixed, only, setting
+from megalite.utils.errors import UserError
 
 
 def _read_heads(hf: HFSettings, _: Fields) -> Fields:

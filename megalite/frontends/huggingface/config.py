@@ -8,9 +8,9 @@ from typing import Any
 from megalite.config import Config, ModelConfig
 from megalite.config.fields import config_fields
 from megalite.config.validate import range_problems
-from megalite.errors import UserError, shortened
 from megalite.frontends.huggingface.families import FAMILIES, family_of
 from megalite.frontends.huggingface.settings import HF_ACTIVATIONS, TOKEN_IDS
+from megalite.utils.errors import UserError, shortened
 
 HFConfig = Mapping[str, Any]
 

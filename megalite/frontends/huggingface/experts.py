@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.family import (
     HALVES,
     Module,
@@ -19,6 +18,7 @@ from megalite.frontends.huggingface.family import (
     modules,
 )
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, switch
+from megalite.utils.errors import UserError
 
 FUSED_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 """See `Family.experts`."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.bert import BERT
 from megalite.frontends.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE
 from megalite.frontends.huggingface.family import UNREADABLE, Entry, Family
@@ -28,6 +27,7 @@ from megalite.frontends.huggingface.llama import (
 from megalite.frontends.huggingface.mixtral import GPT_OSS, MINIMAX_M2, MIXTRAL, OLMOE
 from megalite.frontends.huggingface.nemotron_h import NEMOTRON_H
 from megalite.frontends.huggingface.qwen import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from megalite.utils.errors import UserError
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family

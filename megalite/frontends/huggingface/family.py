@@ -12,8 +12,8 @@ from torch import Tensor
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.vocab_padding import padded_vocab_size
-from megalite.errors import UserError
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
+from megalite.utils.errors import UserError
 
 Parts = Sequence[Tensor]
 

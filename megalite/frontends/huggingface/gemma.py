@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import has_experts
 from megalite.frontends.huggingface.family import (
     VOCABULARY,
@@ -30,6 +29,7 @@ from megalite.frontends.huggingface.settings import (
     only,
     setting,
 )
+from megalite.utils.errors import UserError
 
 
 def _read_causal(hf: HFSettings, _: Fields) -> Fields:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 from megalite.frontends import none_if_default
 from megalite.frontends.huggingface.family import CONV, CONV_QKV, OUTPUT, QKV, VOCABULARY, Family, modules
 from megalite.frontends.huggingface.positions import rotary
@@ -19,6 +18,7 @@ from megalite.frontends.huggingface.settings import (
     only,
     setting,
 )
+from megalite.utils.errors import UserError
 
 
 def _gpt2_like(dropout: float) -> tuple[Rule, ...]:

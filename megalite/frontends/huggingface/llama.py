@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.family import HALVES, OUTPUT, QKV, VOCABULARY, Family, modules
 from megalite.frontends.huggingface.positions import (
     WINDOWS,
@@ -30,6 +29,7 @@ from megalite.frontends.huggingface.settings import (
     only,
     setting,
 )
+from megalite.utils.errors import UserError
 
 _USUAL_POSITIONS = rotary()
 

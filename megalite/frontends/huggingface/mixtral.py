@@ -7,7 +7,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
     WEIGHTS_OF_CHOSEN,
@@ -27,6 +26,7 @@ from megalite.frontends.huggingface.positions import (
     scaling_of,
 )
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, biases, fixed, only, setting
+from megalite.utils.errors import UserError
 
 _WIDTH = "intermediate_size"
 _ATTENTION = tuple(module for module in LLAMA.layer if ".mlp." not in module.ours)

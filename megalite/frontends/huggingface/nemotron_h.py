@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from megalite.config import LayerSpec, ModelConfig
 from megalite.config.layer_spec import MambaSpec
-from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import SEPARATE, biased_scores, has_experts
 from megalite.frontends.huggingface.family import (
     OUTPUT,
@@ -30,6 +29,7 @@ from megalite.frontends.huggingface.settings import (
     setting,
     switch,
 )
+from megalite.utils.errors import UserError
 
 _LETTERS = {
     **{"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"},

@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.layer_spec import windows_differ
-from megalite.errors import UserError
 from megalite.frontends import none_if_default
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
+from megalite.utils.errors import UserError
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 """Their names of layers with and without a window."""

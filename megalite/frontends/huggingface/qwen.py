@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megalite.config import LayerSpec, ModelConfig
 from megalite.config.layer_spec import DeltaNetSpec
-from megalite.errors import UserError
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
     expert_modules,
@@ -35,6 +34,7 @@ from megalite.frontends.huggingface.family import (
 from megalite.frontends.huggingface.llama import LLAMA, QWEN3, QWEN3_RULES, llama_like
 from megalite.frontends.huggingface.positions import FULL, WINDOWS, one_window, rotary, rotary_fields
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule, biases, fixed, switch
+from megalite.utils.errors import UserError
 
 _MLP = "model.layers.{}.mlp"
 _EXPERTS = expert_modules(_MLP, "gate_proj", "up_proj", "down_proj")

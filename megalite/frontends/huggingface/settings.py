@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.errors import UserError, shortened
+from megalite.utils.errors import UserError, shortened
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = """

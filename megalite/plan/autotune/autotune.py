@@ -11,10 +11,7 @@ from pathlib import Path
 import torch
 
 import megalite
-from megalite.commands import command_name
 from megalite.config.yaml_file import to_yaml
-from megalite.errors import UserError
-from megalite.files import replace_file
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
 from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
@@ -24,6 +21,9 @@ from megalite.plan.layout_search import fastest, search
 from megalite.plan.plan_options import refuse_scaling
 from megalite.plan.plan_report import nothing_fits
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError
+from megalite.utils.files import replace_file
 
 _GB = 1e9
 BEST_FILE = "best.yaml"

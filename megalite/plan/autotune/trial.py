@@ -12,9 +12,9 @@ from typing import Any
 
 from megalite.config import CheckpointConfig, Config, LoggingConfig
 from megalite.config.yaml_file import to_yaml
-from megalite.errors import UserError
-from megalite.files import parse_json, replace_file
 from megalite.plan.autotune.local_run import Outcome, run_program
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json, replace_file
 
 FILE = "results.json"
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path, PurePosixPath
 
-from megalite.commands import command_name
 from megalite.config.arguments import FlagTokens, split_tokens
 from megalite.config.fields import field_docs, fields_by_flag
 from megalite.config.yaml_file import yaml_value
-from megalite.errors import UserError
+from megalite.utils.commands import command_name
+from megalite.utils.errors import UserError
 
 _FORMS = tuple(
     re.compile(form, re.ASCII)

@@ -10,12 +10,9 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from megalite.commands import command_name
 from megalite.config import Config
 from megalite.config.layout_options import LAYOUT_FIELDS
 from megalite.config.rules import data_rules
-from megalite.errors import ConfigError, UserError
-from megalite.files import write_output
 from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.hardware.gpus import find_gpu
@@ -27,6 +24,9 @@ from megalite.plan.plan_options import refuse_scaling
 from megalite.plan.plan_report import goodput_of, nothing_fits, plan_lines
 from megalite.plan.plan_request import Request, job_tokens, planning_flags, read_request
 from megalite.plan.planned_run import run_problems
+from megalite.utils.commands import command_name
+from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.files import write_output
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 """Characters that end a line, or that a shell or a YAML file cannot hold."""

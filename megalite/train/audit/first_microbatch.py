@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.batch.loss_terms import WithTerms
 from megalite.distributed.collectives import largest_of_all
-from megalite.loss_terms import WithTerms
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules
 from megalite.optim.flat_buffers import BucketEntry

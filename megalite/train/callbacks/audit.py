@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from megalite.errors import UserError
-from megalite.log import log
 from megalite.train.audit.first_microbatch import MicrobatchComparison
 from megalite.train.audit.replicas import AuditFailed, Finding, ReplicaComparison
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 
 class Audit(Callback):

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.files import make_writable, replace_file
-from megalite.log import THIS_RANK, log
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.module_costs import NUM_TIMED, ModuleCosts, Phase, module_costs
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable, replace_file
+from megalite.utils.log import THIS_RANK, log
 
 _LAYER = re.compile(r"^layers\.\d+")
 _REST = "outside submodules"

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.batch.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
+from megalite.batch.microbatch import Microbatch
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import largest_of_all
-from megalite.log import THIS_RANK, log
-from megalite.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
-from megalite.microbatch import Microbatch
 from megalite.model.compiled import run_as_written
 from megalite.model.stage import Stage
 from megalite.observe.recorder import Reader, watch_modules
@@ -25,6 +24,7 @@ from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.model_chunks import hidden_shape, unchanged_buffers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.log import THIS_RANK, log
 
 SPIKE_FACTOR = 10.0
 """A part stands out for a microbatch if its output exceeds the batch's median this many times."""

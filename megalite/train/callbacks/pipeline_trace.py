@@ -12,9 +12,6 @@ import torch.distributed as dist
 
 from megalite.config import LoggingConfig
 from megalite.distributed.axis import DEVICE, observing
-from megalite.errors import UserError
-from megalite.files import make_writable
-from megalite.log import THIS_RANK, log
 from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.telemetry.timers import WallClock, clock_for
 from megalite.train.tracing import (
@@ -30,6 +27,9 @@ from megalite.train.tracing import (
 )
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable
+from megalite.utils.log import THIS_RANK, log
 
 
 class PipelineTracing(Callback):

@@ -13,17 +13,17 @@ from torch.profiler import ProfilerActivity
 from megalite.config import LoggingConfig
 from megalite.distributed.axis import PROFILER, EventStack
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.files import make_writable
-from megalite.log import THIS_RANK, log
-from megalite.torch_private import (
+from megalite.train.loop import Callback, TrainingLoop
+from megalite.train.train_step import StepResult
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable
+from megalite.utils.log import THIS_RANK, log
+from megalite.utils.torch_private import (
     profiler_options,
     save_memory_history,
     start_memory_history,
     stop_memory_history,
 )
-from megalite.train.loop import Callback, TrainingLoop
-from megalite.train.train_step import StepResult
 
 _SKIPPED, _TRACED = 2, 3
 """Number of iterations that --profile-execution skips (allocations, warm-up), and that it traces."""

@@ -23,9 +23,6 @@ from megalite.checkpoint.routing_files import (
 from megalite.config import ModelConfig
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import all_reduce
-from megalite.errors import UserError
-from megalite.files import make_writable
-from megalite.log import log
 from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceObserver, ChoiceRecorder, ChoiceReplayer
 from megalite.optim.expert_balance import sum_over_tokens
@@ -33,6 +30,9 @@ from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable
+from megalite.utils.log import log
 
 
 class RoutingRecording(Callback):

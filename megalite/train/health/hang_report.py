@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 import megalite
-from megalite.files import no_follow
-from megalite.torch_private import flight_recorder
 from megalite.train.health.status_store import RankStatus
+from megalite.utils.files import no_follow
+from megalite.utils.torch_private import flight_recorder
 
 MAX_STACKS = 3
 """Number of stacks in a report: one for each different activity of a late rank."""

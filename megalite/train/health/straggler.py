@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megalite.config import LoggingConfig
 from megalite.distributed.axes import coordinates_text
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.log import THIS_RANK, log
 from megalite.train.health.compute_time import ComputeClock, DeviceClock, HostClock
+from megalite.utils.errors import UserError
+from megalite.utils.log import THIS_RANK, log
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.pipeline.schedules import Action
-from megalite.torch_private import num_collectives
 from megalite.train.health.hang_report import (
     PREFIX,
     STANDARD_ERROR,
@@ -41,6 +40,7 @@ from megalite.train.health.status_store import (
     store_owner,
 )
 from megalite.train.trainer import Trainer
+from megalite.utils.torch_private import num_collectives
 
 HANG_STATUS = 85
 """Exit status of every rank that answered, after a hang."""

@@ -14,12 +14,12 @@ import numpy as np
 import yaml
 
 from megalite.config import LoggingConfig
-from megalite.errors import UserError
-from megalite.files import make_writable
-from megalite.log import THIS_RANK, log
 from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import TimesByRank
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable
+from megalite.utils.log import THIS_RANK, log
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
+from megalite.batch.loss_terms import LM_LOSS
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.config.model_flops import flops_per_token
 from megalite.hardware.gpus import peak_tflops
-from megalite.log import log
-from megalite.loss_terms import LM_LOSS
-from megalite.torch_private import compilations_observed
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.telemetry.time_terms import TimeSample
 from megalite.train.train_step import StepResult
+from megalite.utils.log import log
+from megalite.utils.torch_private import compilations_observed
 
 
 class CompileTime:

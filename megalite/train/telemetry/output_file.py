@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from megalite.errors import UserError
-from megalite.log import THIS_RANK, log
+from megalite.utils.errors import UserError
+from megalite.utils.log import THIS_RANK, log
 
 MAX_HELD_BYTES = 16 * 2**20
 """Bytes of records that are kept in memory while the disk is full; further records are lost."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megalite.distributed.axis import DEVICE, Observer, observing
 from megalite.distributed.topology import Topology
-from megalite.log import THIS_RANK, log
 from megalite.observe.unit_record import KernelKind
 from megalite.pipeline.simulator import step_makespan
 from megalite.train.telemetry.kernel_times import KernelTimer, kernel_timer
@@ -40,6 +39,7 @@ from megalite.train.tracing import (
     seconds_by_category,
 )
 from megalite.train.trainer import Trainer
+from megalite.utils.log import THIS_RANK, log
 
 _TERM_OF_TIMER = {
     "eval-time": EVALUATION,

@@ -15,7 +15,6 @@ from megalite.checkpoint.lease import FolderLease
 from megalite.config import LoggingConfig
 from megalite.distributed.axis import CHECKPOINT, DEVICE
 from megalite.distributed.topology import Topology
-from megalite.log import THIS_RANK, is_on_terminal, log
 from megalite.train.telemetry.dashboards import (
     MlflowWriter,
     OpenTelemetryWriter,
@@ -26,6 +25,7 @@ from megalite.train.telemetry.machine_load import MachineLoad
 from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, TaskScores, ValidationMetrics
 from megalite.train.telemetry.output_file import OutputFile
 from megalite.train.telemetry.timers import INTERVAL, Timers, TimesByRank, gather_times, timer_table
+from megalite.utils.log import THIS_RANK, is_on_terminal, log
 
 
 class MetricsWriter(Protocol):

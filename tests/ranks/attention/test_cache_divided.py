@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from megalite.attention.cache import build_cache
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.collectives import all_gather_from, start_all_gather
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

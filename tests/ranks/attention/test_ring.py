@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.attention.choice import build_core
+from megalite.batch.document_assignment import assign_documents
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
-from megalite.document_assignment import assign_documents
 from megalite.kernels import Drop
 from megalite.observe.collectives import Traffic, ring_bytes
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -14,9 +14,9 @@ import torch
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
 from megalite.tensor_parallel.placement import Cut
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import save_checkpoint
 

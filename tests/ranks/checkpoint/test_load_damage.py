@@ -18,8 +18,8 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import RUN, SUMS
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
-from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import edit_run, reseal
 from tests.ranks.checkpoint.saving import save_checkpoint
 

@@ -16,8 +16,8 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import save_checkpoint
 

@@ -21,8 +21,8 @@ from megalite.checkpoint.host_copy import HostCopy
 from megalite.checkpoint.lease import HeldLease, LeaseLost, hold_folder
 from megalite.checkpoint.save_agreement import SaveAgreement
 from megalite.checkpoint.saver import Saver
-from megalite.errors import UserError
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.saving import (
     Gate,

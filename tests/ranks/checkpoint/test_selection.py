@@ -12,7 +12,7 @@ import pytest
 from megalite.checkpoint import manifest as manifest_module
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.config import ParallelConfig
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import write_checkpoint
 from tests.live_ranks import run_ranks
 

@@ -21,8 +21,8 @@ from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig,
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.log import log
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 from megalite.verify.record_run import record_run
 from tests import live_ranks
 

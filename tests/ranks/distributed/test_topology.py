@@ -12,7 +12,7 @@ import torch
 from megalite.config import ParallelConfig
 from megalite.distributed.local_ranks import RankError, run_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import ConfigError, UserError
+from megalite.utils.errors import ConfigError, UserError
 
 
 def agree(topology, faulty):

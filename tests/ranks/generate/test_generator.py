@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megalite.attention.cache import CachedCore, build_cache
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.distributed.collectives import all_gather_from
-from megalite.errors import UserError
 from megalite.generate.generator import CompletionWriter, Generator, Prompt
 from megalite.generate.sampling import Sampler, Sampling
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.stages import build_stage
 

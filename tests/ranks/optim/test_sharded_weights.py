@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     Config,
     DataConfig,
@@ -29,7 +30,6 @@ from megalite.config import (
 )
 from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.pipeline.schedules import Action
 from megalite.plan.weight_gathering import choose_weight_gathering

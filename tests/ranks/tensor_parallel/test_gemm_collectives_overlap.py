@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # defines the operators
 
-from megalite import torch_private
 from megalite.config import ParallelConfig
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap, choose_overlap, trial_problem
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.utils import torch_private
 from tests.live_ranks import run_ranks
 from tests.ranks.tensor_parallel.test_linear import dense, linear
 

@@ -23,7 +23,6 @@ from megalite.config import Config, DataConfig, LoggingConfig, OptimizerConfig, 
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.model.experts import Router, Routing
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
@@ -37,6 +36,7 @@ from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.log import log
 from megalite.verify.layouts import Layout
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG as EXPERTS

@@ -11,8 +11,8 @@ import torch
 
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.ranks.checkpoint.test_load_layouts import Layout, config_of, full_tensors, piece_of, world_size
 

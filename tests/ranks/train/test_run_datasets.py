@@ -10,9 +10,9 @@ import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.data.indexed_dataset import IndexedWriter
-from megalite.errors import UserError
 from megalite.train.run_context import resolve_run
 from megalite.train.run_datasets import build_data
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 
 

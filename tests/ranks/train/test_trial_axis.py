@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite import SequentialStage
+from megalite.batch.microbatch import Microbatch
 from megalite.config import (
     CheckpointConfig,
     Config,
@@ -31,8 +32,6 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.dry_run.dry_run_report import DryRun, report_lines
-from megalite.log import log
-from megalite.microbatch import Microbatch
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
@@ -43,6 +42,7 @@ from megalite.train.health.straggler import straggler_log
 from megalite.train.run_context import Providers
 from megalite.train.setup import startup_line
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 from megalite.verify.record_run import RunRecord, record_rank
 from tests.live_ranks import run_ranks
 from tests.trial_axis import OutermostTrialConfig, TrialConfig, TwoDataAxesConfig

@@ -16,12 +16,12 @@ from torch import Tensor
 from megalite.checkpoint.load import LoadPlan
 from megalite.config import Config, DataConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.model.experts import Router
 from megalite.model.routing_record import RoutingRecord
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.train_step import TrainStep
 from megalite.train.trainer import Trainer
+from megalite.utils.errors import UserError
 from megalite.verify.compare_runs import TOLERANCES, RunComparison, compare, verify_layouts
 from megalite.verify.layouts import Layout, layouts_named
 from megalite.verify.record_run import RunRecord, merge_stages, record_rank

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from megalite.config.vocab_padding import padded_vocab_size
-from megalite.errors import UserError
 from megalite.plan.units import whole_model
+from megalite.utils.errors import UserError
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from megalite.config.model_fields import MAMBA_OPTIONS
 from megalite.config.option import OnResume, Range
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 FOLDER = Path("SAVE/iter_0000010")
 CONFIG = Config(

@@ -18,7 +18,7 @@ import pytest
 
 from megalite.checkpoint import lease as lease_module
 from megalite.checkpoint.lease import HeldLease, LeaseHolder, LeaseLost
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import CheckpointConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
+from megalite.utils.errors import UserError
 
 PROGRESS = TrainingProgress(10, 80)
 WORD, OUTPUT = "embedding.word.weight", "output.weight"

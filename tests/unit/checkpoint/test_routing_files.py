@@ -14,7 +14,7 @@ from megalite.checkpoint.routing_files import (
     recorded_iterations,
     tensors_of_file,
 )
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 LAYER, LENGTH, TOPK, NUM_EXPERTS = "layers.1.mlp.router", 6, 2, 300
 EXPERTS = (torch.arange(4 * LENGTH * TOPK) * 7 % NUM_EXPERTS).view(4, LENGTH, TOPK).to(torch.int16)

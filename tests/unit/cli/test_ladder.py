@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalite.cli.ladder import main
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
 from megalite.ladder.sizes import ScalingRules, scaling_parameters
+from megalite.utils.errors import ConfigError, UserError
 from tests.unit.ladder.test_finished_runs import finish, write_ladder
 
 REFERENCE = "--preset gpt-tiny --vocab-size 256 --mock-data --global-batch-size 16"

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

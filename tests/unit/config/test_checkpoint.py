@@ -10,8 +10,8 @@ import pytest
 
 from megalite.config import Config, ModelConfig, TrainingConfig, check_config, to_yaml
 from megalite.config.unused_options import unused_options
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "

@@ -77,7 +77,7 @@ def test_the_list_of_commands_ends_silently() -> None:
 RANK = """
 import atexit
 from megalite.config.entry_point import run_rank
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 class Last:
     def __del__(self):

@@ -9,8 +9,8 @@ import pytest
 from megalite.config.fields import config_fields
 from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.validate import problems_in_any_layout
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse_run
+from megalite.utils.errors import UserError
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 

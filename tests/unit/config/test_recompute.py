@@ -5,8 +5,8 @@ import shlex
 import pytest
 
 from megalite.config import RecomputeConfig, check_config
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 
 
 def recompute(line):

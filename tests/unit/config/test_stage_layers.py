@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig, check_config
 from megalite.config.fields import fields_by_flag
 from megalite.config.stage_layers import balanced_partition, layers_of_stages, layers_per_stage, num_chunks
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte --global-batch-size 64 "

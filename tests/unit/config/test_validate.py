@@ -38,8 +38,8 @@ from megalite.config.rules.parallel_rules import (
 from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of, range_problems
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError, UserError
 from tests.command_line import mistakes_of
 
 ENOUGH = "--train-iters 100 --data-path p --tokenizer-type byte "

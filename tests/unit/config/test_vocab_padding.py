@@ -6,7 +6,7 @@ import pytest
 
 from megalite.config import ModelConfig
 from megalite.config.vocab_padding import padded_vocab_size
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ParallelConfig
 from megalite.data.batch_loader import (
     NUM_AHEAD,
@@ -25,9 +26,8 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import GPTSamples
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
 from megalite.train.run_datasets import UnreadDataset, datasets_on_every_stage
+from megalite.utils.errors import UserError
 
 PLAIN = GPTSamples(8, seed=1)
 CPU = torch.device("cpu")

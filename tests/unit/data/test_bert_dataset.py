@@ -23,7 +23,7 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.provenance import sample_spans
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalite.data import _index_builder
 from megalite.data.blend import BlendedDataset, normalized, num_samples_to_build, parse_data_path
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 def test_order() -> None:

@@ -15,7 +15,7 @@ from megalite.data.corpus_sources import find_sources, parse_split
 from megalite.data.coverage import Coverage
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.samples import GPTSamples
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.corpora import build_datasets, build_from_sources, split_ranges
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.config import DataConfig
 from megalite.data.corpus_sources import Blend, CorpusSource, find_sources, parse_weighted_groups
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 FLAG = "--valid-weighted-split-paths"
 

@@ -15,7 +15,7 @@ from megalite.data.dataset_merge import find_prefixes, merge_datasets
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest, write_tokenizer_digest
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import write_masked
 
 DOCUMENTS = ([[[1, 2, 3], [4]], [[5]]], [], [[[6]], [], [[], [7, 8]]])

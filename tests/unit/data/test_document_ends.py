@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.batch.microbatch import Microbatch
 from megalite.data.build_datasets import build_mock_datasets
 from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.samples import GPTSamples
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
+from megalite.utils.errors import UserError
 
 EOD = 3
 ALL = DocumentEnds(EOD, True, True, True, on_every_stage=True)

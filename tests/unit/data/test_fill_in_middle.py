@@ -13,7 +13,7 @@ from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find
 from megalite.data.gpt_dataset import gather
 from megalite.data.provenance import sample_spans
 from megalite.data.tokenizers.tokenizer import build_tokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 1, 2, 3
 

@@ -17,7 +17,7 @@ from megalite.data import _index_builder, storage
 from megalite.data.gpt_dataset import EpochPlan, GPTDataset, build_gpt_index, plan_epochs
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, summarize
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 GOLDEN_SAMPLES = [
     [0, 0], [0, 4], [1, 1], [1, 5], [2, 2], [3, 0], [4, 1], [5, 0], [6, 2],

@@ -19,7 +19,7 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import Arrays, CacheKey, IndexCache, checksum
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 KEY = CacheKey("GPTDataset", "train", {"seed": 1}, 3, "corpus")
 FORKED = multiprocessing.get_context("fork")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megalite.data import indexed_dataset
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter, token_dtype
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 EXAMPLE_IDX = b"".join(
     (

@@ -12,7 +12,7 @@ from megalite.data import inspect_dataset
 from megalite.data import inspect_dataset as compare_module
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
 from megalite.data.inspect_dataset import compare, document_tokens, find_problem, histogram_lines, summarize
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import write_masked
 
 WriteDataset = Callable[..., str]

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import write_masked
 
 

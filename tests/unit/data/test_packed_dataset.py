@@ -12,7 +12,7 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.packed_dataset import PackedDataset, PackingOptions, sequences_row
 from megalite.data.provenance import sample_spans
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import write_masked
 
 LENGTHS = [6, 3, 9, 4, 5, 12, 2, 9]

@@ -11,7 +11,7 @@ from megalite.data.build_datasets import BuildOptions
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.packed_dataset import PackingOptions
 from megalite.data.packed_samples import PackedSamples
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import write_masked
 from tests.corpora import build_from_sources
 

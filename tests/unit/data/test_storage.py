@@ -22,7 +22,7 @@ from megalite.data.inspect_dataset import compare, find_problem, summarize
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.data.tokenizers.tokenizer_digest import write_tokenizer_digest
 from megalite.data.tokenizers.train_tokenizer import TrainedTokenizer, write_tokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
 
 WriteDataset = Callable[..., str]

@@ -23,7 +23,7 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 def _write_over(path: Path, keeps_time: bool) -> None:

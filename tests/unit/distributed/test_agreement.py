@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import megalite
 from megalite.distributed.agreement import REFUSED, check_agreement, code_record
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 BASE = {"--lr": "0.0001", "--seed": "1234"}
 

@@ -14,8 +14,8 @@ from megalite.config import ParallelConfig
 from megalite.distributed.axes import AXES, MODEL, AxisEntry, Factoring, MeshOptions, Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.observe.collectives import CollectiveCall, Traffic
+from megalite.utils.errors import UserError
 from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
 PP, DP, CP, TP = MODEL.axes

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 def test_a_mistake_that_all_ranks_report_is_one_line(tmp_path: Path) -> None:
     program = PROGRAM.replace("time.sleep(100)", 'raise UserError("a mistake")')
-    (tmp_path / "program.py").write_text("from megalite.errors import UserError\n" + program)
+    (tmp_path / "program.py").write_text("from megalite.utils.errors import UserError\n" + program)
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=tmp_path,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megalite.commands import COMMANDS
 from megalite.config import check_config
 from megalite.config.fields import normalised
 from megalite.frontends.command_line import known_flags, parse
 from megalite.frontends.tool_parser import ToolParser
 from megalite.plan.plan_request import planning_flags
+from megalite.utils.commands import COMMANDS
 
 ROOT = Path(__file__).parents[3]
 OPTIONS_OF_BOTH = {*known_flags(), *planning_flags()}

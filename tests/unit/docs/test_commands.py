@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import COMMANDS
+from megalite.utils.commands import COMMANDS
 from tests.unit.docs.parsing import ROOT, check_command, stop_after_parsing
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))

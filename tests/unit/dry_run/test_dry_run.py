@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megalite.cli.train import pretrain
 from megalite.config.validate import problems_of
 from megalite.dry_run.dry_run import dry_run
 from megalite.dry_run.dry_run_report import summarize_actions
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
 from megalite.model.transformer_stage import GPT
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.units import whole_model
-from megalite.pretraining import pretrain
+from megalite.utils.errors import ConfigError, UserError
 from tests.unit.frontends.megatron.lines import example_scripts
 
 MODEL = (

@@ -17,9 +17,9 @@ from megalite.config.entry_point import run_main
 from megalite.config.fields import SYNONYMS, WITHOUT_COUNTERPART, config_fields, field_docs, fields_by_flag
 from megalite.config.model import Architecture
 from megalite.config.presets import PRESETS
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import known_flags, parse
 from megalite.frontends.megatron.rules import megatron_rules
+from megalite.utils.errors import ConfigError, UserError
 
 ENOUGH = ["--train-iters", "1", "--data-path", "p", "--tokenizer-type", "byte"]
 ENOUGH_FOR_BERT = [*ENOUGH[:-1], "BertWordPieceLowerCase", "--vocab-file", "vocab.txt"]

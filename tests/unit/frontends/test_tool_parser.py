@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.frontends.tool_parser import ToolParser, duration
+from megalite.utils.errors import UserError
 
 
 @pytest.fixture

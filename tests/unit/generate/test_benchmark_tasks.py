@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.cli.evaluate import main
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate import benchmark_tasks
 from megalite.generate.benchmark_tasks import HarnessModel, TaskOptions, evaluate_tasks, table_of
 from megalite.generate.trained_model import ModelFlags, TrainedModel, open_trained, tokenizer_of
+from megalite.utils.errors import UserError
 
 LENGTH = 48
 TEXTS = (

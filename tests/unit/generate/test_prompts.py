@@ -7,8 +7,8 @@ import pytest
 from megalite.config.presets import PRESETS
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.errors import UserError
 from megalite.generate.prompts import DEFAULT_NEW_TOKENS, as_questions, prompts_of, read_prompts
+from megalite.utils.errors import UserError
 from tests.chat import write_tokenizer
 
 GPT = dataclasses.replace(PRESETS["gpt-tiny"], seq_length=10)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megalite.errors import UserError
 from megalite.generate.sampling import Sampler, Sampling
+from megalite.utils.errors import UserError
 
 VOCAB = 6
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5, -3.0, 9.0, 9.0])  # the last two are padding

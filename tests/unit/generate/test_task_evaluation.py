@@ -20,18 +20,18 @@ from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate import benchmark_tasks
 from megalite.generate.task_evaluation import load_tasks, scores_of
-from megalite.rank_training import task_evaluation
 from megalite.report.run_history import TASKS, read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
+from megalite.train.rank_training import task_evaluation
 from megalite.train.run_context import resolve_run
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry.metrics import TaskScores
 from megalite.train.telemetry.writers import Writers, task_line
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
 from tests.unit.generate.test_benchmark_tasks import write_task
 
 

@@ -22,10 +22,10 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.generate.evaluate_text import WindowOptions
 from megalite.generate.trained_model import ModelFlags, _check_layout, load_model, open_trained, start_ranks
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
 
 
 def _saved(topology: Topology, folder: Path, ema_decay: float | None) -> dict[str, Tensor]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.errors import UserError
 from megalite.hardware import node_hardware
 from megalite.hardware.gpu_query import list_gpus
 from megalite.hardware.gpus import GPUS, gpu_of_device
 from megalite.hardware.host_memory import total_bytes
 from megalite.hardware.node_hardware import CPU, NodeHardware, inspect_node, weakest
+from megalite.utils.errors import UserError
 
 GPU = {
     "name": "NVIDIA H100 80GB HBM3",

@@ -11,10 +11,10 @@ import pytest
 
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli.ladder import main
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse_run
 from megalite.ladder.finished_runs import METRICS_FILE, TooFewRuns, read_planned_run, read_runs
 from megalite.ladder.sizes import LadderRun, ScalingRules, ladder_runs, write_configs
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import reseal, write_checkpoint
 from tests.run_folder import evaluation, iteration, write_metrics
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from megalite.errors import UserError
 from megalite.ladder.power_law import can_separate, fit_power_law
+from megalite.utils.errors import UserError
 
 COMPUTE = np.geomspace(1e12, 1e15, 6)
 LOSSES = 1.7 + 800 * COMPUTE**-0.2

@@ -14,7 +14,6 @@ from megalite.config import Config
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.config.validate import problems_of
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse, parse_run
 from megalite.ladder.sizes import (
     LadderRun,
@@ -30,6 +29,7 @@ from megalite.ladder.sizes import (
     write_configs,
 )
 from megalite.plan.units import whole_model
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 WORDS = "--preset llama-tiny --vocab-size 256 --mock-data --global-batch-size 16 --tp 1"

@@ -77,9 +77,9 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from megalite.batch.microbatch import Microbatch
 from megalite.frontends.huggingface.config import config_of
 from megalite.frontends.huggingface.families import family_of, from_hf, to_hf
-from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 

@@ -36,11 +36,11 @@ from megalite.config import ModelConfig
 from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.kernels import Drop, VisibleKeys, dropout, site_key
 from megalite.kernels.visible_keys import document_starts
 from megalite.model.attention import Attention
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.errors import UserError
 from tests.live_bytes import LiveBytes
 
 HEADS, GROUPS = 4, 2

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForPreTraining
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.families import from_hf, to_hf
-from megalite.microbatch import Microbatch
 from megalite.model.stage import DTYPES
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision, build_ours

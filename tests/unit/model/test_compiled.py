@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite import LossTerm, SequentialStage, WithTerms
 from megalite.attention.choice import build_core
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.kernels.library import compile_problem, tag_compile_caches
 from megalite.kernels.norm import NormFunctions, after_sum, rms_norm, rms_norm_with_residual
-from megalite.microbatch import Microbatch
 from megalite.model.activation_offload import ActivationOffload
 from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.stage import Stage
@@ -38,7 +37,8 @@ from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
 from megalite.train.telemetry.metrics import CompileTime, compile_time
-from megalite.wrapping import wrap_point, wrapped_names
+from megalite.utils.errors import UserError
+from megalite.utils.wrapping import wrap_point, wrapped_names
 from tests.stages import build_stage
 
 MODEL = ModelConfig(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.batch.loss_terms import WithTerms
+from megalite.batch.microbatch import Microbatch
 from megalite.config import RecomputeConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.loss_terms import WithTerms
-from megalite.microbatch import Microbatch
 from megalite.model.recompute import losses_in_chunks
 from tests.live_bytes import LargestTensor
 from tests.stages import build_stage

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from megalite.batch.loss_terms import Terms, WithTerms, later_token
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, check_config
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.frontends.huggingface.config import config_of
 from megalite.frontends.huggingface.families import family_of, from_hf, to_hf
-from megalite.loss_terms import Terms, WithTerms, later_token
-from megalite.microbatch import Microbatch
 from tests.stages import build_stage
 from tests.unit.model.test_against_transformers import InDoublePrecision
 

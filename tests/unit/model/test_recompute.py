@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megalite.model.recompute import recompute, recompute_output
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 from tests.live_bytes import LiveBytes
 
 S, B, H = 16, 3, 32

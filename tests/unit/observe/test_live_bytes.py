@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config.recompute import Module
 from megalite.distributed.topology import Topology
-from megalite.microbatch import Microbatch
 from megalite.model.layer_state import LayerState
 from megalite.model.stage import Stage
 from megalite.observe.live_bytes import OTHER, LiveBytes, watch_parts

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megalite.observe.recorder import Reader, reading, tensors_in, watch_modules, watch_point
-from megalite.wrapping import wrap_point
+from megalite.utils.wrapping import wrap_point
 
 
 class Names(Reader):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megalite.config import OptimizerConfig, ParallelConfig
-from megalite.errors import UserError
 from megalite.hardware import host_memory
 from megalite.kernels import adamw_
 from megalite.optim import offload
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.weight_gatherer import WeightGatherer
+from megalite.utils.errors import UserError
 
 CONFIG = OptimizerConfig(lr=0.1, clip_grad=0.5)
 SHAPES = {"a": (300, 7), "b": (50,), "c": (9000,)}

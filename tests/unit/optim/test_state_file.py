@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.errors import UserError
 from megalite.optim import state_file
 from megalite.optim.offload_sizes import NUM_SLOTS
 from megalite.optim.state_file import FileStorage, StateFileError, file_bytes, ring_bytes
 from megalite.optim.state_storage import HostStorage, StateRange, StateSize, num_offloaded, ranges_of
+from megalite.utils.errors import UserError
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 SIZES = [StateSize(numel, torch.float32, KINDS) for numel in (5000, 64, 12288, 3000)]

@@ -3,11 +3,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.pipeline.draw_schedule import draw
 from megalite.pipeline.schedule_plot import COLOURS, save_picture, shade
 from megalite.pipeline.schedule_svg import save_svg, schedule_svg
 from megalite.pipeline.schedules import ActionKind
+from megalite.utils.errors import UserError
 
 
 def test_the_drawing_of_a_small_schedule():

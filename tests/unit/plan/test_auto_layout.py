@@ -12,7 +12,6 @@ from torch.distributed import HashStore
 
 from megalite.config import Config
 from megalite.distributed.rendezvous import Launch
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse, parse_run
 from megalite.hardware.gpus import GPUS
 from megalite.hardware.node_hardware import NodeHardware
@@ -29,6 +28,7 @@ from megalite.plan.layout_fields import changed_fields
 from megalite.plan.layout_search import fastest, search, simplest
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
+from megalite.utils.errors import UserError
 
 H100 = NodeHardware(
     "NVIDIA H100 80GB HBM3",

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks.planner_goodput import PUBLISHED
-from megalite.errors import UserError
 from megalite.plan.estimate import RunPlan
 from megalite.plan.goodput import (
     FREE_SPARE,
@@ -25,6 +24,7 @@ from megalite.plan.goodput_plan import GoodputPlan
 from megalite.plan.launch.write_job import write_job
 from megalite.plan.plan_report import answer, goodput_of
 from megalite.plan.plan_request import read_request
+from megalite.utils.errors import UserError
 from tests.programs import run_program
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import ParallelConfig
-from megalite.errors import Problem
 from megalite.plan import layout_search
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_layer_seconds, least_seconds
@@ -19,6 +18,7 @@ from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import host_activations
 from megalite.plan.saved_activations import stage_bytes
 from megalite.plan.units import units_of
+from megalite.utils.errors import Problem
 
 NUM_LAYERS = 48
 LINE = (

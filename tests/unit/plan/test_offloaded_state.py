@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.plan.offloaded_state import OffloadSeconds
 from megalite.plan.plan_report import answer
+from megalite.utils.errors import UserError
 
 MODEL = "--preset llama2-7b --bf16 --gpu a100-80 --global-batch-size 8 --attention-dropout 0"
 

@@ -18,7 +18,6 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.kernels import dropout
 from megalite.plan import out_of_memory
 from megalite.plan.advice import Device, planned_run_on
@@ -29,6 +28,7 @@ from megalite.plan.out_of_memory import (
     warn_of_planned_memory,
 )
 from megalite.plan.rank_memory import rank_memories
+from megalite.utils.errors import UserError
 
 CONFIG = Config(
     model=ModelConfig(

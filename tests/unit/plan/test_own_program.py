@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import Length, Trial
 from megalite.plan.launch.write_job import write_job
 from megalite.plan.own_program import model_of
 from megalite.plan.plan_report import answer
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 OWN = ROOT / "examples" / "own_model.py"

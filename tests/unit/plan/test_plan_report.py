@@ -19,12 +19,12 @@ import pytest
 from megalite.cli.plan import main
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
-from megalite.log import ProgressLine
 from megalite.plan.layout_fields import legend_lines, with_even_stages
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
+from megalite.utils.errors import UserError
+from megalite.utils.log import ProgressLine
 from megalite.verify.layouts import _SIZE, _SWITCHES, DEFAULT, TABLE, Layout
 
 CONTRACT = {

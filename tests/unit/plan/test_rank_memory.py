@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, RecomputeConfig, TrainingConfig
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run_of
-from megalite.microbatch import Microbatch
 from megalite.plan.iteration_time import peaks_deferred, peaks_in_flight
 from megalite.plan.planned_run import PlannedRun
 from megalite.plan.programs import PROGRAMS, Program, in_dtype

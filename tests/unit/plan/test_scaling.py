@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.plan import measure_scaling as measuring
 from megalite.plan.autotune.autotune import autotune
@@ -17,6 +16,7 @@ from megalite.plan.autotune.trial import FAILED, Length, Trial
 from megalite.plan.launch.write_job import write_job
 from megalite.plan.measure_scaling import measure_scaling
 from megalite.plan.plan_report import answer
+from megalite.utils.errors import UserError
 
 MODEL = "--preset llama2-7b --gpu a100-80 --tp 2 --zero-stage 1 --bf16 --recompute-granularity full"
 RUN = f"{MODEL} --global-batch-size 256 --scaling 1,2,8"

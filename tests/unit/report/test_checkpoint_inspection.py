@@ -15,10 +15,10 @@ from megalite.checkpoint.progress import TrainingProgress
 from megalite.cli.inspect import main
 from megalite.config import Config
 from megalite.config.presets import PRESETS
-from megalite.errors import UserError
-from megalite.log import LineInterval
 from megalite.report.checkpoint_difference import compare
 from megalite.report.checkpoint_inspection import inspect, lines_of, open_view, statistics_of
+from megalite.utils.errors import UserError
+from megalite.utils.log import LineInterval
 from tests.checkpoint_folder import make_pipe, write_checkpoint
 
 MODEL = dataclasses.replace(PRESETS["llama-tiny"], num_layers=2, vocab_size=100)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megalite.cli import plan, report
-from megalite.errors import UserError
 from megalite.report.plan_comparison import _COMPUTING, _WAITING, planned_terms, time_comparison
 from megalite.report.run_folder import open_run
 from megalite.train.telemetry.time_terms import COMPUTING, RankTime, time_sample
+from megalite.utils.errors import UserError
 from tests.run_folder import iteration, write_metrics
 
 FLAGS = ["--preset", "gpt-tiny", "--vocab-size", "256", "--gpu", "a100-80", "--global-batch-size", "8"]

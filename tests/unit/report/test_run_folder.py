@@ -12,7 +12,6 @@ import torch
 
 from megalite.cli.train import main
 from megalite.config import LoggingConfig
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.hardware.gpu_query import device_name
 from megalite.report.page import page
@@ -20,6 +19,7 @@ from megalite.report.run_folder import open_run, trace_summary
 from megalite.train.telemetry.dashboards import TensorBoardWriter
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.tracing import Lane, TraceSpan, write_trace
+from megalite.utils.errors import UserError
 from tests.run_folder import evaluation, iteration, write_metrics, write_restarted_run
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.errors import UserError
 from megalite.report.run_history import History, HistoryRow, read_history, segments_of
+from megalite.utils.errors import UserError
 
 
 def _row(iteration: int, start: float | None = None, loss: float = 0.0, interval: int = 1) -> HistoryRow:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.kernels.library import at_run_time, compile_problem
-from megalite.microbatch import Microbatch
 from megalite.model.compiled import compile_layers
 from megalite.tensor_parallel import fp8
 from megalite.tensor_parallel.fp8 import (
@@ -39,6 +38,7 @@ from megalite.tensor_parallel.linear import (
     column_linear,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 
 BF16 = torch.bfloat16

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from megalite.batch.microbatch import AssignedSamples
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.microbatch import AssignedSamples
 from megalite.tensor_parallel import jitter
 from megalite.tensor_parallel.jitter import Jitter
 from megalite.tensor_parallel.parameter_spec import LayerContext

@@ -9,10 +9,10 @@ import torch
 
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter, num_used
 from megalite.tensor_parallel.placement import Cut, ParameterAxes
+from megalite.utils.errors import UserError
 from tests.trial_axis import EXPERTS, TWO_CUTTING_AXES
 
 MESH = MeshOptions({"tp": 2, "tq": 3, "dp": 2, "ep": 4}, (TWO_CUTTING_AXES, EXPERTS))

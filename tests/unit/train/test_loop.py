@@ -21,7 +21,6 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, TrainingLoop, check_callbacks, train
 from megalite.train.stopping import RequeueNote, Stop, StopConditions, Stopped, StopSignals
@@ -29,6 +28,7 @@ from megalite.train.telemetry.metrics import ValidationMetrics
 from megalite.train.telemetry.writers import Writers
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import edit_run
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,9 @@ from megalite.cli.where import main
 from megalite.data.batch_loader import microbatch_samples
 from megalite.data.build_datasets import num_samples_per_split
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.train.trace_sample import trace_iteration
+from megalite.utils.errors import UserError
 from tests.corpora import build_datasets
 
 SEQ_LENGTH, BATCH, ITERATIONS = 8, 4, 6

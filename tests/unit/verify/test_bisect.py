@@ -10,8 +10,8 @@ import torch
 from megalite.config import Config, DataConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.axes import Slice
-from megalite.errors import UserError
 from megalite.train.run_context import Providers
+from megalite.utils.errors import UserError
 from megalite.verify.bisect import locate_difference
 from megalite.verify.layouts import Layout
 from megalite.verify.trace_run import Activation, RankTrace

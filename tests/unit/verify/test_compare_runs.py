@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import UserError
 from megalite.verify import compare_runs
 from megalite.verify.compare_runs import (
     FP16_LOSS_SCALE,

@@ -7,8 +7,8 @@ from megalite.config import Config, DataConfig, ParallelConfig, RecomputeConfig,
 from megalite.config.presets import PRESETS
 from megalite.config.recompute import Granularity
 from megalite.config.stage_layers import layers_per_stage
-from megalite.errors import ConfigError, UserError
 from megalite.pipeline.schedules import SCHEDULES
+from megalite.utils.errors import ConfigError, UserError
 from megalite.verify.layouts import TABLE, Layout, default_layouts
 
 

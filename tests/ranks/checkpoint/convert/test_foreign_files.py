@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.foreign_files import SHARDS, ShardedTensors
 from megalite.config import ParallelConfig
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import write_dcp
 from tests.live_ranks import run_ranks
 from tests.unit.checkpoint.convert.foreign_models import build, same_bits, save, tensors_of

@@ -27,7 +27,6 @@ from megalite.config.model import ParamsDtype
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.audit.replicas import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit, check_determinism
 from megalite.train.callbacks.periodic import Checkpointing
@@ -35,6 +34,7 @@ from megalite.train.loop import Callback, TrainingLoop, train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
 from tests.live_ranks import run_ranks
 from tests.power.bit_flips import BitFlip, Injection, flip
 from tests.trial_axis import TrialConfig

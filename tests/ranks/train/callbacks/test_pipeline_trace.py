@@ -8,9 +8,9 @@ from pathlib import Path
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.callbacks.pipeline_trace import pipeline_trace
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 
 

@@ -21,8 +21,6 @@ from megalite.config import (
 )
 from megalite.config.unused_options import unused_options
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.log import log
 from megalite.model.experts import Router
 from megalite.train.callbacks.audit import Audit
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
@@ -30,6 +28,8 @@ from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.train_step import StepResult
 from megalite.train.trainer import start_trainer
+from megalite.utils.errors import UserError
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG
 from tests.ranks.verify.test_record_run import RANKINGS

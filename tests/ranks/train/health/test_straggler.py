@@ -13,9 +13,9 @@ import torch
 from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.health.straggler import straggler_log
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 
 CONFIG = Config(

@@ -25,10 +25,8 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.axis import Observer, Wait
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.observe.unit_record import KERNEL_KINDS
 from megalite.report.run_history import read_history
-from megalite.torch_private import EagerMode
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
@@ -36,6 +34,8 @@ from megalite.train.telemetry.kernel_times import OperatorTimer
 from megalite.train.telemetry.time_terms import TimeSample, compare
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.log import log
+from megalite.utils.torch_private import EagerMode
 
 LAYOUTS = {
     "dp": ParallelConfig(data_parallel_size=2, distributed_backend="gloo"),

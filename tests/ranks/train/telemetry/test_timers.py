@@ -14,7 +14,6 @@ from megalite.config import Config, DataConfig, LoggingConfig, ParallelConfig, T
 from megalite.config.presets import PRESETS
 from megalite.distributed.axis import Observer, Wait, observing
 from megalite.distributed.topology import Topology
-from megalite.log import log
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
@@ -22,6 +21,7 @@ from megalite.train.telemetry.timers import Timers, WallClock
 from megalite.train.telemetry.writers import Writers
 from megalite.train.tracing import Recorder
 from megalite.train.trainer import start_trainer
+from megalite.utils.log import log
 from tests.live_ranks import run_ranks
 
 CONFIG = Config(

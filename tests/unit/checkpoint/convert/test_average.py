@@ -11,7 +11,7 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.cli.merge_checkpoints import main
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.unit.checkpoint.convert.test_convert import save_stage, stage_of
 
 

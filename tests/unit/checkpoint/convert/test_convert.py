@@ -19,6 +19,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
@@ -28,11 +29,10 @@ from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, DataConfig
 from megalite.config.presets import PRESETS
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.config import config_of
-from megalite.microbatch import Microbatch
 from megalite.tensor_parallel.parameter_spec import spec_of
+from megalite.utils.errors import UserError
 from tests.live_bytes import LiveBytes
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import (
@@ -363,8 +363,8 @@ def test_memory_is_that_of_about_a_layer(tmp_path):
         import sys
         from pathlib import Path
         from megalite.checkpoint.convert.convert import Conversion
-        from megalite.log import configure_logging
-        from megalite.torch_private import TorchDispatchMode
+        from megalite.utils.log import configure_logging
+        from megalite.utils.torch_private import TorchDispatchMode
 
         def anonymous():
             lines = Path("/proc/self/status").read_text().splitlines()

@@ -17,7 +17,7 @@ from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
 from megalite.cli.convert import main
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.convert.foreign_models import build, save, tensors_of
 

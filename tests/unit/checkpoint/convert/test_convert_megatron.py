@@ -15,7 +15,7 @@ from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import kind_of
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config import ModelConfig
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.checkpoint_folder import make_pipe
 from tests.unit.checkpoint.convert import megatron_fixtures as megatron
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, build, logits_of, same_bits, tensors_of

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from megalite.config.presets import PRESETS
-from megalite.errors import UserError
 from megalite.frontends.huggingface.config import config_of
 from megalite.frontends.huggingface.families import FAMILIES, all_entries, family_of, to_hf
 from megalite.tensor_parallel.parameter_spec import spec_of
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, same_bits, tensors_of
 from tests.unit.checkpoint.convert.test_convert import change, convert, save_stage

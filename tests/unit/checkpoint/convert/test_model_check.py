@@ -13,9 +13,9 @@ from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_check import check_same, filled, parameters_on_meta
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.cli.convert import main
-from megalite.errors import UserError
 from megalite.frontends.huggingface.families import all_entries
-from megalite.log import configure_logging
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging
 from tests.unit.checkpoint.convert.foreign_models import VOCABULARY, build, save
 
 

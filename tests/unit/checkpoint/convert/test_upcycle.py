@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.source import MegaliteSource
 from megalite.checkpoint.convert.upcycle import ExpertSizes, upcycle
 from megalite.cli.upcycle import main
 from megalite.config import ModelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
-from megalite.microbatch import Microbatch
 from megalite.model.experts import Router, Routing
 from megalite.model.stage import Stage
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 from tests.unit.checkpoint.convert.test_convert import PeakBytes, save_stage, stage_of
 

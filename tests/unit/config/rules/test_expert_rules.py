@@ -19,7 +19,7 @@ from megalite.config.rules.expert_rules import (
 )
 from megalite.config.rules.parallel_rules import tensor_parallel, world
 from megalite.config.unused_options import unused_options
-from megalite.errors import Problem
+from megalite.utils.errors import Problem
 
 
 def _problems(config: Config) -> list[Problem]:

@@ -8,9 +8,9 @@ import pytest
 
 from megalite.config import check_config
 from megalite.config.unused_options import unused_options
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.plan.plan_request import read_request
+from megalite.utils.errors import UserError
 from tests.command_line import mistakes_of
 
 BASE = "--preset gpt-tiny --vocab-size 128 --mock-data --train-iters 2 --lr 1e-3"

@@ -13,7 +13,7 @@ from megalite.data.preprocessing.conversations import EncodedConversation, conve
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import CHATML, MARKED, assistant, user, write_tokenizer
 
 NOW = datetime.datetime(2026, 3, 4)

@@ -21,7 +21,7 @@ from megalite.data.preprocessing.documents import DocumentRecord, find_inputs, r
 from megalite.data.preprocessing.input_plan import InputPlan
 from megalite.data.preprocessing.pieces import ByteRange, InputChunk, WholeFiles, locate
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 LINES = st.lists(
     st.sampled_from([b"a", b"bb" * 9, b"", b"  ", b"c" * 70, b"\xef\xbb\xbfd", b"\xef\xbb\xbf", b"e\r"]),

@@ -22,7 +22,7 @@ from megalite.data.preprocessing import input_plan as plan_module
 from megalite.data.preprocessing.documents import find_inputs
 from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
-from megalite.errors import ConfigError, UserError
+from megalite.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[4]
 EOD = 256

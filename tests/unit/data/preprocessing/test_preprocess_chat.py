@@ -16,7 +16,7 @@ from megalite.data.loss_mask import LossMask
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import TokenizerFiles
-from megalite.errors import ConfigError, UserError
+from megalite.utils.errors import ConfigError, UserError
 from tests.chat import CHATML, MARKED, conversations, preprocess_chat, write_jsonl, write_tokenizer
 
 ROOT = Path(__file__).parents[4]

@@ -19,7 +19,7 @@ from megalite.data.preprocessing import shards as join_module
 from megalite.data.preprocessing.preprocess import PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import copy_range
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, TokenizerFiles
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[4]
 

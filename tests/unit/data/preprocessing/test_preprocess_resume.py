@@ -21,7 +21,7 @@ from megalite.data.preprocessing import ledger as ledger_module
 from megalite.data.preprocessing.ledger import Ledger
 from megalite.data.preprocessing.preprocess import PreprocessingProgress, PreprocessJob, preprocess
 from megalite.data.preprocessing.shards import ShardWriter
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[4]
 NAMES = [f"text_document.{kind}" for kind in ("bin", "idx", "json")]

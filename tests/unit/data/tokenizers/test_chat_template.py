@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megalite.data.tokenizers.chat_template import ChatTemplate, load_chat_template
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 from tests.chat import CHATML, MARKED, assistant, user, write_tokenizer
 
 NOW = datetime.datetime(2026, 3, 4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megalite.config.data import TokenizerType
 from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, ByteTokenizer, Tokenizer, build_tokenizer
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 TEXTS = ["In the beginning was the word.", "  two  spaces\n\ttab", "wörld 世界 🙂", "", "<|endoftext|> 12345"]
 CORPUS = [*TEXTS, "the word was with the light, and the light was the word"] * 20

@@ -16,7 +16,7 @@ from megalite.data.tokenizers.tokenizer_digest import (
     tokenizer_digest,
     write_tokenizer_digest,
 )
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 TEXTS = ["In the beginning was the word, and the word was with the light.", "1234 567"] * 20
 

@@ -12,11 +12,11 @@ import pytest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, check_config
 from megalite.config.arguments import Diagnostics
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
 from megalite.frontends.deepspeed.file import DeepSpeedFile
 from megalite.frontends.deepspeed.settings import kinds, known_settings, sections, tables
 from megalite.train.iteration_plan import IterationPlanner
+from megalite.utils.errors import ConfigError
 
 
 def _parsed(settings: dict, line: str, folder: Path) -> tuple[Config, list[str]]:

@@ -20,7 +20,6 @@ from transformers import (
 from megalite.config import ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
-from megalite.errors import UserError
 from megalite.frontends.huggingface.config import config_of, hf_config_of
 from megalite.frontends.huggingface.families import (
     all_entries,
@@ -30,6 +29,7 @@ from megalite.frontends.huggingface.families import (
     layer_entries,
     to_hf,
 )
+from megalite.utils.errors import UserError
 from tests.stages import build_stage
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 50}

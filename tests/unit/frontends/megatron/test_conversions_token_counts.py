@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from megalite.config import Config, check_config
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 
 _BATCH = "--seq-length 100 --global-batch-size 4 --mock-data --vocab-size 256"
 

@@ -10,8 +10,8 @@ import pytest
 
 from megalite.config import RecomputeConfig, check_config
 from megalite.config.data import split_weights, tokenizer_type_for
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 from tests.unit.frontends.megatron.lines import (
     BLOOM,
     BLOOM_176B_ADDS,

@@ -10,8 +10,8 @@ import pytest
 
 from docs.make.flag_table import megatron_arguments, outcome
 from megalite.config import check_config
-from megalite.errors import ConfigError
 from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError
 from tests.unit.frontends.megatron.lines import Script, example_scripts
 
 _REFUSED = re.compile(r"--(\S+) (?:\((.+?)\) is not supported|only accepts .*? \((.+?)\): )")

@@ -11,13 +11,13 @@ import torch
 
 from megalite.cli import autotune as tool
 from megalite.config.validate import problems_of
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.plan.autotune import autotune as tuning
 from megalite.plan.autotune.autotune import autotune
 from megalite.plan.autotune.trial import DONE, Length, Trial, trial_config
 from megalite.plan.layout_fields import layout_flags, with_layout
 from megalite.plan.plan_request import read_request, training_tokens
+from megalite.utils.errors import UserError
 
 LENGTH = Length(iterations=10, warmup=3, timeout=900.0)
 TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-batch-size 8 --mock-data"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config
-from megalite.errors import UserError
 from megalite.plan.autotune import local_run
 from megalite.plan.autotune.trial import (
     DONE,
@@ -25,6 +24,7 @@ from megalite.plan.autotune.trial import (
     run_trial,
     trial_config,
 )
+from megalite.utils.errors import UserError
 from tests.run_folder import iteration
 
 LENGTH = Length(iterations=4, warmup=1, timeout=60.0)

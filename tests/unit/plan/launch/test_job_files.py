@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
 from megalite.plan.launch.write_job import write_job
+from megalite.utils.errors import UserError
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--kubernetes", "registry/megalite:1")
 VOLUMES = ("--volume", "corpora:/data", "runs:/runs", "--save", "/runs/a")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.errors import ConfigError, UserError
 from megalite.frontends.command_line import parse
 from megalite.plan.launch.job_files import seconds_of, slurm_limit
 from megalite.plan.launch.write_job import duration_text, write_job, write_script
+from megalite.utils.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[4]
 

@@ -23,7 +23,6 @@ from megalite.config import (
 from megalite.config.model_flops import flops_per_token, flops_per_token_by_convention
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.kernels import CausalSoftmax, flash_attention, recurrence
 from megalite.kernels.weight_gradient import add_weight_gradient_
 from megalite.plan.saved_activations import stage_bytes
@@ -31,6 +30,7 @@ from megalite.plan.units import whole_model
 from megalite.train.callbacks.module_profile import check_file, log_module_profile, profile_tables
 from megalite.train.module_costs import NUM_TIMED, FlopCounter, ModuleCosts, Phase, module_costs
 from megalite.train.trainer import Trainer, start_trainer
+from megalite.utils.errors import UserError
 from tests.unit.plan.test_parameters import run_of
 
 MODEL = ModelConfig(

@@ -12,8 +12,8 @@ import torch
 
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.callbacks.profiler import _NsysProfile, _Window, memory_history, profiler, snapshot_path
+from megalite.utils.errors import UserError
 
 
 def _run(

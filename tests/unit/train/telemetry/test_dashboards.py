@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.telemetry.dashboards import SAMPLES, TensorBoardWriter, validation_scalars
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
+from megalite.utils.errors import UserError
 
 TIMERS = {"forward-backward": {0: 300.0, 1: 400.0}, "optimizer": {1: 20.0}}
 ALWAYS = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "iteration-time", "world-size"}

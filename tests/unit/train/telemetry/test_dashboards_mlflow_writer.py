@@ -11,10 +11,10 @@ import pytest
 
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
+from megalite.utils.errors import UserError
 
 CONFIG = LoggingConfig(mlflow_experiment="gpt", log_interval=10)
 CONFIG_TEXT = "model:\n" + "".join(f"  field_{number}: {number}\n" for number in range(130))

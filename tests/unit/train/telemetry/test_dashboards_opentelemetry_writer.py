@@ -16,10 +16,10 @@ import pytest
 
 from megalite.config import LoggingConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.train.telemetry.metrics import IterationMetrics, ValidationMetrics
 from megalite.train.telemetry.timers import Timers
 from megalite.train.telemetry.writers import Writers
+from megalite.utils.errors import UserError
 
 OTLP = LoggingConfig(opentelemetry="otlp", log_interval=10)
 PROMETHEUS = LoggingConfig(opentelemetry="prometheus", log_interval=10)

@@ -19,8 +19,8 @@ from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.observe.operator_log import _ATTENTION, _GEMMS, kernel_kind, kind_by_name
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.torch_private import EagerMode
 from megalite.train.telemetry.kernel_times import KernelProfile, OperatorTimer, kernel_seconds, kernel_timer
+from megalite.utils.torch_private import EagerMode
 
 
 class _SlowOperator(EagerMode):

@@ -229,7 +229,7 @@ def test_an_incomplete_trace_is_logged_and_removed(
 def test_a_log_that_cannot_be_written_changes_no_status(is_buffered: bool) -> None:
     """Test a log on the full disk, where Slurm often puts it."""
     program = (
-        "from megalite.log import configure_logging, log\n"
+        "from megalite.utils.log import configure_logging, log\n"
         "configure_logging(0)\n"
         "for iteration in range(3):\n"
         "    log.info('iteration %d', iteration)\n"

@@ -17,9 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import LoggingConfig, ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.errors import UserError
 from megalite.frontends.command_line import parse
-from megalite.log import configure_logging, log
 from megalite.train.setup import startup_line
 from megalite.train.telemetry.metrics import ExpertUse, IterationMetrics, LayerLoads, ValidationMetrics
 from megalite.train.telemetry.time_terms import RankTime, sample_in, time_sample
@@ -32,6 +30,8 @@ from megalite.train.telemetry.writers import (
     short_line,
     validation_block,
 )
+from megalite.utils.errors import UserError
+from megalite.utils.log import configure_logging, log
 
 PARALLEL = ParallelConfig(tensor_model_parallel_size=2)
 

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from megalite import torch_private
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
 from megalite.model.grouped_linear import GroupedGemm
 from megalite.observe.meta_tensors import fused_attention
 from megalite.observe.operator_log import _ATTENTION, OperatorLog
+from megalite.utils import torch_private
 from tests.programs import run_program
 
-ROOT = Path(__file__).parents[2] / "megalite"
+ROOT = Path(__file__).parents[3] / "megalite"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.name != "torch_private.py"]
 STANDARD_LIBRARY = {
     *("_asdict", "_fields", "_replace"),  # of named tuples
@@ -281,7 +281,7 @@ def test_gloo_does_not_warn_of_nccls_options(tmp_path: Path) -> None:
 import datetime, sys, torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from contextlib import nullcontext
-from megalite.torch_private import {torch_private.without_cpp_warnings.__name__} as quietly
+from megalite.utils.torch_private import {torch_private.without_cpp_warnings.__name__} as quietly
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 limit = datetime.timedelta(seconds=9)
 options = Backend.Options("not gloo", limit)

@@ -28,10 +28,8 @@ from megalite.distributed.rendezvous import (
 )
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
-from megalite.errors import ConfigError, UserError, one_line
 from megalite.frontends.command_line import ParsedRun
 from megalite.hardware.node_hardware import NodeHardware, inspect_node
-from megalite.log import configure_logging, log, log_notes
 from megalite.model.stage import StageProvider, is_own_model
 from megalite.plan.auto_layout import (
     LayoutChoice,
@@ -58,6 +56,8 @@ from megalite.train.stopping import StopConditions, StopSignals, exit_if_switche
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
 from megalite.train.verification import warn_if_unverified
+from megalite.utils.errors import ConfigError, UserError, one_line
+from megalite.utils.log import configure_logging, log, log_notes
 from megalite.verify.compare_runs import verify_layouts
 from megalite.verify.layouts import layouts_named
 

@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
-from megalite.errors import UserError
-from megalite.wrapping import communicating_names, communication_point, wrap, wrap_point, wrapped_names
+from megalite.utils.errors import UserError
+from megalite.utils.wrapping import communicating_names, communication_point, wrap, wrap_point, wrapped_names
 
 
 class Doubling(nn.Module):

@@ -14,13 +14,13 @@ from megalite.data.preprocessing.documents import DocumentRecord, RecordError, p
 from megalite.data.preprocessing.preprocessing_report import read_report
 from megalite.data.tokenizers.hf_tokenizer import json_object
 from megalite.data.tokenizers.tokenizer_digest import read_tokenizer_digest
-from megalite.errors import UserError
-from megalite.files import parse_json
 from megalite.frontends.command_line import parse
 from megalite.generate.prompts import read_prompts
 from megalite.plan.autotune.trial import Results
 from megalite.report.run_folder import _is_metrics
 from megalite.report.run_history import _row
+from megalite.utils.errors import UserError
+from megalite.utils.files import parse_json
 
 DEEP = "[" * 50_000 + "]" * 50_000
 REFUSED: dict[str, tuple[str, Callable[[Path], Any]]] = {

@@ -13,10 +13,10 @@ import torch
 
 from megalite.config import Config
 from megalite.distributed.rendezvous import Launch
-from megalite.torch_versions import TESTED, is_too_old, minor_of, supported_pairs, untested_warning
 from megalite.train.setup import prepare_process
+from megalite.utils.torch_versions import TESTED, is_too_old, minor_of, supported_pairs, untested_warning
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ class Checkout:
         for name in ("scripts/install.sh", "scripts/find_torch.py", "scripts/add_parent_packages.py"):
             (folder / "scripts").mkdir(exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-        (folder / "megalite").mkdir()
-        shutil.copy(ROOT / "megalite" / "torch_versions.py", folder / "megalite")
+        (folder / "megalite" / "utils").mkdir(parents=True)
+        shutil.copy(ROOT / "megalite" / "utils" / "torch_versions.py", folder / "megalite" / "utils")
         self.packages = folder / "packages"
         if version is not None:
             self.add("torch", version, f"{code}\nclass version:\n    cuda = None")
@@ -194,9 +194,9 @@ def test_another_flag_is_refused(tmp_path: Path) -> None:
 def test_all_supported_pairs_are_checked(failing: str, tmp_path: Path) -> None:
     """Installation and tests are replaced by programs that only pass or fail; two Pythons are there."""
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "megalite").mkdir()
+    (tmp_path / "megalite" / "utils").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "check_versions.sh", tmp_path / "scripts")
-    shutil.copy(ROOT / "megalite" / "torch_versions.py", tmp_path / "megalite")
+    shutil.copy(ROOT / "megalite" / "utils" / "torch_versions.py", tmp_path / "megalite" / "utils")
     programs = {
         "scripts/install.sh": "mkdir -p .venv/bin; cp true .venv/bin/python",
         "true": "",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.document_assignment import Assignment
+from megalite.batch.document_assignment import Assignment
 
 
 class AssignedSamples(NamedTuple):

@@ -1,8 +1,9 @@
 """All private names of torch that megalite uses. A new version of torch may change them without notice.
 
 No public name of torch from 2.11 to 2.15 does the same. No other module imports or calls a private name of
-torch. ``tests/unit/test_torch_private.py`` checks that and runs each entry; it passed with every version in
-`megalite.torch_versions.TESTED`. Modules that take seconds to import are imported where they are used.
+torch. ``tests/unit/utils/test_torch_private.py`` checks that and runs each entry; it passed with all versions
+in `megalite.utils.torch_versions.TESTED`. Modules that take seconds to import are imported where they are
+used.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.errors import UserError
-from megalite.files import make_writable, read_regular, replace_file, write_output
+from megalite.utils.errors import UserError
+from megalite.utils.files import make_writable, read_regular, replace_file, write_output
 
 
 def test_writable_folders_are_made_and_left_empty(tmp_path):

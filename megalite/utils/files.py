@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 
 def make_writable(folder: Path, flag: str) -> None:

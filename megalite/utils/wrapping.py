@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from megalite.errors import UserError
+from megalite.utils.errors import UserError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -16,18 +16,18 @@ import pytest
 
 import megalite
 from megalite.__main__ import run_command
-from megalite.commands import (
+from megalite.config import entry_point
+from megalite.frontends.command_line import TRAINED_BY
+from megalite.plan.plan_report import answer
+from megalite.utils.commands import (
     COMMANDS,
     command_lines,
     command_name,
     torchrun_arguments,
     with_command_names,
 )
-from megalite.config import entry_point
-from megalite.frontends.command_line import TRAINED_BY
-from megalite.plan.plan_report import answer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPTS = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]}
 
 
@@ -170,7 +170,7 @@ def test_the_program_lists_its_commands_without_importing_torch() -> None:
     assert done.returncode == 0
     for name, command in COMMANDS.items():
         assert sum(line.split() == [name, *command.summary.split()] for line in done.stdout.splitlines()) == 1
-    assert "megalite.commands" in done.stderr
+    assert "megalite.utils.commands" in done.stderr
     assert "torch" not in done.stderr and "megalite.config" not in done.stderr
 
 

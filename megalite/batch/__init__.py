@@ -1,0 +1,1 @@
+"""Values that pass between the data, the model and the loss."""
