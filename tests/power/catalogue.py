@@ -101,9 +101,9 @@ Buffer = gradient_buckets.GradientBuffer
 Sharded = gradient_buckets.ShardedGradientBuffer
 
 
-def _sums(of: str) -> Callable[..., bool]:
-    """Return a condition for a sum of this name."""
-    return lambda *_, **more: more.get("of") == of
+def _sums(*names: str) -> Callable[..., bool]:
+    """Return a condition for sums of these names."""
+    return lambda *_, **more: more.get("of") in names
 
 
 def _first(x: Tensor, *_: Any) -> Tensor:
@@ -948,11 +948,11 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the divisor counts the rank's samples", "dp2", train_step.GlobalBatches, "open",
          _dp(lambda divisor, size: divisor / size, "token")),
         ("the divisor counts one microbatch", "mbs1", train_step.GlobalBatches, "open",
-         lambda original, _: lambda self, read, num, samples: original(self, read, num, samples // num)),
+         before(lambda self, read, num, samples, length: (self, read, num, samples // num, length))),
         ("the order loss is divided by the rank's samples", "dp2", train_step.GlobalBatches, "open",
          _dp(lambda divisor, size: divisor / size, "sample"), "bert"),
         ("masked tokens are counted on the rank", "dp2", train_step, "all_reduce",
-         unless(_sums("the number of masked tokens"), _first), "bert"),
+         unless(_sums("the number of tokens"), _first), "bert"),
         ("tokens with a loss are counted on the rank", "dp2", train_step, "all_reduce",
          unless(_sums("the number of tokens"), _first), "packed"),
         ("a loss is a mean over the microbatch's tokens", "mbs1", stage.Stage, "masked_sum",
@@ -1130,7 +1130,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("the last stage's gradient of the word embedding is dropped", "pp2", optimizer,
          "sum_tied_embedding_grads", _dropped_on_last, "later"),
         ("later tokens are counted on the rank", "dp2", train_step, "all_reduce",
-         unless(_sums("the numbers of later tokens"), _first), "later"),
+         unless(_sums("the number of later-1 tokens", "the number of later-2 tokens"), _first), "later"),
         ("the loss of a later token is a mean over the microbatch's samples", "mbs1",
          multi_token_prediction.MultiTokenPrediction, "terms", after(_mean_over_samples), "later"),
         ("later tokens end with the rank's slice", "cp2", Microbatch, "cut", after(_ends_with_slice),
@@ -1217,9 +1217,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("views of a copied storage begin at its start", "tp1+offload", activation_offload, "_Saved",
          before(lambda *args: (*args[:4], 0))),
         ("offloaded weights have no weight decay", "tp1+offload", adamw, "OffloadedUpdate",
-         before(lambda gradient, weight, rate, decay: (gradient, weight, rate, 0.0))),
+         before(lambda gradient, weight, rate, decay, epsilon: (gradient, weight, rate, 0.0, epsilon))),
         ("offloaded states have the learning rate of another step", "tp1+offload", adamw, "OffloadedUpdate",
-         before(lambda gradient, weight, rate, decay: (gradient, weight, 0.5 * rate, decay))),
+         before(lambda gradient, weight, rate, *rest: (gradient, weight, 0.5 * rate, *rest))),
     ],
     "buffers": [
         ("every rank holds the first slice of a buffer", "tp2", own_stage, "new_buffer",

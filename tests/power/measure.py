@@ -259,6 +259,8 @@ def measure(errors: Sequence[InjectedError], *, only_own_layout: bool = False) -
 
 def _differences(model: str, run: RunRecord | str, reference: RunRecord | str) -> list[str]:
     if isinstance(run, str):
+        # The replaced function has changed, and the catalogue has not: the run has not met the error.
+        assert not run.startswith(("AttributeError", "NameError", "TypeError")), run
         return [f"the run ends with {run}"]
     assert isinstance(reference, RunRecord), f"the reference of one rank ends with {reference}"
     return compare(run, reference).excesses(TOLERANCES[config_of(model).model.params_dtype])
