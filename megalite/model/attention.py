@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from megalite.attention.core import StageCore
 from megalite.attention.positions import Angles, PositionInfo
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import AttentionSpec, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.distributed.collectives import all_gather_from
 from megalite.kernels.packed_heads import Heads, SplitHeads, split_heads
 from megalite.model.layer_state import BlockOutput
 from megalite.model.norm import HeadRMSNorm, build_head_norm
+from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.tensor_parallel.placement import Cut
-from megalite.utils.wrapping import communication_point, wrap_point
+from megalite.utils.wrapping import communication_point, wrap, wrap_point
 
 
 class Attention(nn.Module):
@@ -41,8 +42,6 @@ class Attention(nn.Module):
     A layer whose keys are its values has no rows of values. A layer that attends to keys and values of an
     earlier layer has only rows of queries, and of gates, in the order of the query heads.
     """
-
-    core_method, input_method = "attend", "queries_keys_values"
 
     def __init__(
         self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int, spec: AttentionSpec
@@ -92,6 +91,13 @@ class Attention(nn.Module):
         elif spec.keys_as_values:
             self.complete = self._complete_keys_as_values
         self.split = self._split_own_groups if self.tp.size <= spec.num_groups else self._split_shared_group
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute attention between the projections, and the norm of the input."""
+        if "core_attn" in config.modules:
+            wrap(self, "attend", recompute_core)
+        if "layernorm" in config.modules:
+            recompute_output(norm, "forward", self, "queries_keys_values")
 
     def forward(
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor

@@ -21,13 +21,14 @@ from torch.autograd.function import once_differentiable
 from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import REAL_TOKEN, LossTerm, Terms
 from megalite.batch.microbatch import SampleNumbers, numbers_of
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.distributed.collectives import all_reduce, reduce_from_tensor_parallel, start_all_gather
 from megalite.kernels import fill_normal_, site_key
 from megalite.model.expert_dispatch import Dispatcher, dispatcher_for, within_capacity
 from megalite.model.grouped_linear import grouped_bias, grouped_linear
 from megalite.model.layer_state import BlockOutput
 from megalite.model.mlp import activation_of
+from megalite.model.recompute_region import recompute_output
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
 from megalite.model.shared_expert import SharedExpert
 from megalite.tensor_parallel.jitter import Jitter
@@ -397,6 +398,12 @@ class MixtureOfExperts(nn.Module):
             self.from_latent = UncutLinear(h, config.hidden_size, context, std=down_std)
         has_shared = config.moe_shared_expert_intermediate_size is not None
         self.shared = SharedExpert(config, context) if has_shared else None
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the experts with their norm, or the norm."""
+        if {"mlp", "layernorm"} & config.modules:
+            again = "mlp" in config.modules
+            recompute_output(norm, "forward", self, "transform", recompute_consumer=again)
 
     def forward(
         self,

@@ -11,20 +11,24 @@ tp = tp.size. With context parallelism, every s is s/cp outside of the attention
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from megalite.attention.positions import Angles, PositionInfo
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.layer_spec import LatentSpec
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
+from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
-from megalite.utils.wrapping import communication_point, wrap_point
+from megalite.utils.wrapping import communication_point, wrap, wrap_point
 
 
 class LatentAttention(Attention):
@@ -55,6 +59,30 @@ class LatentAttention(Attention):
         self.key_value_up = ColumnParallelLinear(
             self.latent_width, n * sum(rows), context, bias=False, std=std, fused_rows=rows
         )
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward also recompute the projections from latents, and keep the latents."""
+        if "mla_up_proj" not in config.modules:
+            super().recompute_parts(config, norm)
+            return
+        projections: list[Callable[..., tuple[Tensor, ...]]] = []
+
+        def pass_on(project: Callable[..., Any]) -> Callable[..., Any]:
+            projections.append(project)
+            return lambda *latents: latents
+
+        wrap(self, "from_latents", pass_on)
+        (project,) = projections
+
+        def from_latents(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def attend_projected(of_queries: Tensor, shared: Tensor, latent: Tensor, *others: Any) -> Tensor:
+                return attend(*project(of_queries, shared, latent), *others)
+
+            return recompute_core(attend_projected)
+
+        wrap(self, "attend", from_latents)
+        if "layernorm" in config.modules:
+            recompute_output(norm, "forward", self, "queries_keys_values")
 
     @communication_point
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.config.model import NormPosition
 from megalite.kernels import ResidualSum
 from megalite.model.experts import MixtureOfExperts, Router
@@ -110,6 +110,16 @@ class TransformerLayer(nn.Module):
         assert self.spec.mixer is not None
         mixer: Mixer = getattr(self, self.spec.mixer.name)
         return mixer
+
+    def recompute_parts(self, config: RecomputeConfig) -> None:
+        """Let backward recompute the parts of the blocks that the config names."""
+        if self.spec.mixer is not None:
+            self.mixer.recompute_parts(config, self.attention_norm)
+        if self.spec.has_mlp:
+            norm = self.attention_norm if self.shares_norm else self.mlp_norm
+            self.mlp.recompute_parts(config, norm)
+            if self.experts is not None:
+                self.experts.recompute_parts(config, norm)
 
     def own_inputs(self, state: LayerState) -> tuple[Tensor, ...]:
         """Return the arguments of `forward` that only some layers have, from the layers before it."""

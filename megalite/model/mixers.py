@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import AttentionSpec, ModelConfig
+from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
 from megalite.config.layer_spec import DeltaNetSpec, LatentSpec, MambaSpec, MixerSpec
 from megalite.model.attention import Attention
 from megalite.model.gated_delta_net import GatedDeltaNet
@@ -21,21 +21,18 @@ from megalite.tensor_parallel.parameter_spec import LayerContext
 
 
 class Mixer(Protocol):
-    """Declares the interface of a mixer, an `nn.Module`.
-
-    Attributes:
-        input_method: name of the wrap point that maps the layer's input to the arguments of the core; it
-            takes one tensor that needs a gradient, the first of its arguments.
-        core_method: name of the wrap point between the two projections, which --recompute-modules core_attn
-            recomputes; of its arguments, the tensors of floating-point numbers are kept.
-    """
-
-    input_method: ClassVar[str]
-    core_method: ClassVar[str]
+    """Interface of a mixer, an `nn.Module`."""
 
     def __call__(
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor
     ) -> BlockOutput: ...
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the parts that the config names.
+
+        Args:
+            norm: norm of the mixer's input.
+        """
 
 
 _MIXERS: Mapping[type[MixerSpec], type[nn.Module]] = {

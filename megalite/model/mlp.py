@@ -6,6 +6,7 @@ Shapes: s sequence, b microbatch, h hidden size, ffn inner features, tp = tp.siz
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from megalite.attention.positions import PositionInfo
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.kernels import bias_gelu, bias_swiglu
 from megalite.model.layer_state import BlockOutput
+from megalite.model.recompute_region import recompute, recompute_output
 from megalite.tensor_parallel.linear import (
     Activated,
     ColumnParallelLinear,
@@ -25,7 +27,7 @@ from megalite.tensor_parallel.linear import (
     depth_scaled_std,
 )
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.utils.wrapping import wrap_point
+from megalite.utils.wrapping import wrap, wrap_point
 
 
 class ActivationFunction(NamedTuple):
@@ -127,6 +129,23 @@ class MLP(nn.Module):
             width_ratio=config.width_ratio,
         )
 
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the MLP with its norm, the activation or the norm, or the MLP in chunks."""
+        if config.mlp_chunks > 1:
+            for linear in (self.up, self.down):
+                # Weight gradients stored for later would hold the wide activations of all chunks.
+                linear.context = replace(linear.context, store=None)
+            wrap(self, "transform", lambda transform: partial(_in_chunks, transform, config.mlp_chunks))
+        if "mlp" in config.modules:
+            recompute_output(norm, "forward", self, "transform", recompute_consumer=True)
+            return
+        if "layernorm" in config.modules:
+            first = "project_up" if config.mlp_chunks == 1 else "transform"
+            recompute_output(norm, "forward", self, first)
+        if "mlp_act" in config.modules:
+            self.up.fuses_gelu = False  # only the activation's input is kept, not its output
+            recompute_output(self, "activate", self, "project_down")
+
     def forward(
         self,
         x: Tensor,
@@ -165,3 +184,8 @@ class MLP(nn.Module):
         """Map ``[s, b, ffn/tp]`` to ``[s, b, h]``."""
         y: Tensor = self.down(x)
         return y
+
+
+def _in_chunks(transform: Callable[[Tensor], Tensor], num_chunks: int, x: Tensor) -> Tensor:
+    """Return transform(x), computed and recomputed chunk by chunk of the sequence, or of the rank's slice."""
+    return torch.cat([recompute(transform, chunk) for chunk in x.tensor_split(min(num_chunks, x.shape[0]))])

@@ -6,15 +6,16 @@ Shapes: s sequence, b microbatch, h hidden size, e experts, k experts of a token
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.batch.loss_terms import Terms
 from megalite.batch.microbatch import SampleNumbers
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RecomputeConfig
 from megalite.model.experts import MixtureOfExperts, Router, Routing
 from megalite.model.norm import HeadRMSNorm, build_norm
+from megalite.model.recompute_region import recompute_first
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
-from megalite.utils.wrapping import eager_point
+from megalite.utils.wrapping import eager_point, wrap
 
 
 class NormedRouter(Router):
@@ -48,6 +49,11 @@ class NormedExperts(MixtureOfExperts):
         super().__init__(config, context, NormedRouter(config, context, layer))
         self.input_norm = build_norm(config, context)
         self.output_norm = build_norm(config, context)
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the experts; their norms are a part of them."""
+        if "mlp" in config.modules:
+            wrap(self, "transform", recompute_first)
 
     @eager_point
     def transform(

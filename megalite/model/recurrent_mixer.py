@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from megalite.attention.exchange import HeadExchange
 from megalite.attention.positions import PositionInfo
 from megalite.batch.microbatch import SampleNumbers
+from megalite.config import RecomputeConfig
 from megalite.model.layer_state import BlockOutput
+from megalite.model.recompute_region import recompute_core, recompute_output
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
-from megalite.utils.wrapping import communication_point
+from megalite.utils.wrapping import communication_point, wrap
 
 
 class RecurrentMixer(nn.Module, ABC):
@@ -29,7 +31,6 @@ class RecurrentMixer(nn.Module, ABC):
         kernel_problem: why plain PyTorch computes the recurrence; empty if GPU kernels do.
     """
 
-    core_method, input_method = "recur", "project_in"
     kernel_problem: str
     in_projection: ColumnParallelLinear
     projection: RowParallelLinear
@@ -37,6 +38,13 @@ class RecurrentMixer(nn.Module, ABC):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.exchange = HeadExchange(context)
+
+    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+        """Let backward recompute the recurrence between the projections, and the norm of the input."""
+        if "core_attn" in config.modules:
+            wrap(self, "recur", recompute_core)
+        if "layernorm" in config.modules:
+            recompute_output(norm, "forward", self, "project_in")
 
     def forward(self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo) -> BlockOutput:
         """Map ``[s, b, h]`` to ``[s, b, h]``, both ``[s/tp, b, h]`` if sequence parallel."""

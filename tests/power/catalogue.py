@@ -41,6 +41,7 @@ from megalite.model import (
     norm,
     normed_experts,
     recompute,
+    recompute_region,
     shared_expert,
     short_convolution,
     stage,
@@ -1145,9 +1146,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          after(_with_the_next_mask), "later", SAME),
     ],
     "recomputation": [
-        ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute,
+        ("saved slices of a layer's input are gathered in another order", "tp2+full", recompute_region,
          "start_all_gather", after(lambda pending, *_: _rolled(pending, halves=True)), "sliced"),
-        ("saved slices are gathered over the replicas", "tp2dp2+full", recompute, "start_all_gather",
+        ("saved slices are gathered over the replicas", "tp2dp2+full", recompute_region, "start_all_gather",
          over(lambda topology: topology.replicas), "sliced"),
         ("every rank saves the first slice of a layer's input", "tp2+full", recompute, "keep_slice",
          before(lambda tp: (type("First", (), {"size": tp.size, "rank": 0, "__getattr__": (

@@ -29,7 +29,7 @@ from megalite.config import Config
 from megalite.distributed import collectives
 from megalite.distributed.topology import Topology
 from megalite.kernels import norm, packed_heads
-from megalite.model import recompute
+from megalite.model import recompute_region
 from megalite.model.stage import StageProvider
 from megalite.model.transformer_stage import TransformerStage
 from megalite.tensor_parallel import linear, vocab_parallel
@@ -107,7 +107,7 @@ RULES: dict[Any, Any] = {
 """Types of the functions that communicate: I is full with a full gradient, R is full with a partial gradient,
 V varies between ranks, P is partial."""
 
-LOCAL = (packed_heads.SplitHeads, norm._WithResidual, recompute._Keep, algebra._Attention)
+LOCAL = (packed_heads.SplitHeads, norm._WithResidual, recompute_region._Keep, algebra._Attention)
 """Functions without communication between the ranks of tp and dp."""
 
 

@@ -41,7 +41,7 @@ from megalite.model import activation_offload
 from megalite.model.activation_offload import ActivationOffload
 from megalite.model.expert_dispatch import dispatcher_for
 from megalite.model.expert_exchange import _Finish, _Start
-from megalite.model.recompute import recompute
+from megalite.model.recompute_region import recompute
 from megalite.optim import offload
 from megalite.optim.gradient_buckets import GradReducer
 from megalite.optim.offload import OptimizerOffload

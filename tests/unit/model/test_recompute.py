@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megalite.model.recompute import recompute, recompute_output
+from megalite.model.recompute_region import recompute, recompute_output
 from megalite.utils.wrapping import wrap_point
 from tests.live_bytes import LiveBytes
 
