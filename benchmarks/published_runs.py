@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.config.model import Activation, PositionEmbedding
+from megalite.config.model.mlp import Activation
+from megalite.config.model.transformer import PositionEmbedding
 from megalite.config.recompute import Module
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.layout_fields import with_even_stages

@@ -27,7 +27,7 @@ from megalite.attention.ring import GatheredKeys, Ring, slices_of_ranks
 from megalite.batch.document_assignment import Assignment
 from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
-from megalite.config.layer_spec import RotarySpec
+from megalite.config.model.rope import RotarySpec
 from megalite.config.parallel import CpCommType
 from megalite.distributed.held_positions import positions_in
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys

@@ -9,9 +9,10 @@ The docstring under a field is its `--help`.
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
 from megalite.config.data import DataConfig
-from megalite.config.layer_spec import AttentionSpec, LayerSpec
 from megalite.config.logging import LoggingConfig
-from megalite.config.model import ModelConfig
+from megalite.config.model.attention import AttentionSpec
+from megalite.config.model.layers import LayerSpec
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig

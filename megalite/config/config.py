@@ -10,7 +10,7 @@ from megalite.config.batch_size import BatchSize, schedule_steps, value_at
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
-from megalite.config.model import ModelConfig
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recompute import RecomputeConfig

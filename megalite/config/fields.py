@@ -10,7 +10,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
@@ -210,6 +210,8 @@ class ConfigField:
     declared: Option
     on_resume: OnResume
     """Rule for a run that resumes with another value."""
+    section: str | None
+    """Part of the group that the field belongs to in YAML files, such as the model's attention."""
 
 
 @functools.cache
@@ -283,15 +285,15 @@ def normalised(name: str) -> str:
 
 @functools.cache
 def field_docs(group: str) -> Mapping[str, str]:
-    """Return the docstring under each field of a group, as one line, read from the source of the class."""
-    source = textwrap.dedent(inspect.getsource(_GROUPS[group]))
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef)
+    """Return the docstring under each field of a group, as one line, read from the source of its classes."""
     docs = {}
-    for statement, following in itertools.pairwise(definition.body):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                docs[name] = " ".join(str(text).split())
+    for part in filter(is_dataclass, _GROUPS[group].__mro__):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in itertools.pairwise(definition.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    docs[name] = " ".join(str(text).split())
     return docs
 
 
@@ -306,8 +308,10 @@ def _fields_of(group: str, part: Any) -> list[ConfigField]:
         names = {choice: choice for choice in kind.choices} | dict(declared.choices or {})
         choices = {name.lower(): choice for name, choice in names.items()}
         rule = declared.on_resume or part.default_on_resume
+        (owner,) = (each for each in part.__mro__ if field.name in vars(each).get("__annotations__", {}))
+        section = vars(owner).get("section")
         found.append(
-            ConfigField(group, field.name, kind, field.default, flags, sets, choices, declared, rule)
+            ConfigField(group, field.name, kind, field.default, flags, sets, choices, declared, rule, section)
         )
     return found
 

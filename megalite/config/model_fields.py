@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megalite.config.fields import ConfigField, config_fields, without_effect
-from megalite.config.model import MOST_LAYERS, ModelConfig
+from megalite.config.model.model_config import MOST_LAYERS, ModelConfig
 from megalite.config.option import OnResume
 
 MODEL_FIELDS: Mapping[str, ConfigField] = {

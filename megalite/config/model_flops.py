@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megalite.config.layer_spec import AttentionSpec, LayerSpec
-from megalite.config.model import ModelConfig
+from megalite.config.model.attention import AttentionSpec
+from megalite.config.model.layers import LayerSpec
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.vocab_padding import padded_vocab_size
 
 CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megalite.config.model import ModelConfig
+from megalite.config.model.model_config import ModelConfig
 
 _GPT = ModelConfig(vocab_size=50257)
 # The paper names weight decay as the only regularization (appendix B), and each sample is seen about once.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from megalite.config.config import Config
-from megalite.config.model import ModelConfig
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.model_flops import layer_weights, mtp_weights
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap

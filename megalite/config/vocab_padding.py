@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megalite.config.model import ModelConfig, round_up
+from megalite.config.model.model_config import ModelConfig, round_up
 from megalite.utils.errors import UserError
 
 

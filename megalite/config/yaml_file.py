@@ -27,7 +27,7 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 
 def read_yaml(path: str, diagnostics: Diagnostics) -> dict[str, UserSetting]:
-    """Return the settings in a YAML file, by field. Grouping the fields is optional.
+    """Return the settings in a YAML file, by field. Groups of fields and their sections are optional.
 
     Scalars are parsed like the values of flags: `1e-5` and `220_000_000` mean the same in both.
     """
@@ -38,7 +38,7 @@ def read_yaml(path: str, diagnostics: Diagnostics) -> dict[str, UserSetting]:
         return {}
     if root is None:
         return {}
-    return diagnostics.by_field(_settings(root, None, path, diagnostics))
+    return diagnostics.by_field(_settings(root, None, None, path, diagnostics))
 
 
 def _compose(path: str) -> yaml.Node | None:
@@ -68,11 +68,15 @@ def _compose(path: str) -> yaml.Node | None:
 
 
 def _settings(
-    node: yaml.Node, group: str | None, path: str, diagnostics: Diagnostics
+    node: yaml.Node, group: str | None, section: str | None, path: str, diagnostics: Diagnostics
 ) -> Iterator[UserSetting]:
-    """Yield the settings of a mapping of fields, or of groups of fields if `group` is None."""
+    """Yield the settings of a mapping of fields, with groups of fields if `group` is None.
+
+    A group may have sections, and a section has fields alone.
+    """
+    parent = section or group
     if node.tag != _MAP:
-        parent = "at the top level" if group is None else f"under {group}"
+        parent = f"under {parent}" if parent else "at the top level"
         diagnostics.add_problem(f"{_line(node, path)}: expected `key: value` lines {parent}")
         return
     seen: dict[str, yaml.Node] = {}
@@ -83,21 +87,25 @@ def _settings(
             diagnostics.add_problem(f"{_line(key, path)}: {name} is already in line {line}: remove one", name)
         elif group is None and _is_group(name, value):
             if not _is_null(value):  # it is null if all lines of the group are commented out
-                yield from _settings(value, name, path, diagnostics)
-        elif _is_field(name, group):
+                yield from _settings(value, name, None, path, diagnostics)
+        elif section is None and name in _sections(group) and value.tag == _MAP:
+            yield from _settings(value, group, name, path, diagnostics)
+        elif _is_field(name, group, section):
             field = fields_by_flag()[f"--{normalised(name)}"]
             try:
                 yield UserSetting(field, _value(field, value), f"{_line(key, path)}: {name}")
             except ValueError as error:
                 diagnostics.add_problem(f"{_line(key, path)}: {name} {error}", field.name)
         else:
-            known = [field.name for field in config_fields() if group in (None, field.group)]
+            known = [field.name for field in config_fields() if _is_in(field, group, section)]
             guess = nearest(name.replace("-", "_"), known)
-            parent, hint = f" of {group}" if group else "", f"; nearest is {guess!r}" if guess else ""
-            if _is_field(name, None):
-                hint = f", but of {fields_by_flag()[f'--{normalised(name)}'].group}"
+            hint = f"; nearest is {guess!r}" if guess else ""
+            if _is_field(name, None, None):
+                field = fields_by_flag()[f"--{normalised(name)}"]
+                hint = f", but of {field.section if field.group == group and field.section else field.group}"
+            owner = f" of {parent}" if parent else ""
             diagnostics.add_problem(
-                f"{_line(key, path)}: {name!r} is not a field{parent}{hint}", *((guess,) if guess else ())
+                f"{_line(key, path)}: {name!r} is not a field{owner}{hint}", *((guess,) if guess else ())
             )
 
 
@@ -112,16 +120,25 @@ def _value(field: ConfigField, node: yaml.Node) -> Any:
     return parse_value(field, [item.value for item in items]) if items else ()
 
 
-def _is_field(name: str, group: str | None) -> bool:
+def _is_field(name: str, group: str | None, section: str | None) -> bool:
     flag = f"--{normalised(name)}"
     field = fields_by_flag().get(flag)
-    return field is not None and flag in field.flags and group in (None, field.group)
+    return field is not None and flag in field.flags and _is_in(field, group, section)
+
+
+def _is_in(field: ConfigField, group: str | None, section: str | None) -> bool:
+    return group in (None, field.group) and section in (None, field.section)
+
+
+def _sections(group: str | None) -> set[str | None]:
+    """Return the names of a group's sections; at the top level, those of all groups."""
+    return {field.section for field in config_fields() if group in (None, field.group)}
 
 
 def _is_group(name: str, value: yaml.Node) -> bool:
     """Return whether a top-level key names a group. `optimizer` with a plain value is a field."""
     return name in _GROUPS and (
-        not isinstance(value.value, str) or _is_null(value) or not _is_field(name, None)
+        not isinstance(value.value, str) or _is_null(value) or not _is_field(name, None, None)
     )
 
 
@@ -173,22 +190,23 @@ _UNPRINTABLE = re.compile("[^\x20-\x7e]")
 
 
 def to_yaml(config: Config, unset: Collection[str] = ()) -> str:
-    """Return the config as YAML, grouped by sub-config; `--config` reads it back to an equal config.
+    """Return the config as YAML, by group and section; `--config` reads it back to an equal config.
 
     Fields in `unset` are omitted, since a field in the file counts as set; they must have their defaults.
 
     Writing a checkpoint must not need a YAML library, so scalars and lists are written as JSON, a subset of
     YAML. Floats are the exception: YAML 1.1 needs a point before the exponent.
     """
+    groups: dict[str, dict[str | None, list[str]]] = {}
+    for field in config_fields():
+        if field.name not in unset:
+            value = yaml_value(getattr(getattr(config, field.group), field.name))
+            groups.setdefault(field.group, {}).setdefault(field.section, []).append(f"{field.name}: {value}")
     lines: list[str] = []
-    for group in fields(config):
-        part = getattr(config, group.name)
-        values = [
-            f"  {field.name}: {yaml_value(getattr(part, field.name))}"
-            for field in fields(part)
-            if field.name not in unset
-        ]
-        lines += [f"{group.name}:", *values] if values else []
+    for group, sections in groups.items():
+        lines += [f"{group}:", *(f"  {line}" for line in sections.pop(None, []))]
+        for section, values in sections.items():
+            lines += [f"  {section}:", *(f"    {line}" for line in values)]
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.batch.microbatch import Microbatch
 from megalite.config import Config
-from megalite.config.model import NUM_BERT_SPECIAL
+from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
 from megalite.data.bert_masking import BertSample, WordPieces, make_sample
 from megalite.data.build_progress import reported_progress

@@ -16,7 +16,9 @@ from megalite.config.config import Config
 from megalite.config.entry_point import is_first_rank
 from megalite.config.fields import fields_by_flag, nearest, nearest_hint
 from megalite.config.layout_options import unset_options
-from megalite.config.model import Architecture, ModelConfig
+from megalite.config.model.layers import layer_lines
+from megalite.config.model.model_config import ModelConfig
+from megalite.config.model.transformer import Architecture
 from megalite.config.presets import PRESETS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of
@@ -124,7 +126,8 @@ def parse_run(
     if any(flag.flag == "--print-config" for flag in flags):
         unset = unset_options(config, set_fields)
         remark = "# The other options of the layout are chosen when the run starts.\n" if unset else ""
-        _print_and_exit(remark + to_yaml(config, unset))
+        layers = "".join(f"# {line}\n" for line in layer_lines(config.model))
+        _print_and_exit(remark + to_yaml(config, unset) + layers)
     return ParsedRun(config, [one_line(notice) for notice in diagnostics.notices], set_fields)
 
 

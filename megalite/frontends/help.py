@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 from megalite.config.fields import ConfigField, ValueKind, config_fields, field_docs, fields_by_flag
-from megalite.config.model import Architecture
+from megalite.config.model.transformer import Architecture
 from megalite.config.option import flag_of, format_value
 from megalite.config.presets import PRESETS
 from megalite.frontends.megatron.conversions import FSDP_FLAGS, LATENT_ROTARY_FLAGS, TOKEN_FLAGS

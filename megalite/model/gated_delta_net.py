@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
-from megalite.config.layer_spec import DeltaNetSpec
+from megalite.config.model.recurrence import DeltaNetSpec
 from megalite.kernels import recurrence, recurrence_problem, rms_norm_on
 from megalite.model.delta_rule import gated_delta_rule
 from megalite.model.recurrent_mixer import RecurrentMixer

@@ -15,7 +15,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.config.model import NormPosition
+from megalite.config.model.transformer import NormPosition
 from megalite.kernels import ResidualSum
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.layer_state import BlockOutput, LayerState
@@ -141,21 +141,22 @@ class TransformerLayer(nn.Module):
         total: Tensor | ResidualSum = x
         terms: Terms = {}
         shared: SharedKeys = {}
-        # Not a loop: torch.compile cannot leave a graph in a loop, as it does for experts.
+        # Not a loop: torch.compile cannot leave a graph in a loop, as it does for experts. The MLP's tensors
+        # have the names of the mixer's, so that nothing of the mixer outlives it.
         if "attention" in self.blocks:
-            normed, x = self._input_of("attention", total)
+            normed, total = self._input_of("attention", total)
             if self.is_parallel:
-                mlp_input, x = (normed, x) if self.shares_norm else self._input_of("mlp", x)
+                mlp_input, total = (normed, total) if self.shares_norm else self._input_of("mlp", total)
             output = self.mixer(normed, sample_numbers, positions, *keys)
-            total = self._sum("attention", x, output, sample_numbers)
-            shared = output.keys
+            total, shared = self._sum("attention", total, output, sample_numbers), output.keys
         if "mlp" in self.blocks:
-            if not self.is_parallel:
-                mlp_input, total = self._input_of("mlp", total)
+            if self.is_parallel:
+                normed = mlp_input
+            else:
+                normed, total = self._input_of("mlp", total)
             assert isinstance(total, Tensor)
-            output = self._feed_forward(total, mlp_input, sample_numbers, positions)
-            total = self._sum("mlp", total, output, sample_numbers)
-            terms = output.terms
+            output = self._feed_forward(total, normed, sample_numbers, positions)
+            total, terms = self._sum("mlp", total, output, sample_numbers), output.terms
         if self.embedding_gate is not None:
             total = total + self.embedding_gate(total, own[0])
         return WithTerms.if_any(self.output_scale(total), terms, shared)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.config import ModelConfig
-from megalite.config.layer_spec import MambaSpec
+from megalite.config.model.recurrence import MambaSpec
 from megalite.kernels import recurrence_problem
 from megalite.model.recurrent_mixer import RecurrentMixer
 from megalite.model.short_convolution import ShortConvolution

@@ -11,7 +11,9 @@ from megalite.attention.core import StageCore
 from megalite.attention.positions import PositionInfo
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import AttentionSpec, ModelConfig, RecomputeConfig
-from megalite.config.layer_spec import DeltaNetSpec, LatentSpec, MambaSpec, MixerSpec
+from megalite.config.model.attention import LatentSpec
+from megalite.config.model.layers import MixerSpec
+from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.model.attention import Attention
 from megalite.model.gated_delta_net import GatedDeltaNet
 from megalite.model.latent_attention import CachedLatentAttention, LatentAttention

@@ -24,7 +24,7 @@ from megalite.checkpoint.folder import iterations_in, list_checkpoints
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.config.model import ParamsDtype
+from megalite.config.model.transformer import ParamsDtype
 from megalite.utils.errors import UserError
 from megalite.utils.log import log
 

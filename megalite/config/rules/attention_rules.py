@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megalite.config.config import Config
-from megalite.config.layer_spec import AttentionSpec
-from megalite.config.model import ModelConfig
+from megalite.config.model.attention import AttentionSpec
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.config.rules.model_rules import groups_name, pattern_problems

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
-from megalite.config.layer_spec import AttentionSpec, windows_differ
-from megalite.config.model import NUM_BERT_SPECIAL, ModelConfig
+from megalite.config.model.attention import AttentionSpec
+from megalite.config.model.layers import windows_differ
+from megalite.config.model.model_config import ModelConfig
+from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.option import flag_of, flag_with_value
 from megalite.utils.errors import Problem

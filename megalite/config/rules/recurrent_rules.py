@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.layer_spec import HYBRID_LETTERS
+from megalite.config.model.layers import HYBRID_LETTERS
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.utils.errors import Problem

@@ -7,7 +7,7 @@ grouped here, ``[g, 2 r p + 2 d + r, ...]``; theirs are the gates of all groups,
 from __future__ import annotations
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.config.layer_spec import MambaSpec
+from megalite.config.model.recurrence import MambaSpec
 from megalite.frontends.huggingface.experts import SEPARATE, biased_scores, has_experts
 from megalite.frontends.huggingface.family import (
     OUTPUT,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.config.layer_spec import windows_differ
+from megalite.config.model.layers import windows_differ
 from megalite.frontends import none_if_default
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
 from megalite.utils.errors import UserError

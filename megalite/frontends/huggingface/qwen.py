@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import LayerSpec, ModelConfig
-from megalite.config.layer_spec import DeltaNetSpec
+from megalite.config.model.recurrence import DeltaNetSpec
 from megalite.frontends.huggingface.experts import (
     FUSED_EXPERTS,
     expert_modules,

@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting
 from megalite.config.config import Config
 from megalite.config.fields import fields_by_flag
-from megalite.config.model import ModelConfig
+from megalite.config.model.model_config import ModelConfig
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.training_rules import batch_size_schedule, ramp_up
 from megalite.config.validate import range_problems

@@ -140,6 +140,30 @@ def test_a_printed_config_can_be_fed_back(
     assert capsys.readouterr().out == ""
 
 
+def test_sections_of_a_group_are_optional(written, problems) -> None:
+    """A file without sections, and one with some of them, mean the same."""
+    flat = "model: {num_layers: 3, num_experts: 4, moe_router_topk: 1, rotary_base: 5e4}"
+    nested = "model: {num_layers: 3, experts: {num_experts: 4, moe_router_topk: 1}}\nrope: {rotary_base: 5e4}"
+    first, second = (parse(["--config", written(text)])[0] for text in (flat, nested))
+    assert first == second and first.model.moe_router_topk == 1
+    wrong, *_ = problems(f"--config {written('model: {rope: {moe_router_topk: 1}}')}")
+    assert "'moe_router_topk' is not a field of rope, but of experts" in wrong
+    path = written("num_experts: 4\nmodel: {experts: {num_experts: 2}}")
+    twice, *_ = problems(f"--config {path}")
+    assert "line 1: num_experts 4 and" in twice and "set the same option: remove one" in twice
+
+
+def test_a_printed_config_says_what_layers_are_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(shlex.split("--preset gemma4-e2b --vocab-size 99 --print-config"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# layers")]
+    assert lines[1] == (
+        "# layers 4, 9, 14: attention (8 heads of 512, 1 of keys and values, rope of 512 elements, "
+        "base 1e+06), MLP of 6144"
+    )
+    assert "keys and values of layer 13, window 511" in lines[2]
+
+
 def test_printing_a_config_with_mistakes_is_a_mistake(problems) -> None:
     assert "unknown flag --foo" in problems("--print-config --foo")[0]
 

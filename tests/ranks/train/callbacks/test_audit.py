@@ -23,7 +23,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.model import ParamsDtype
+from megalite.config.model.transformer import ParamsDtype
 from megalite.config.presets import PRESETS
 from megalite.distributed.local_ranks import run_ranks as run_new_ranks
 from megalite.distributed.topology import Topology

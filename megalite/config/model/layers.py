@@ -8,213 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
-
-@dataclass(frozen=True)
-class RotarySpec:
-    """Rotation of queries and keys by their position (rope).
-
-    Attributes:
-        size: number of rotated elements of a head, r.
-        base: base of the frequencies.
-        scaling: --rope-scaling of the frequencies.
-    """
-
-    size: int
-    base: float
-    scaling: str
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Grouped-query attention.
-
-    Attributes:
-        num_heads: query heads, n.
-        num_kv_heads: key/value heads, g.
-        head_dim: size of a head of queries and keys, d.
-        value_dim: size of a head of values.
-        score_scale: factor of the products of queries and keys.
-        window: largest number of keys before its own that a query attends to; None without this limit.
-        rotary: rotation of queries and keys; None without.
-        has_gate: whether the query projection also computes gates of the heads' outputs.
-        keys_as_values: whether the values are the keys before their norm and rotation.
-        key_source: number of the earlier layer whose keys and values the layer attends to; None for its own.
-        gives_keys: whether later layers attend to the layer's keys and values.
-    """
-
-    name: ClassVar[str] = "attention"
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int
-    score_scale: float
-    window: int | None = None
-    rotary: RotarySpec | None = None
-    has_gate: bool = False
-    keys_as_values: bool = False
-    key_source: int | None = None
-    gives_keys: bool = False
-
-    @property
-    def num_groups(self) -> int:
-        """Return by how many groups of heads the query/key/value projection is ordered.
-
-        It is one for each key/value head. Without keys, it is one for each query head.
-        """
-        return self.num_kv_heads if self.key_source is None else self.num_heads
-
-    @property
-    def group_heads(self) -> tuple[int, ...]:
-        """Return how many heads of each sort a group has in the query/key/value projection.
-
-        The sorts are queries, their gates if there are gates, and, unless the layer attends to keys of an
-        earlier one, one key, and one value unless it is the key.
-        """
-        queries = self.num_heads // self.num_groups
-        gates = (queries,) if self.has_gate else ()
-        keys = (1,) if self.key_source is None else ()
-        values = () if self.keys_as_values else keys
-        return queries, *gates, *keys, *values
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Return the number of elements of the matrices."""
-        heads = self.num_groups * sum(self.group_heads) + self.num_heads
-        return hidden_size * heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class LatentSpec(AttentionSpec):
-    """Multi-latent attention, whose heads' keys have a part of their own and a rotated part that all share.
-
-    Attributes:
-        query_width: width of the latent of queries; None if these are projected from the hidden states.
-        latent_width: width of the latent of keys and values.
-        key_dim: elements of a head's queries and keys without rotation; the other `rotary.size` are rotated.
-    """
-
-    query_width: int | None = None
-    latent_width: int = 0
-    key_dim: int = 0
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Return the number of elements of the matrices."""
-        queries, values = self.num_heads * self.head_dim, self.num_heads * self.value_dim
-        from_latents = self.num_heads * (self.key_dim + self.value_dim) * self.latent_width
-        rows = self.latent_width + self.head_dim - self.key_dim + values
-        if self.query_width is None:
-            return from_latents + hidden_size * (rows + queries)
-        return from_latents + self.query_width * queries + hidden_size * (rows + self.query_width)
-
-
-@dataclass(frozen=True)
-class DeltaNetSpec:
-    """Gated DeltaNet; several value heads can share a query and key head.
-
-    Attributes:
-        kernel: tokens that the convolution sees.
-        key_dim, value_dim: size of a query or key head, and of a value head.
-        key_heads, value_heads: numbers of heads.
-    """
-
-    name: ClassVar[str] = "gated_delta_net"
-    kernel: int
-    key_dim: int
-    value_dim: int
-    key_heads: int
-    value_heads: int
-
-    @property
-    def sharers(self) -> int:
-        """Return the number of value heads that share a key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def group_rows(self) -> tuple[int, ...]:
-        """Return the features that the input projection computes for one key head, by kind.
-
-        The kinds are query, key, values, the gates of the output, and each value head's rate and decay.
-        """
-        values = self.sharers * self.value_dim
-        return (self.key_dim, self.key_dim, values, values, self.sharers, self.sharers)
-
-    @property
-    def num_mixed(self) -> int:
-        """Return the features of one key head that the convolution mixes: query, key and values."""
-        return sum(self.group_rows[:3])
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Return the number of elements of the matrices of both projections."""
-        return hidden_size * (self.key_heads * sum(self.group_rows) + self.value_heads * self.value_dim)
-
-    @property
-    def multiply_adds(self) -> int:
-        """Return the multiply-adds of the recurrence and the convolution per token.
-
-        The recurrence reads the state with a key, adds an outer product to it, and reads it with a query.
-        """
-        return 3 * self.value_heads * self.key_dim * self.value_dim + (
-            self.kernel * self.key_heads * self.num_mixed
-        )
-
-
-@dataclass(frozen=True)
-class MambaSpec:
-    """Mamba-2; the heads of a group share what writes to their states and reads them.
-
-    Attributes:
-        state_dim: n, size of the state of each element of a head.
-        head_dim: p, size of a head.
-        num_groups, num_heads: numbers of groups and heads.
-        kernel: tokens that the convolution before the recurrence sees.
-        min_time_step: smallest time step.
-    """
-
-    name: ClassVar[str] = "mamba"
-    state_dim: int
-    head_dim: int
-    num_groups: int
-    num_heads: int
-    kernel: int
-    min_time_step: float
-
-    @property
-    def group_heads(self) -> int:
-        """Return the number of heads of a group."""
-        return self.num_heads // self.num_groups
-
-    @property
-    def width(self) -> int:
-        """Return the number of features of all heads."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def group_rows(self) -> tuple[int, ...]:
-        """Return the features that the input projection computes for a group, by kind.
-
-        The kinds are the gates of the output, the inputs x of the heads, B, C, and each head's time step.
-        """
-        heads = self.group_heads * self.head_dim
-        return (heads, heads, self.state_dim, self.state_dim, self.group_heads)
-
-    @property
-    def num_mixed(self) -> int:
-        """Return the features of a group that the convolution mixes: x, B and C."""
-        return sum(self.group_rows[1:4])
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Return the number of elements of the matrices of both projections."""
-        return hidden_size * (self.num_groups * sum(self.group_rows) + self.width)
-
-    @property
-    def multiply_adds(self) -> int:
-        """Return the multiply-adds of the recurrence and the convolution per token.
-
-        The recurrence adds an outer product to the state, and reads the state.
-        """
-        return 2 * self.width * self.state_dim + self.kernel * self.num_groups * self.num_mixed
-
+from megalite.config.model.attention import AttentionSpec, LatentSpec
+from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
+from megalite.config.model.rope import RotarySpec
 
 HYBRID_LETTERS = "M*-E"
 """Letters of --hybrid-override-pattern: Mamba-2, attention, an MLP, experts."""
@@ -326,6 +124,48 @@ def _rotary(model: Any, spec: AttentionSpec) -> RotarySpec:
         return RotarySpec(size, model.rotary_base, model.rope_scaling)
     scaling = model.rope_scaling if model.window_rope_scaling else "none"
     return RotarySpec(size, model.window_rotary_base or model.rotary_base, scaling)
+
+
+def layer_lines(model: Any) -> list[str]:
+    """Return a line for all equal layers: `layers 0-3, 5: attention (4 heads of 16), MLP of 64`."""
+    numbers: dict[str, list[range]] = {}
+    for number, spec in enumerate(model.layer_specs):
+        runs = numbers.setdefault(_text(spec, model), [])
+        first = runs.pop().start if runs and runs[-1].stop == number else number
+        runs.append(range(first, number + 1))
+    return [f"layers {', '.join(map(_range_text, runs))}: {text}" for text, runs in numbers.items()]
+
+
+def _range_text(numbers: range) -> str:
+    return str(numbers.start) if len(numbers) == 1 else f"{numbers.start}-{numbers[-1]}"
+
+
+def _text(spec: LayerSpec, model: Any) -> str:
+    blocks = []
+    if spec.recurrence is not None:
+        blocks.append(
+            f"{spec.recurrence.name} ({', '.join(f'{k} {v}' for k, v in vars(spec.recurrence).items())})"
+        )
+    if (attention := spec.attention) is not None:
+        parts = [f"{attention.num_heads} heads of {attention.head_dim}"]
+        if attention.key_source is not None:
+            parts.append(f"keys and values of layer {attention.key_source}")
+        elif attention.num_kv_heads != attention.num_heads:
+            parts.append(f"{attention.num_kv_heads} of keys and values")
+        if attention.keys_as_values:
+            parts.append("keys as values")
+        if attention.window is not None:
+            parts.append(f"window {attention.window}")
+        if attention.rotary is not None:
+            parts.append(f"rope of {attention.rotary.size} elements, base {attention.rotary.base:g}")
+        blocks.append(f"attention ({', '.join(parts)})")
+    if spec.ffn_size is not None:
+        blocks.append(f"MLP of {spec.ffn_size}")
+    if spec.has_experts:
+        blocks.append(
+            f"{model.num_experts} experts of {model.expert_ffn_size}, {model.moe_router_topk} a token"
+        )
+    return ", ".join(blocks)
 
 
 def windows_differ(model: Any) -> bool:

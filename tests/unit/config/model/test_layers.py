@@ -10,7 +10,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
-from megalite.config.layer_spec import RotarySpec, windows_differ
+from megalite.config.model.layers import windows_differ
+from megalite.config.model.rope import RotarySpec
 from megalite.config.model_fields import resolved_fields
 
 

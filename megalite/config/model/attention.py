@@ -1,0 +1,209 @@
+"""Attention: its options, and the spec of one layer's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from megalite.config.model.rope import RotarySpec
+from megalite.config.option import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    OnResume,
+    Setting,
+    option,
+)
+
+KeysAsValues = Literal["none", "full_attention", "all"]
+QKNormWidth = Literal["head", "all_heads"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+AttentionBackend = Literal[
+    "auto", "flash", "cudnn", "efficient", "flex", "fused", "triton", "unfused", "local"
+]
+
+_FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
+_LATENT: dict[str, Any] = {"only_with": "multi_latent_attention"}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of attention."""
+
+    section: ClassVar[str] = "attention"
+
+    num_attention_heads: int = option(12, allowed=SIZE)
+    """Number of attention (query) heads."""
+    num_query_groups: int | None = option(None, "--num-key-value-heads", allowed=SIZE)
+    """Number of key/value heads (grouped-query attention). By default one for each query head."""
+    kv_channels: int | None = option(
+        None, allowed=SIZE, only_with=Setting("multi_latent_attention", (False,))
+    )
+    """Size of one attention head. By default hidden size / attention heads."""
+    full_attention_kv_channels: int | None = option(None, **_FULL_ATTENTION)
+    """Size of one attention head in layers without a window (Gemma 4). By default --kv-channels."""
+    full_attention_query_groups: int | None = option(None, **_FULL_ATTENTION)
+    """Number of key/value heads in layers without a window (Gemma 4). By default --num-query-groups."""
+    keys_as_values: KeysAsValues = option("none", in_megatron=False)
+    """Layers whose values are the keys before norm and rotation, without a projection of their own: none,
+    those without a window (full_attention: Gemma 4), or all."""
+    num_kv_shared_layers: int = option(0, allowed=NOT_NEGATIVE, in_megatron=False)
+    """The last layers, this many, attend to keys and values of the last layer before them with the same
+    window and rotation (Gemma 4)."""
+    window_size: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, same_shapes=True)
+    """Sliding-window attention, W,0: a token attends to itself and at most W tokens before it, and to none
+    after it. By default to all tokens before it."""
+    window_attn_skip_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, same_shapes=True)
+    """Layers without the window: every Nth. Or a list with 1 for each layer with the window and 0 for each
+    other layer, such as [1]*3+[0]. By default all layers have it."""
+    softmax_type: SoftmaxType = option("vanilla", same_shapes=("vanilla", "off-by-one"))
+    """What attention's softmax adds to its sum over keys: nothing (vanilla), 1 (off-by-one), or exp of a
+    learned logit per query head (learnable: the sinks of GPT-OSS)."""
+    attention_output_gate: bool = False
+    """Multiply each head's output by the sigmoid of a gate, which the query projection also computes
+    (Qwen3-Next)."""
+    clip_qkv: float | None = option(None, allowed=POSITIVE, same_shapes=True, in_megatron=False)
+    """Bound queries, keys and values before rotary positions, after their norms (OLMoE)."""
+    qk_layernorm: bool = False
+    """Normalize queries and keys before attention, with the norm of --normalization. In multi-latent
+    attention, normalize the latents."""
+    qk_layernorm_width: QKNormWidth = option("head", only_with="qk_layernorm", in_megatron=False)
+    """Normalize each head's queries and keys, with one weight for all heads (Qwen 3), or all heads together
+    (all_heads: OLMo 2)."""
+    value_layernorm: bool = option(False, in_megatron=False)
+    """Normalize each head's values by an RMSNorm without a weight (Gemma 4)."""
+    query_pre_attn_scalar: float | None = option(None, allowed=POSITIVE, same_shapes=True, in_megatron=False)
+    """Divide attention scores by the square root of this. By default of the head size."""
+    attn_logit_softcapping: float | None = option(None, allowed=POSITIVE, same_shapes=True, in_megatron=False)
+    """Replace each scaled attention score x by C tanh(x / C), as in Gemma 2."""
+    qk_clip: bool = option(False, on_resume=OnResume.SETTING)
+    """After each update, scale down the queries and keys of heads whose largest attention score was above
+    --qk-clip-threshold."""
+    qk_clip_threshold: float = option(
+        100.0, allowed=POSITIVE, on_resume=OnResume.SETTING, only_with="qk_clip"
+    )
+    """Largest attention score, after scaling, that --qk-clip leaves."""
+    qk_clip_alpha: float = option(0.5, allowed=SHARE, on_resume=OnResume.SETTING, only_with="qk_clip")
+    """Power of the factor by which --qk-clip scales queries; keys get the rest, 1 minus this."""
+    add_qkv_bias: bool = option(False, only_with=Setting("add_bias_linear", (False,)))
+    """Add a bias to the queries, keys and values even with --disable-bias-linear, as Qwen 2 does. In
+    multi-latent attention, add it to the projections to latents."""
+    add_attention_output_bias: bool = option(
+        False, only_with=Setting("add_bias_linear", (False,)), in_megatron=False
+    )
+    """Add a bias to the output of attention even with --disable-bias-linear. With --add-qkv-bias, it is
+    transformers' attention_bias."""
+    attention_dropout: float = option(0.1, allowed=FRACTION, on_resume=OnResume.SETTING)
+    """Dropout probability of the attention weights."""
+    attention_backend: AttentionBackend = option("auto", on_resume=OnResume.FREE, in_megatron=False)
+    """Kernel that computes attention. fused: any of flash, cudnn and efficient. Attention dropout needs
+    triton (CUDA GPUs), unfused or local (docs/attention.md)."""
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """Options of multi-latent attention."""
+
+    section: ClassVar[str] = "latent_attention"
+
+    multi_latent_attention: bool = False
+    """Compute keys and values from one narrow vector per token, the latent, which is all that generation
+    keeps (DeepSeek-V2 and V3; docs/attention.md)."""
+    q_lora_rank: int | None = option(None, allowed=SIZE, **_LATENT)
+    """Width of the latent of queries. By default queries are projected from the hidden states."""
+    kv_lora_rank: int = option(32, allowed=SIZE, **_LATENT)
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = option(128, allowed=SIZE, **_LATENT)
+    """Elements of each head's queries and keys without rotary positions."""
+    qk_pos_emb_head_dim: int = option(64, allowed=SIZE, **_LATENT)
+    """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
+    v_head_dim: int = option(128, allowed=SIZE, **_LATENT)
+    """Size of a head's values."""
+    latent_norm_epsilon: float | None = option(
+        None, allowed=NOT_NEGATIVE, same_shapes=True, in_megatron=False, **_LATENT
+    )
+    """Epsilon of the norms of latents. By default --layernorm-epsilon."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention.
+
+    Attributes:
+        num_heads: query heads, n.
+        num_kv_heads: key/value heads, g.
+        head_dim: size of a head of queries and keys, d.
+        value_dim: size of a head of values.
+        score_scale: factor of the products of queries and keys.
+        window: largest number of keys before its own that a query attends to; None without this limit.
+        rotary: rotation of queries and keys; None without.
+        has_gate: whether the query projection also computes gates of the heads' outputs.
+        keys_as_values: whether the values are the keys before their norm and rotation.
+        key_source: number of the earlier layer whose keys and values the layer attends to; None for its own.
+        gives_keys: whether later layers attend to the layer's keys and values.
+    """
+
+    name: ClassVar[str] = "attention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    score_scale: float
+    window: int | None = None
+    rotary: RotarySpec | None = None
+    has_gate: bool = False
+    keys_as_values: bool = False
+    key_source: int | None = None
+    gives_keys: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Return by how many groups of heads the query/key/value projection is ordered.
+
+        It is one for each key/value head. Without keys, it is one for each query head.
+        """
+        return self.num_kv_heads if self.key_source is None else self.num_heads
+
+    @property
+    def group_heads(self) -> tuple[int, ...]:
+        """Return how many heads of each sort a group has in the query/key/value projection.
+
+        The sorts are queries, their gates if there are gates, and, unless the layer attends to keys of an
+        earlier one, one key, and one value unless it is the key.
+        """
+        queries = self.num_heads // self.num_groups
+        gates = (queries,) if self.has_gate else ()
+        keys = (1,) if self.key_source is None else ()
+        values = () if self.keys_as_values else keys
+        return queries, *gates, *keys, *values
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices."""
+        heads = self.num_groups * sum(self.group_heads) + self.num_heads
+        return hidden_size * heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentSpec(AttentionSpec):
+    """Multi-latent attention, whose heads' keys have a part of their own and a rotated part that all share.
+
+    Attributes:
+        query_width: width of the latent of queries; None if these are projected from the hidden states.
+        latent_width: width of the latent of keys and values.
+        key_dim: elements of a head's queries and keys without rotation; the other `rotary.size` are rotated.
+    """
+
+    query_width: int | None = None
+    latent_width: int = 0
+    key_dim: int = 0
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices."""
+        queries, values = self.num_heads * self.head_dim, self.num_heads * self.value_dim
+        from_latents = self.num_heads * (self.key_dim + self.value_dim) * self.latent_width
+        rows = self.latent_width + self.head_dim - self.key_dim + values
+        if self.query_width is None:
+            return from_latents + hidden_size * (rows + queries)
+        return from_latents + self.query_width * queries + hidden_size * (rows + self.query_width)

@@ -1,0 +1,113 @@
+"""Mixtures of experts: their options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from megalite.config.option import (
+    ABOVE_ONE,
+    NOT_NEGATIVE,
+    OPEN_SHARE,
+    POSITIVE,
+    SIZE,
+    OnResume,
+    Setting,
+    option,
+)
+
+RouterScores = Literal["softmax", "sigmoid"]
+LoadBalancing = Literal["seq_aux_loss", "global_aux_loss", "aux_loss", "none"]
+DropPolicy = Literal["probs", "position"]
+
+_HAS_EXPERTS = Setting("num_experts", ABOVE_ONE)
+_EXPERTS: dict[str, Any] = {"only_with": _HAS_EXPERTS, "in_megatron": False}
+_ROUTER: dict[str, Any] = {"same_shapes": True, **_EXPERTS}
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Options of experts and of their router."""
+
+    section: ClassVar[str] = "experts"
+
+    num_experts: int | None = option(None, allowed=SIZE, in_megatron=False)
+    """Replace MLPs by this many experts each, of which a router selects some for each token
+    (docs/experts.md). 1 is a dense model."""
+    moe_router_topk: int = option(2, allowed=SIZE, **_ROUTER)
+    """Number of experts for each token."""
+    moe_ffn_hidden_size: int | None = option(None, allowed=SIZE, **_EXPERTS)
+    """Width of one expert. By default that of the MLP."""
+    moe_latent_size: int | None = option(None, allowed=SIZE, **_EXPERTS)
+    """Width of the experts' inputs and outputs: each token is projected to it before the experts, and back
+    after them (Nemotron 3). By default the hidden size."""
+    moe_beside_mlp: bool = option(False, **_EXPERTS)
+    """Let layers with experts have an MLP too: both outputs are normalized and added, and the router
+    normalizes its input (Gemma 4)."""
+    moe_layer_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, **_EXPERTS)
+    """Layers with experts: the first and every Nth after it. Or a list with 1 for each of them and 0 for each
+    other layer, such as [0]+[1]*11. By default all layers."""
+    moe_router_score_function: RouterScores = option("softmax", **_ROUTER)
+    """Function of the router's logits."""
+    moe_router_pre_softmax: bool = option(
+        False, **{**_ROUTER, "only_with": (_HAS_EXPERTS, Setting("moe_router_score_function", ("softmax",)))}
+    )
+    """Take the softmax over all experts (OLMoE), instead of over the selected ones (Mixtral)."""
+    moe_router_num_groups: int | None = option(None, allowed=SIZE, **_ROUTER)
+    """Groups of experts, of which a token's experts are in --moe-router-group-topk: those with the highest
+    sums of their --moe-router-group-scores best scores (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = option(None, allowed=SIZE, **_ROUTER)
+    """Number of groups of a token's experts."""
+    moe_router_group_scores: int = option(
+        2, allowed=SIZE, same_shapes=True, only_with="moe_router_num_groups", in_megatron=False
+    )
+    """Number of a group's highest scores whose sum is the group's: 2 in DeepSeek-V3, 1 in DeepSeek-V2."""
+    moe_router_topk_scaling_factor: float = option(1.0, allowed=POSITIVE, **_ROUTER)
+    """Factor of the weights of a token's experts."""
+    moe_router_enable_expert_bias: bool = option(False, **_EXPERTS)
+    """Add a bias to the scores that select experts, but not to their weights. Each update changes it to even
+    out their use (DeepSeek-V3)."""
+    moe_router_bias_update_rate: float = option(
+        1e-3,
+        allowed=NOT_NEGATIVE,
+        on_resume=OnResume.SETTING,
+        only_with="moe_router_enable_expert_bias",
+        in_megatron=False,
+    )
+    """Amount by which an update changes the bias of each expert."""
+    moe_shared_expert_intermediate_size: int | None = option(None, allowed=SIZE, **_EXPERTS)
+    """Width of an MLP that computes all tokens beside the experts. By default there is none."""
+    moe_shared_expert_gate: bool = option(False, **_EXPERTS)
+    """Multiply the shared expert's output by the sigmoid of a gate, one number for each token (Qwen2-MoE)."""
+    moe_router_load_balancing_type: LoadBalancing = option(
+        "seq_aux_loss", on_resume=OnResume.SETTING, **_EXPERTS
+    )
+    """Loss against uneven use of the experts: of each sample (seq_aux_loss), by the loads of the last
+    global batch (global_aux_loss), of each microbatch (aux_loss), or none."""
+    moe_aux_loss_coeff: float = option(0.01, allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    """Weight of that loss. Megatron-LM's default is 0."""
+    moe_z_loss_coeff: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SETTING, **_EXPERTS)
+    """Weight of the squared log-sum-exp of the router's logits in the loss, which keeps them small."""
+    moe_input_jitter_eps: float | None = option(
+        None, allowed=OPEN_SHARE, on_resume=OnResume.SETTING, **_EXPERTS
+    )
+    """In training, multiply the router's input by random numbers from 1 - EPS to 1 + EPS."""
+    moe_expert_capacity_factor: float | None = option(
+        None, allowed=POSITIVE, on_resume=OnResume.SETTING, **_EXPERTS
+    )
+    """In training, limit an expert to this many times the mean number of tokens of an expert in a sample; it
+    drops the others. By default no token is dropped."""
+    moe_token_drop_policy: DropPolicy = option(
+        "probs",
+        on_resume=OnResume.SETTING,
+        **{**_EXPERTS, "only_with": (_HAS_EXPERTS, Setting("moe_expert_capacity_factor"))},
+    )
+    """Tokens that an expert keeps: those with the highest weights (probs), or the first ones (position)."""
+    moe_router_force_load_balancing: bool = option(False, on_resume=OnResume.SETTING, **_EXPERTS)
+    """In training, send tokens to random experts, for benchmarks: no expert has many more than others, and
+    the model does not learn to route."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether layers can have experts."""
+        return self.num_experts is not None and self.num_experts > 1

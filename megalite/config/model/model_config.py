@@ -1,0 +1,208 @@
+"""The configuration of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions
+from megalite.config.model.experts import ExpertOptions
+from megalite.config.model.layers import LayerSpec, attention_spec, layer_spec
+from megalite.config.model.mlp import MLPOptions
+from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
+from megalite.config.model.rope import RopeOptions
+from megalite.config.model.transformer import TransformerOptions
+from megalite.config.option import (
+    OnResume,
+)
+
+MOST_LAYERS = 10_000
+"""Layers up to which a model's layers are compared: a damaged checkpoint may name any number of them."""
+_GATED_FFN_MULTIPLE = 64
+
+
+# A dataclass has the fields of its last base first.
+@dataclass(frozen=True)
+class ModelConfig(
+    ExpertOptions,
+    RecurrentOptions,
+    MLPOptions,
+    RopeOptions,
+    LatentOptions,
+    AttentionOptions,
+    TransformerOptions,
+):
+    """Options of a transformer; all can be combined."""
+
+    default_on_resume: ClassVar[OnResume] = OnResume.MODEL
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether a token attends only to itself and earlier tokens."""
+        return self.architecture == "gpt"
+
+    def layer_spec(self, number: int) -> LayerSpec:
+        """Return a layer by its number in the whole model."""
+        specs = self._specs
+        if number not in specs:
+            specs[number] = layer_spec(self, number)
+        return specs[number]
+
+    @cached_property
+    def _specs(self) -> dict[int, LayerSpec]:
+        """Return the layers that have been computed, by their numbers."""
+        return {}
+
+    @property
+    def layer_specs(self) -> tuple[LayerSpec, ...]:
+        """Return all layers."""
+        return tuple(map(self.layer_spec, range(self.num_layers)))
+
+    @cached_property
+    def head_specs(self) -> tuple[AttentionSpec, ...]:
+        """Return the attention of layers with keys of their own, one for each size of heads.
+
+        A model without attention has an attention core too, with the sizes of the flags.
+        """
+        found: dict[tuple[int, ...], AttentionSpec] = {}
+        for number in range(min(self.num_layers, MOST_LAYERS)):
+            spec = self.layer_spec(number).attention
+            if spec is not None and spec.key_source is None:
+                found.setdefault((spec.head_dim, spec.num_kv_heads, *spec.group_heads), spec)
+        return tuple(found.values()) or (attention_spec(self, 0),)
+
+    @property
+    def max_head_dim(self) -> int:
+        """Return the largest size of an attention head in any layer."""
+        return max(spec.head_dim for spec in self.head_specs)
+
+    @property
+    def latent_epsilon(self) -> float:
+        """Return the epsilon of the norms of latents."""
+        return self.norm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks that add to the hidden states: one or two for each layer."""
+        return self.num_layers if self.hybrid_override_pattern is not None else 2 * self.num_layers
+
+    @property
+    def depends_on_micro_batch(self) -> bool:
+        """Return whether another micro-batch size trains another run."""
+        return self.has_experts and self.moe_router_load_balancing_type == "aux_loss"
+
+    @property
+    def mamba(self) -> MambaSpec:
+        """Return Mamba-2, which --hybrid-override-pattern gives to layers."""
+        heads = self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+        return MambaSpec(
+            self.mamba_state_dim,
+            self.mamba_head_dim,
+            self.mamba_num_groups,
+            heads,
+            self.mamba_conv_kernel,
+            self.mamba_min_time_step,
+        )
+
+    @property
+    def predicted_share(self) -> float:
+        """Return the share of tokens for which the model computes logits."""
+        return self.mask_prob if self.architecture == "bert" else 1.0
+
+    @property
+    def num_token_types(self) -> int:
+        """Return the number of rows of the token-type table: 2 for BERT's segments, 0 without a table."""
+        return 2 if self.architecture == "bert" else 0
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Return whether queries, keys and values have a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Return whether the output of attention has a bias."""
+        return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def has_mamba_bias(self) -> bool:
+        """Return whether the projections of Mamba-2 have a bias."""
+        return self.add_bias_linear or self.mamba_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Return whether the linear layers of the MLP have a bias."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def ffn_size(self) -> int:
+        """Return the width of the MLP, resolved."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.is_gated:
+            # Three matrices of width 8/3 h have as many weights as two of width 4 h.
+            return round_up(-(-8 * self.hidden_size // 3), _GATED_FFN_MULTIPLE)
+        return 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Return the width of one expert, resolved."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Return the size of an expert's inputs and outputs, resolved."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of one head of queries and keys, resolved."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def value_dim(self) -> int:
+        """Return the size of one head of values."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    def squared_score_divisor(self, head_dim: int) -> float:
+        """Return --query-pre-attn-scalar, resolved: d by default, d^2 / B with muP's base head size B."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar
+        if self.mup_base_width is None or self.mup_base_head_dim is None:
+            return head_dim
+        return head_dim**2 / self.mup_base_head_dim
+
+    @property
+    def stage_output_size(self) -> int:
+        """Return the features of each token that a pipeline stage sends to the next one.
+
+        These are the hidden states and, with --hidden-size-per-layer-input, the embeddings for all layers.
+        """
+        return self.hidden_size + self.num_layers * (self.hidden_size_per_layer_input or 0)
+
+    @property
+    def width_ratio(self) -> float:
+        """Return how many times wider the model is than the base model of muP; 1 without muP."""
+        return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Return the number of key/value heads, resolved."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def num_positions(self) -> int:
+        """Return the rows of the learned position table, or the longest context of a model without one."""
+        if self.max_position_embeddings is not None:
+            return self.max_position_embeddings
+        is_scaled = self.position_embedding_type == "rope" and self.rope_scaling in ("llama3", "yarn")
+        reached = self.original_max_position_embeddings * self.rope_scaling_factor if is_scaled else 0
+        return max(self.seq_length, int(reached))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not below the value."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,192 @@
+"""Recurrent mixers: their options, and their specs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from megalite.config.option import (
+    NOT_NEGATIVE,
+    SIZE,
+    Setting,
+    option,
+)
+
+RecurrentMixer = Literal["none", "gated_delta_net"]
+
+_RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
+_DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
+_MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern", "in_megatron": False}
+
+
+@dataclass(frozen=True)
+class RecurrentOptions:
+    """Options of Gated DeltaNet and of Mamba-2."""
+
+    section: ClassVar[str] = "recurrence"
+
+    recurrent_mixer: RecurrentMixer = option("none", "--experimental-attention-variant", in_megatron=False)
+    """Replace attention in some layers by a recurrence, whose cost per token does not grow with the sample:
+    gated_delta_net, as in Qwen3-Next and Qwen3.5 (docs/recurrent.md)."""
+    linear_attention_freq: tuple[int, ...] | None = option(None, allowed=NOT_NEGATIVE, **_RECURRENT)
+    """Layers with attention: every Nth. Or a list with 1 for each layer with --recurrent-mixer and 0 for each
+    layer with attention. By default no layer has attention."""
+    linear_conv_kernel_dim: int = option(4, **_DELTA_NET)
+    """Tokens that the convolution before the recurrence sees: a token and those before it."""
+    linear_key_head_dim: int = option(128, **_DELTA_NET)
+    """Size of a query or key head of Gated DeltaNet."""
+    linear_value_head_dim: int = option(128, **_DELTA_NET)
+    """Size of a value head of Gated DeltaNet."""
+    linear_num_key_heads: int = option(16, **_DELTA_NET)
+    """Number of query and of key heads of Gated DeltaNet."""
+    linear_num_value_heads: int = option(32, **_DELTA_NET)
+    """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
+    hybrid_override_pattern: str | None = option(None, "--hybrid-layer-pattern", in_megatron=False)
+    """One block for each layer: M is Mamba-2, * attention, - an MLP, E experts (docs/hybrid.md)."""
+    mamba_num_heads: int | None = option(None, **_MAMBA)
+    """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""
+    mamba_head_dim: int = option(64, **_MAMBA)
+    """Size of a head of Mamba-2."""
+    mamba_num_groups: int = option(8, **_MAMBA)
+    """Number of groups of heads of Mamba-2 that share B and C; --tp must divide it."""
+    mamba_state_dim: int = option(128, **_MAMBA)
+    """Size of the state of each element of a head of Mamba-2."""
+    mamba_conv_kernel: int = option(4, **_MAMBA)
+    """Tokens that the convolution of Mamba-2 sees: a token and those before it."""
+    mamba_bias: bool = option(
+        False,
+        only_with=(Setting("hybrid_override_pattern"), Setting("add_bias_linear", (False,))),
+        in_megatron=False,
+    )
+    """Add a bias to the projections of Mamba-2 even with --disable-bias-linear."""
+    mamba_min_time_step: float = option(0.0, **{**_MAMBA, "allowed": NOT_NEGATIVE})
+    """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Return whether layers can have a recurrent mixer in the place of attention."""
+        return self.recurrent_mixer != "none" or self.has_mamba
+
+    @property
+    def has_mamba(self) -> bool:
+        """Return whether layers have Mamba-2."""
+        return "M" in (self.hybrid_override_pattern or "")
+
+    @property
+    def delta_net(self) -> DeltaNetSpec:
+        """Return Gated DeltaNet, which --recurrent-mixer gives to layers."""
+        return DeltaNetSpec(
+            self.linear_conv_kernel_dim,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+        )
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """Gated DeltaNet; several value heads can share a query and key head.
+
+    Attributes:
+        kernel: tokens that the convolution sees.
+        key_dim, value_dim: size of a query or key head, and of a value head.
+        key_heads, value_heads: numbers of heads.
+    """
+
+    name: ClassVar[str] = "gated_delta_net"
+    kernel: int
+    key_dim: int
+    value_dim: int
+    key_heads: int
+    value_heads: int
+
+    @property
+    def sharers(self) -> int:
+        """Return the number of value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Return the features that the input projection computes for one key head, by kind.
+
+        The kinds are query, key, values, the gates of the output, and each value head's rate and decay.
+        """
+        values = self.sharers * self.value_dim
+        return (self.key_dim, self.key_dim, values, values, self.sharers, self.sharers)
+
+    @property
+    def num_mixed(self) -> int:
+        """Return the features of one key head that the convolution mixes: query, key and values."""
+        return sum(self.group_rows[:3])
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices of both projections."""
+        return hidden_size * (self.key_heads * sum(self.group_rows) + self.value_heads * self.value_dim)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of the recurrence and the convolution per token.
+
+        The recurrence reads the state with a key, adds an outer product to it, and reads it with a query.
+        """
+        return 3 * self.value_heads * self.key_dim * self.value_dim + (
+            self.kernel * self.key_heads * self.num_mixed
+        )
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Mamba-2; the heads of a group share what writes to their states and reads them.
+
+    Attributes:
+        state_dim: n, size of the state of each element of a head.
+        head_dim: p, size of a head.
+        num_groups, num_heads: numbers of groups and heads.
+        kernel: tokens that the convolution before the recurrence sees.
+        min_time_step: smallest time step.
+    """
+
+    name: ClassVar[str] = "mamba"
+    state_dim: int
+    head_dim: int
+    num_groups: int
+    num_heads: int
+    kernel: int
+    min_time_step: float
+
+    @property
+    def group_heads(self) -> int:
+        """Return the number of heads of a group."""
+        return self.num_heads // self.num_groups
+
+    @property
+    def width(self) -> int:
+        """Return the number of features of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Return the features that the input projection computes for a group, by kind.
+
+        The kinds are the gates of the output, the inputs x of the heads, B, C, and each head's time step.
+        """
+        heads = self.group_heads * self.head_dim
+        return (heads, heads, self.state_dim, self.state_dim, self.group_heads)
+
+    @property
+    def num_mixed(self) -> int:
+        """Return the features of a group that the convolution mixes: x, B and C."""
+        return sum(self.group_rows[1:4])
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Return the number of elements of the matrices of both projections."""
+        return hidden_size * (self.num_groups * sum(self.group_rows) + self.width)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Return the multiply-adds of the recurrence and the convolution per token.
+
+        The recurrence adds an outer product to the state, and reads the state.
+        """
+        return 2 * self.width * self.state_dim + self.kernel * self.num_groups * self.num_mixed
