@@ -7,6 +7,7 @@ itself: its memory, its threads, its search path.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -51,6 +52,7 @@ record_run = partial(record_on, ranks=RANKS)
 
 
 def _call(topology: Topology, function: Callable[..., Any], *args: Any) -> Any:
+    gc.get_freeze_count = lambda: 1  # a rank freezes what it has imported; each run would count these objects
     with _restored_process(), torch.random.fork_rng(devices=[]):
         result = function(topology, *args)
     assert _get_current_dispatch_mode() is None, "the function has left a mode of torch on"

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import dropwhile
 from typing import Any
 
-import pytest
 from torch import Tensor
 
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
@@ -76,33 +75,37 @@ def _on_a_rank(function: Any, *args: object) -> Any:
     return run_ranks(function, ParallelConfig().mesh, 1, *args)[0]
 
 
-def _collections(topology: Topology, fields: dict[str, int]) -> tuple[list[Collection], bool]:
-    """Train; return the collections, and whether the collector is afterwards as in a fresh process."""
-    garbage = Garbage()
+CASES: list[tuple[dict[str, int], list[int]]] = [
+    ({"manual_gc_interval": 3}, [0, 1, 3, 4, 4, 6, 7, 7]),  # around the evaluations at 4 and 7
+    ({"manual_gc_interval": 3, "manual_gc_eval": False}, [0, 1, 3, 6]),
+    ({"manual_gc_interval": 0, "manual_gc_eval": False}, [0, 1]),
+    ({"eval_iters": 0}, [0, 1]),
+]
+"""Fields of a run, and the iterations in which the loop collects."""
+
+
+def _collections(topology: Topology, *runs: dict[str, int]) -> list[tuple[list[Collection], bool]]:
+    """Return the collections of each run, and whether the collector is afterwards as in a fresh process."""
     gc.unfreeze()  # run_ranks has frozen the imports
-    _train(topology, [garbage], **fields)
-    return garbage.collections, gc.isenabled() and gc.get_freeze_count() == 0
+    found = []
+    for fields in runs:
+        garbage = Garbage()
+        _train(topology, [garbage], **{"train_iters": 7, "eval_interval": 4, **fields})
+        found.append((garbage.collections, gc.isenabled() and gc.get_freeze_count() == 0))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"manual_gc_interval": 3}, [0, 1, 3, 4, 4, 6, 7, 7]),  # around the evaluations at 4 and 7
-        ({"manual_gc_interval": 3, "manual_gc_eval": False}, [0, 1, 3, 6]),
-        ({"manual_gc_interval": 0, "manual_gc_eval": False}, [0, 1]),
-        ({"eval_iters": 0}, [0, 1]),
-    ],
-)
-def test_garbage_is_collected_between_iterations(fields: dict[str, int], expected: list[int]) -> None:
-    found, is_restored = _on_a_rank(_collections, {"train_iters": 7, "eval_interval": 4, **fields})
-    collections = list(dropwhile(lambda each: each[1], found))  # from the loop's first one on
-    assert [iteration for iteration, is_enabled in collections if not is_enabled] == expected
-    assert {iteration for iteration, is_enabled in collections if is_enabled} <= {7}  # at the end
-    assert is_restored
+def test_garbage_is_collected_between_iterations() -> None:
+    runs = _on_a_rank(_collections, *(fields for fields, _ in CASES))
+    for (fields, expected), (found, is_restored) in zip(CASES, runs, strict=True):
+        collections = list(dropwhile(lambda each: each[1], found))  # from the loop's first one on
+        assert [iteration for iteration, is_enabled in collections if not is_enabled] == expected, fields
+        assert {iteration for iteration, is_enabled in collections if is_enabled} <= {7}, fields  # at the end
+        assert is_restored, fields
 
 
 def test_python_collects_collections_without_manual_gc() -> None:
-    found, _ = _on_a_rank(_collections, {"train_iters": 3, "manual_gc": False})
+    ((found, _),) = _on_a_rank(_collections, {"train_iters": 3, "manual_gc": False})
     assert {0, 1, 2} <= {iteration for iteration, is_enabled in found if is_enabled}
 
 

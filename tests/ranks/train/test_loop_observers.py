@@ -42,7 +42,7 @@ from tests.live_ranks import run_ranks
 from tests.ranks.model.test_expert_dispatch import CONFIG as EXPERTS
 from tests.trial_axis import TrialConfig, TwoDataAxesConfig
 
-MICROBATCHES, CLIP = 2, 0.05
+NUM_ITERATIONS, MICROBATCHES, CLIP = 2, 2, 0.05
 MODEL = replace(
     EXPERTS,
     moe_layer_freq=(0, 1),
@@ -104,19 +104,19 @@ def _config(name: str, kind: str, folder: Path) -> Config:
     """Return the config of a layout and a model, by their names."""
     model, is_bert = MODELS[kind], kind == "bert"
     logging = LoggingConfig(
-        log_interval=3,
+        log_interval=NUM_ITERATIONS,
         log_params_norm=True,
         log_num_zeros_in_grad=True,
-        log_straggler_interval=2,
+        log_straggler_interval=1,
         log_time_breakdown=name == "dp1",
         timing_log_level=2,
         tensorboard_dir=str(folder),
         log_optimizer_states_to_tensorboard=True,
-        log_layer_grad_norms_interval=3,
-        log_experts_interval=3,
+        log_layer_grad_norms_interval=1,
+        log_experts_interval=1,
         record_routing=str(folder / "experts") if model.has_experts else None,
-        trace_pipeline="3:3",
-        profile_modules=2 if name == "dp1" else None,
+        trace_pipeline=f"{NUM_ITERATIONS}:{NUM_ITERATIONS}",
+        profile_modules=1 if name == "dp1" else None,
     )
     # In fp16 some gradients overflow, and the scale of the loss changes in each iteration.
     scale = {"initial_loss_scale": 2.0**19, "hysteresis": 1, "loss_scale_window": 1}
@@ -126,7 +126,7 @@ def _config(name: str, kind: str, folder: Path) -> Config:
         optimizer=OptimizerConfig(
             lr_decay_style="constant", clip_grad=CLIP, **(scale if kind == "fp16" else {})
         ),
-        training=TrainingConfig(global_batch_size=8, train_iters=3, eval_iters=0),
+        training=TrainingConfig(global_batch_size=8, train_iters=NUM_ITERATIONS, eval_iters=0),
         logging=logging,
     )
     layout = Layout() if name in AXES else Layout.parse(name)
@@ -134,7 +134,7 @@ def _config(name: str, kind: str, folder: Path) -> Config:
     training = replace(
         config.training,
         micro_batch_size=8 // MICROBATCHES // num_readers,
-        audit_interval=2 if (name, kind) in (*AUDITED, *SLOW) else None,
+        audit_interval=1 if (name, kind) in (*AUDITED, *SLOW) else None,
     )
     config = replace(config, parallel=parallel, training=training)
     return config if name in AXES else layout.apply(config, 8)
@@ -170,14 +170,18 @@ class Dashboard:
         """Do nothing: nothing is open."""
 
 
-class Losses(Callback):
-    """Losses of a run."""
+class Steps(Callback):
+    """Losses of a run, its loss scales, and which updates it skipped."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.scales: list[float] = []
+        self.skipped: list[bool] = []
 
     def after_step(self, loop: TrainingLoop, result: StepResult) -> None:
         self.losses.append(result.loss)
+        self.scales.append(loop.trainer.optimizer.scaler.scale)
+        self.skipped.append(result.skipped)
 
 
 @dataclass
@@ -185,7 +189,7 @@ class Run:
     """What a rank has after a run.
 
     Attributes:
-        state: losses, and the bytes of the tensors that the rank holds, by name.
+        state: losses, loss scales, skipped updates, and the bytes of the rank's tensors, by name.
         folder: of the run's files.
         lines: of its log.
         reported: by the reporting rank, see `Dashboard`.
@@ -202,13 +206,13 @@ class Run:
 def _train(trainer: Trainer, callbacks: list[Callback]) -> dict[str, Any]:
     """Train to the end, and return the state."""
     config, topology = trainer.config, trainer.topology
-    stop, losses = StopConditions(config.training, topology, StopSignals(RequeueNote(None))), Losses()
-    train(trainer, stop, [*callbacks, losses])
+    stop, steps = StopConditions(config.training, topology, StopSignals(RequeueNote(None))), Steps()
+    train(trainer, stop, [*callbacks, steps])
     held = {
         name: each.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         for name, each in held_tensors(trainer).items()
     }
-    return {"losses": losses.losses, **held}
+    return {**vars(steps), **held}
 
 
 def _plain(topology: Topology, config: Config) -> Run:
@@ -231,7 +235,8 @@ def _observed(topology: Topology, config: Config) -> Run:
         callbacks = default_callbacks(writers, config)
         num_observers = len(topology.observers)
         run = Run(_train(trainer, callbacks), Path(config.logging.tensorboard_dir or ""), lines)
-        assert all(each.state() == {"last_passed": 2} for each in callbacks if isinstance(each, Audit))
+        audits = [each for each in callbacks if isinstance(each, Audit)]
+        assert all(each.state() == {"last_passed": NUM_ITERATIONS} for each in audits)
         assert len(topology.observers) == num_observers
         for dashboard in writers._dashboards:
             assert isinstance(dashboard, Dashboard)
@@ -246,7 +251,7 @@ def _count_tokens(trainer: Trainer) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
 
     def add(name: str, router: Router, _: object, routing: Routing) -> None:
-        if trainer.progress.iteration == 2:
+        if trainer.progress.iteration == NUM_ITERATIONS - 1:
             # The last position of a sample has no later token.
             experts = routing.experts[:-1] if name.startswith("mtp") else routing.experts
             more = experts.flatten().bincount(minlength=router.num_experts).tolist()
@@ -315,11 +320,13 @@ def _on_ranks(
     ("name", "kind"), [*AUDITED, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
 )
 def test_observers_change_nothing(name: str, kind: str, observe: Observe, tmp_path: Path) -> None:
-    """Test it bit by bit, with an audit that passes."""
+    """Test it bit by bit, with audits that pass, also where a gradient of fp16 is infinite."""
     plain = _on_ranks(_plain, name, _config(name, kind, tmp_path))
     ranks = observe(name, kind)
     assert [each.state for each in ranks] == [each.state for each in plain]
-    assert ranks[-1].reported["skipped"] in ((1, 2) if kind == "fp16" else (0,))
+    state, is_fp16 = ranks[-1].state, kind == "fp16"
+    assert sum(state["skipped"]) == ranks[-1].reported["skipped"] == int(is_fp16)
+    assert not is_fp16 or state["scales"] == [2.0 ** (18 if state["skipped"][0] else 20), 2.0**19]
 
 
 @pytest.mark.slow
@@ -327,7 +334,7 @@ def test_observers_change_nothing(name: str, kind: str, observe: Observe, tmp_pa
 def test_observers_change_nothing_with_compiled_layers(dtype: str, tmp_path: Path) -> None:
     """torch keeps what it has compiled: start new ranks."""
     config = _config("dp2", dtype, tmp_path)
-    config = replace(config, training=replace(config.training, compile=True, audit_interval=2))
+    config = replace(config, training=replace(config.training, compile=True, audit_interval=1))
     observed, plain = (_on_ranks(each, "dp2", config, run_new_ranks) for each in (_observed, _plain))
     assert [each.state for each in observed] == [each.state for each in plain]
 
@@ -383,14 +390,14 @@ Event = Mapping[str, Any]
 def test_a_lane_for_each_rank_with_all_that_it_did(name: str, kind: str, observe: Observe) -> None:
     trace, run = _trace(name, kind, observe)
     breakdown, file = (line for line in run.lines if line.startswith("pipeline trace"))
-    assert breakdown.startswith("pipeline trace of iteration 3: bubble ")
-    assert file.startswith(f"pipeline trace: {run.folder}/pipeline_trace_3-3.json (2 lanes; clocks ")
+    assert breakdown.startswith("pipeline trace of iteration 2: bubble ")
+    assert file.startswith(f"pipeline trace: {run.folder}/pipeline_trace_2-2.json (2 lanes; clocks ")
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     lanes = [[event for event in events if event["tid"] == rank] for rank in range(2)]
     assert len(lanes[0]) + len(lanes[1]) == len(events)
     for rank, lane in enumerate(lanes):
         (iteration,) = (event for event in lane if event["cat"] == "iteration")
-        assert iteration["name"] == "iteration 3"
+        assert iteration["name"] == "iteration 2"
         assert all(_is_inside(event, iteration) for event in lane)
         assert _actions(lane) == _scheduled(name, rank)
         assert _names(lane, "data") == {"batch-generator"}
@@ -423,7 +430,7 @@ def test_waits_are_named(observe: Observe) -> None:
 def _trace(name: str, kind: str, observe: Observe) -> tuple[dict[str, Any], Run]:
     """Return the trace, and the run of the rank that reports it."""
     run = observe(name, kind)[-1]
-    return json.loads((run.folder / "pipeline_trace_3-3.json").read_text()), run
+    return json.loads((run.folder / "pipeline_trace_2-2.json").read_text()), run
 
 
 def _is_inside(event: Event, outer: Event) -> bool:

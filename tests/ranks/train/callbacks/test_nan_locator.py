@@ -157,23 +157,22 @@ def _results(
     ("layout", "module"), [*((layout, "layers.1.mlp") for layout in LAYOUTS), ("tp1", "layers.0.attention")]
 )
 def test_the_first_bad_part_and_microbatch_are_named(layout: str, module: str) -> None:
-    """Test a loss that sample 13 makes bad, and a gradient that sample 29 does.
+    """Test a loss that sample 13 makes bad, and a gradient that sample 21 does.
 
-    They are in the third pairs of the second iteration, samples 8 to 15, and of the fourth.
+    They are in the third pairs of the second iteration, samples 8 to 15, and of the third.
     """
-    breaks = (module, 13, _with_nan), (module, 29, _with_nan_gradient)
-    texts = [text for _, text in _results(layout, breaks, 5)]
+    breaks = (module, 13, _with_nan), (module, 21, _with_nan_gradient)
+    texts = [text for _, text in _results(layout, breaks, 4)]
     place = "microbatch 1 of data-parallel rank 0" if "dp2" in layout else "microbatch 2"
-    assert texts[:3] == [
+    assert texts[:2] == [
         None,
         f"the loss is nan, first in {module} in {place} (samples 12 to 13); the update was skipped",
-        None,
     ]
-    samples = "microbatch 1 (samples 28 to 31)" if "dp2" in layout else "microbatch 2 (samples 28 to 29)"
-    assert texts[3] is not None
-    assert texts[3].startswith(f"the grad norm is nan, first in the gradient of {module}.")
-    assert texts[3].endswith(f" in {samples}; the update was skipped")
-    assert texts[4] is None
+    samples = "microbatch 1 (samples 20 to 23)" if "dp2" in layout else "microbatch 2 (samples 20 to 21)"
+    assert texts[2] is not None
+    assert texts[2].startswith(f"the grad norm is nan, first in the gradient of {module}.")
+    assert texts[2].endswith(f" in {samples}; the update was skipped")
+    assert texts[3] is None
 
 
 def _faults_of_spoilt_weights(

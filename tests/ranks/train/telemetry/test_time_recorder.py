@@ -6,9 +6,11 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,7 +25,6 @@ from megalite.config import (
 )
 from megalite.config.presets import PRESETS
 from megalite.distributed.axis import Observer, Wait
-from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.observe.unit_record import KERNEL_KINDS
 from megalite.report.run_history import read_history
@@ -36,6 +37,7 @@ from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.utils.log import log
 from megalite.utils.torch_private import EagerMode
+from tests.live_ranks import run_ranks
 
 LAYOUTS = {
     "dp": ParallelConfig(data_parallel_size=2, distributed_backend="gloo"),
@@ -53,6 +55,8 @@ RANK_SECONDS = {"tp": 1.2, "dp": 0.5, "pp": 0.5}
 """Extra seconds of a slow rank's forward. Two busy cores take long for the many waits along tp."""
 LINK_SECONDS = {"tp": 0.02, "dp": 0.2, "pp": 0.1}
 """Extra seconds of each of an iteration's waits along an axis."""
+Fault = Callable[[Trainer], AbstractContextManager[Any] | None]
+"""Makes a fault in a trainer, or returns a context in which all of the process has it."""
 
 
 def _sleep(*_: Any) -> None:
@@ -112,23 +116,21 @@ class SlowOperators(EagerMode):
         return func(*args, **(kwargs or {}))
 
 
-def _slow_gemms(trainer: Trainer) -> None:
-    SlowOperators(
-        trainer, 0.01, "mm", "addmm", "add_weight_gradient_"
-    ).__enter__()  # to the end of the process
+def _slow_gemms(trainer: Trainer) -> SlowOperators:
+    return SlowOperators(trainer, 0.02, "mm", "addmm", "add_weight_gradient_")
 
 
-def _slow_attention(trainer: Trainer) -> None:
+def _slow_attention(trainer: Trainer) -> SlowOperators:
     fused = "_scaled_dot_product_flash_attention_for_cpu"
-    SlowOperators(trainer, 0.05, fused, f"{fused}_backward").__enter__()
+    return SlowOperators(trainer, 0.05, fused, f"{fused}_backward")
 
 
-def _slow_unfused_attention(trainer: Trainer) -> None:
-    SlowOperators(trainer, 0.03, "causal_softmax_", "bmm").__enter__()
+def _slow_unfused_attention(trainer: Trainer) -> SlowOperators:
+    return SlowOperators(trainer, 0.03, "causal_softmax_", "bmm")
 
 
-def _slow_norms(trainer: Trainer) -> None:
-    SlowOperators(trainer, 0.03, "native_layer_norm", "native_layer_norm_backward").__enter__()
+def _slow_norms(trainer: Trainer) -> SlowOperators:
+    return SlowOperators(trainer, 0.03, "native_layer_norm", "native_layer_norm_backward")
 
 
 def _slow_python(trainer: Trainer) -> None:
@@ -141,9 +143,15 @@ def _long_stages(trainer: Trainer) -> None:
     trainer.chunks[0].register_forward_pre_hook(_sleep)
 
 
-def _slow_disk(_: Trainer) -> None:
-    save = Saver.save
-    Saver.save = lambda *args, **named: (_sleep(), save(*args, **named))[1]  # type: ignore[method-assign]
+def _before(owner: type, method: str, action: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Return a context in which the action precedes each call of a method."""
+    original = getattr(owner, method)
+    call = lambda *args, **named: (action(), original(*args, **named))[1]  # noqa: E731
+    return mock.patch.object(owner, method, call)
+
+
+def _slow_disk(_: Trainer) -> AbstractContextManager[Any]:
+    return _before(Saver, "save", _sleep)
 
 
 def _slow_evaluation(trainer: Trainer) -> None:
@@ -159,24 +167,25 @@ def _garbage(trainer: Trainer) -> None:
     trainer.chunks[0].register_forward_pre_hook(collect)
 
 
-def _slow_log(_: Trainer) -> None:
-    write = Writers.iteration
-    Writers.iteration = lambda *args: (_sleep(), write(*args))[1]  # type: ignore[method-assign]
+def _slow_log(_: Trainer) -> AbstractContextManager[Any]:
+    return _before(Writers, "iteration", _sleep)
 
 
 def _nothing(_: Trainer) -> None:
     """Make no fault."""
 
 
-def _run(topology: Topology, config: Config, fault: Callable[[Trainer], None]) -> list[str]:
+def _run(topology: Topology, config: Config, fault: Fault) -> list[str]:
     """Train with the fault, and return the log lines."""
     lines: list[str] = []
     log.setLevel("INFO")
     log.addFilter(lambda record: lines.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
-    trainer = start_trainer(config, topology)
-    fault(trainer)
     signals = StopSignals(RequeueNote(None))
-    with trainer, Writers(config.logging, topology, "", config.checkpoint.save) as writers:
+    with (
+        start_trainer(config, topology) as trainer,
+        Writers(config.logging, topology, "", config.checkpoint.save) as writers,
+        fault(trainer) or nullcontext(),
+    ):
         train(trainer, StopConditions(config.training, topology, signals), default_callbacks(writers, config))
     return lines
 
@@ -204,9 +213,7 @@ def _run(topology: Topology, config: Config, fault: Callable[[Trainer], None]) -
     ],
     ids=lambda value: value.__name__ if callable(value) else value if len(value) == 2 else None,
 )
-def test_a_fault_is_named(
-    fault: Callable[[Trainer], None], layout: str, term: str, evidence: str, tmp_path: Path
-) -> None:
+def test_a_fault_is_named(fault: Fault, layout: str, term: str, evidence: str, tmp_path: Path) -> None:
     config = replace(
         CONFIG,
         parallel=LAYOUTS[layout],
@@ -249,10 +256,8 @@ def _run_with_timers(topology: Topology, config: Config) -> None:
     """Train, and check which iterations have a timer of kernels."""
     measured = []
 
-    def note(trainer: Trainer) -> None:
-        iteration = lambda *_: measured.append(trainer.progress.iteration + 1)  # noqa: E731
-        enter = OperatorTimer.__enter__
-        OperatorTimer.__enter__ = lambda timer: (iteration(), enter(timer))[1]  # type: ignore[method-assign]
+    def note(trainer: Trainer) -> AbstractContextManager[Any]:
+        return _before(OperatorTimer, "__enter__", lambda: measured.append(trainer.progress.iteration + 1))
 
     _run(topology, config, note)
     assert measured == [2, 5]
