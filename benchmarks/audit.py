@@ -20,8 +20,8 @@ import torch
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
-from megalite.train.audit.first_microbatch import MicrobatchComparison
-from megalite.train.audit.replicas import ReplicaComparison
+from megalite.train.callbacks.audit import MicrobatchComparison
+from megalite.train.replicas import ReplicaComparison
 from megalite.train.trainer import start_trainer
 from megalite.utils.log import log
 

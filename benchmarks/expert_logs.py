@@ -25,7 +25,7 @@ from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware import cpu
 from megalite.model.experts import Router
-from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
+from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.utils.log import log
 

@@ -6,13 +6,12 @@ torchrun --nproc-per-node 4 -m megalite train --config run.yaml
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from megalite import __version__
-from megalite.utils.commands import COMMANDS
+from megalite.utils.commands import COMMANDS, main_of
 
 
 def main() -> None:
@@ -43,7 +42,7 @@ def run_command(name: str) -> None:
 
     def import_and_run(arguments: Sequence[str]) -> None:
         # Import here, where Ctrl-C ends the program with one line: importing torch takes seconds.
-        importlib.import_module(f"megalite.cli.{name.replace('-', '_')}").main(arguments)
+        main_of(name)(arguments)
 
     (run_rank if COMMANDS[name].is_rank else run_main)(import_and_run, sys.argv[1:])
 

@@ -90,7 +90,9 @@ def rank_host(context: CheckContext) -> Iterator[RankHost | str]:
         return
     if context.nccl is not None:
         os.environ["LD_PRELOAD"] = str(context.nccl.resolve())
-    question = "from megalite.hardware.shared_gpus import *; print(loaded_nccl(), nccl_problem(), sep='|')"
+    question = (
+        "from megalite.hardware.cuda_environment import *; print(loaded_nccl(), nccl_problem(), sep='|')"
+    )
     answer = run_python("-c", question).text.strip().splitlines()[-1]
     version, _, problem = answer.partition("|")
     if problem:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.entry_point import run_main
-from megalite.utils.commands import COMMANDS
+from megalite.utils.commands import COMMANDS, main_of
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -85,16 +85,13 @@ def run(example: Example) -> str:
     return printed.getvalue()
 
 
-_MODULES = {ROOT / each.script: name.replace("-", "_") for name, each in COMMANDS.items()}
-"""The modules of the commands that scripts run."""
+_COMMANDS = {ROOT / each.script: name for name, each in COMMANDS.items()}
+"""The commands that scripts run."""
 
 
 def _main_of(path: Path) -> Callable[[Sequence[str]], Any]:
-    if path in _MODULES:
-        command: Callable[[Sequence[str]], Any] = importlib.import_module(
-            f"megalite.cli.{_MODULES[path]}"
-        ).main
-        return command
+    if path in _COMMANDS:
+        return main_of(_COMMANDS[path])
     spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

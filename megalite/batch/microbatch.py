@@ -144,7 +144,7 @@ class Microbatch:
         result = replace(self, **own)
         return result if self.label_positions is None else result._predicting_in(runs)
 
-    def of_rank(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
+    def rank_part(self, assignments: tuple[Assignment, ...], rank: int) -> Microbatch:
         """Return the microbatch of whole samples with the tokens that a rank gets by these assignments.
 
         Attention reads the documents in the assignments, and recurrent layers read `document_ids`. Embeddings

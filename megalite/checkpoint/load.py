@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.callback_states import CallbackStates, states_of
 from megalite.checkpoint.compatibility import (
     check_compatibility,
     is_newly_untied,
@@ -23,7 +22,7 @@ from megalite.checkpoint.full_tensors import OF_TRAINING
 from megalite.checkpoint.local_saves import LocalSaves
 from megalite.checkpoint.manifest import FIRST_WITH_BUFFERS, RUN, DamagedCheckpoint, Manifest
 from megalite.checkpoint.parameter_range import Tensors
-from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.progress import CallbackStates, TrainingProgress, states_of
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import CheckpointConfig, Config

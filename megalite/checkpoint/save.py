@@ -16,13 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.callback_states import STATES
 from megalite.checkpoint.compatibility import compatibility_record
 from megalite.checkpoint.folder import LATEST, name_of, prune, put_in_place, remove_leftovers
 from megalite.checkpoint.lease import FolderLease
 from megalite.checkpoint.manifest import WRITTEN, FileRecord, TensorRecord, seal
 from megalite.checkpoint.parameter_range import ParameterRange, Tensors
-from megalite.checkpoint.progress import TrainingProgress
+from megalite.checkpoint.progress import STATES, TrainingProgress
 from megalite.checkpoint.save_agreement import SaveAgreement, SaveAnswer, SaveError
 from megalite.checkpoint.tensor_files import FilePiece, write_file
 from megalite.config import Config, to_yaml

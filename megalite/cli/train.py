@@ -1,6 +1,7 @@
-"""Train a GPT, BLOOM or Llama-like model over tensor-, pipeline- and data-parallel ranks.
+"""Train a GPT, BLOOM or Llama-like model, or a BERT, over tensor-, pipeline- and data-parallel ranks.
 
 torchrun --nproc-per-node 4 -m megalite train --preset gpt2-124m --tp 2 --pp 2 --data-path PREFIX …
+torchrun --nproc-per-node 4 -m megalite train-bert --preset bert-base --tp 2 --pp 2 --data-path PREFIX …
 
 This module does not import torch, which takes seconds, so that mistakes in flags are reported before.
 """
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str]) -> None:
     """Run one rank of the training that the arguments describe."""
     pretrain(arguments=arguments)
+
+
+def train_bert(arguments: Sequence[str]) -> None:
+    """Run one rank of the training of a BERT."""
+    pretrain(architecture="bert", arguments=arguments)
 
 
 def pretrain(

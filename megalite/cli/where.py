@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.data.provenance import SampleSpan
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser
-from megalite.train.trace_sample import TracedSample, trace_iteration
+from megalite.train.trace_sample import SampleSpan, TracedSample, trace_iteration
 
 
 def main(arguments: Sequence[str]) -> None:

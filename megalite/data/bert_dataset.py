@@ -20,10 +20,10 @@ from megalite.config import Config
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.data import _index_builder
 from megalite.data.bert_masking import BertSample, WordPieces, make_sample
-from megalite.data.build_progress import reported_progress
 from megalite.data.gpt_dataset import Dataset, count_tokens, gather
-from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of, reported_progress
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import MockDataset
 from megalite.data.storage import FilesInUse
 from megalite.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -69,6 +69,15 @@ class BertOptions:
     def min_sentences(self) -> int:
         """Return the smallest number of sentences in a sample."""
         return 2 if self.has_two_segments else 1
+
+    def random_row(self, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Return a sample of random sentences; some samples are cut, and others end with padding."""
+        lengths = generator.integers(1, self.max_tokens // 2 + 2, size=generator.integers(2, 5))
+        first = max(self.pieces.mask, self.pieces.sep, self.pieces.cls, self.pieces.pad) + 1
+        sentences = [
+            generator.integers(first, self.pieces.vocab_size, length, dtype=np.int64) for length in lengths
+        ]
+        return self.row(sentences, self.max_tokens, int(generator.integers(2**32)))
 
     def row(
         self, sentences: list[npt.NDArray[np.int64]], max_tokens: int, seed: int
@@ -287,8 +296,8 @@ class BertSamples:
     ) -> BertDataset:
         return BertDataset(corpus, sequences, num_samples, self.options, split_name, cache)
 
-    def mock(self, num_samples: int, split: int) -> MockSentences:
-        return MockSentences(num_samples, split, self.options)
+    def mock(self, num_samples: int, split: int) -> Dataset:
+        return MockDataset(num_samples, self.options.seed, split, self.options.random_row)
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
         return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
@@ -316,26 +325,3 @@ class BertSamples:
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         return microbatch
-
-
-class MockSentences:
-    """Sentences of random tokens; a sample depends on the seed, the split and its number."""
-
-    def __init__(self, num_samples: int, split: int, options: BertOptions) -> None:
-        self._num_samples = num_samples
-        self._split = split
-        self._options = options
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        options = self._options
-        generator = np.random.default_rng((options.seed, self._split, index))
-        # Some samples are cut, and others end with padding.
-        lengths = generator.integers(1, options.max_tokens // 2 + 2, size=generator.integers(2, 5))
-        first = max(options.pieces.mask, options.pieces.sep, options.pieces.cls, options.pieces.pad) + 1
-        sentences = [
-            generator.integers(first, options.pieces.vocab_size, length, dtype=np.int64) for length in lengths
-        ]
-        return options.row(sentences, options.max_tokens, int(generator.integers(2**32)))

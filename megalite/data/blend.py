@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.build_progress import reported_progress
 from megalite.data.gpt_dataset import Dataset, gather, verify_files
-from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache
+from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, reported_progress
 from megalite.data.storage import FilesInUse
 from megalite.utils.errors import UserError
 

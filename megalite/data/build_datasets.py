@@ -9,8 +9,7 @@ from typing import NamedTuple
 from megalite.data.blend import MAX_DATASETS, BlendedDataset, normalized, num_samples_to_build
 from megalite.data.corpus_record import DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, Sources
-from megalite.data.coverage import Coverage, log_coverage
-from megalite.data.epochs import OnePass
+from megalite.data.epochs import Coverage, OnePass, log_coverage
 from megalite.data.gpt_dataset import Dataset, verify_files
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data import _index_builder
-from megalite.data.build_progress import reported_progress
-from megalite.data.index_cache import CacheKey, IndexCache, digest_of
+from megalite.data.index_cache import CacheKey, IndexCache, digest_of, reported_progress
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.storage import FilesInUse, MappedBytes
 from megalite.utils.errors import UserError

@@ -1,6 +1,8 @@
 """Pack conversations or documents into samples, apart from each other, and whole if they fit.
 
-Shapes: S positions of a sample.
+Of conversations, only answers have a loss.
+
+Shapes: S positions of a sample, b samples of a microbatch, s tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from megalite.batch.microbatch import Microbatch
+from megalite.data.epochs import Epochs
+from megalite.data.gpt_dataset import Dataset, gather
 from megalite.data.index_cache import Arrays, CachedArrays, CacheKey, IndexCache, digest_of
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask
-from megalite.data.packing import Packing, one_per_sample, pack_best_fit
+from megalite.data.samples import MockDataset
 from megalite.data.storage import FilesInUse
+from megalite.kernels.visible_keys import document_starts
 from megalite.utils.errors import UserError
+from megalite.utils.log import log
 
 _FORMAT = 2
 """Part of a cached packing's digest: increase it when the same values give another one."""
@@ -60,6 +69,20 @@ class PackingOptions:
         """Return the number of samples of one epoch; with packing, it is a lower bound."""
         positions = self.fitting(lengths)
         return -(-int(positions.sum()) // self.seq_length) if self.packs else int((positions > 0).sum())
+
+    def random_row(self, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Return a sample of sequences of random tokens; some samples end with padding."""
+        left, sequences = self.seq_length, []
+        while left > 0:
+            length = min(left, int(generator.integers(1, self.seq_length // 2 + 2)))
+            tokens = generator.integers(0, self.vocab_size, length + 1, dtype=np.int64)
+            question = int(generator.integers(0, length))
+            has_loss = np.arange(length + 1) > (question if self.only_answers else 0)
+            sequences.append((tokens, has_loss))
+            left -= length + int(generator.integers(0, 4))
+            if not self.packs:
+                break
+        return sequences_row(sequences, self.seq_length)
 
 
 class SequencePiece(NamedTuple):
@@ -266,3 +289,128 @@ class PackedDataset:
 
     def verify_files(self) -> None:
         self._files.verify()
+
+
+class Packing(NamedTuple):
+    """Items of each sample.
+
+    Attributes:
+        items: int64 ``[n]``, numbers of the items, sample after sample.
+        bounds: int64 ``[samples + 1]``, where each sample begins in `items`, and n at the end.
+    """
+
+    items: npt.NDArray[np.int64]
+    bounds: npt.NDArray[np.int64]
+
+
+def pack_best_fit(lengths: npt.NDArray[np.int64], size: int) -> Packing:
+    """Place each item, the longest first, into the fullest sample that has space for it.
+
+    Best-fit decreasing needs at most 11/9 of the smallest number of samples, and four more (Johnson et al.
+    1974). Items of equal length keep their order.
+
+    Args:
+        lengths: int64 ``[n]``, from 1 to `size`.
+        size: size of a sample.
+    """
+    assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= size
+    order = np.argsort(-lengths, kind="stable")
+    sample_of = np.empty(len(lengths), np.int64)
+    with_space: dict[int, list[int]] = {}  # samples by their free space
+    spaces = 0  # bit i is set if a sample has the free space i
+    num_samples = 0
+    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1  # the lowest bit is the smallest space
+            samples = with_space[space]
+            sample = samples.pop()
+            if not samples:
+                spaces ^= 1 << space
+        else:
+            space, sample = size, num_samples
+            num_samples += 1
+        sample_of[item] = sample
+        if left := space - length:
+            with_space.setdefault(left, []).append(sample)
+            spaces |= 1 << left
+    items = np.argsort(sample_of, kind="stable")
+    bounds = np.searchsorted(sample_of[items], np.arange(num_samples + 1))
+    return Packing(items, bounds.astype(np.int64))
+
+
+def one_per_sample(num_items: int) -> Packing:
+    """Give each item a sample of its own."""
+    return Packing(np.arange(num_items), np.arange(num_items + 1))
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Samples of packed conversations or documents, or of one each.
+
+    Attributes:
+        marks_padding: every stage must know the padding, because its layers have experts.
+    """
+
+    options: PackingOptions
+    marks_padding: bool = False
+
+    are_masked = False  # --sft counts tokens while the batch runs
+    are_of_documents = True
+    are_whole_documents = True
+
+    @property
+    def on_every_stage(self) -> bool:
+        """Return whether the layers must know the documents or the padding."""
+        return self.options.packs or self.marks_padding
+
+    @property
+    def seq_length(self) -> int:
+        return self.options.seq_length
+
+    def check(self, corpus: IndexedDataset) -> None:
+        if self.options.only_answers:
+            LossMask(corpus).check(corpus.prefix)
+
+    def num_tokens(self, corpus: IndexedDataset, sequences: range) -> int:
+        """Return the positions of one epoch's samples."""
+        lengths = corpus.sequence_lengths[sequences.start : sequences.stop]
+        return self.options.num_samples(lengths) * self.seq_length
+
+    def dataset(
+        self,
+        corpus: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        split_name: str,
+        cache: IndexCache | None,
+    ) -> Epochs:
+        packed = PackedDataset(corpus, sequences, self.options, split_name, cache)
+        if num_samples is None:
+            log.info("%s: %s", split_name, packed.use())
+            return Epochs(packed, len(packed), self.options.seed)
+        log.info("%s: %.3g epochs of %s", split_name, num_samples / len(packed), packed.use())
+        return Epochs(packed, num_samples, self.options.seed)
+
+    def mock(self, num_samples: int, split: int) -> Dataset:
+        return MockDataset(num_samples, self.options.seed, split, self.options.random_row)
+
+    def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
+        return self.microbatch(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
+
+    def microbatch(self, rows: Tensor, sample_numbers: Tensor) -> Microbatch:
+        """Return the microbatch of rows, int64 ``[b, 4 s]``; see `sequences_row`.
+
+        Without packing, a sample is one document whose padding comes last, so that a causal model needs
+        neither positions nor documents.
+        """
+        fields = rows.view(len(rows), NUM_FIELDS, -1).unbind(1)
+        tokens, labels, kinds, documents = (field.contiguous() for field in fields)
+        mask, is_real = kinds > 1, kinds > 0
+        if not self.options.packs:
+            return Microbatch(tokens, labels, sample_numbers, loss_mask=mask, is_real=is_real)
+        positions = torch.arange(self.seq_length) - document_starts(documents)
+        return Microbatch(tokens, labels, sample_numbers, positions, documents, mask, is_real)
+
+    def marked(self, microbatch: Microbatch) -> Microbatch:
+        return microbatch

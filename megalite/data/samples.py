@@ -1,11 +1,13 @@
-"""Cut the samples of a run from a corpus, and turn them into microbatches.
+"""Cut the samples of a run from a corpus, draw random ones or check a program's own, and make microbatches.
 
 Shapes: b samples of a microbatch, s tokens of a sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,8 +19,7 @@ from megalite.data.document_ends import DocumentEnds, check_ends
 from megalite.data.gpt_dataset import Dataset, GPTDataset, count_tokens, gather
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.mock_dataset import MockDataset
-from megalite.utils.errors import UserError
+from megalite.utils.errors import UserError, kind_of
 
 
 class Samples(Protocol):
@@ -127,10 +128,11 @@ class GPTSamples:
         seq_length, seed, vocab_size = self.seq_length, self.seed, self.vocab_size
         return GPTDataset(corpus, sequences, num_samples, seq_length, seed, vocab_size, split_name, cache)
 
-    def mock(self, num_samples: int, split: int) -> MockDataset:
+    def mock(self, num_samples: int, split: int) -> Dataset:
         assert self.vocab_size is not None
         eod = None if self.ends is None else self.ends.eod
-        return MockDataset(num_samples, self.seq_length, self.vocab_size, self.seed, split, eod)
+        draw = partial(random_tokens, seq_length=self.seq_length, vocab_size=self.vocab_size, eod=eod)
+        return MockDataset(num_samples, self.seed, split, draw)
 
     def read(self, dataset: Dataset, numbers: npt.NDArray[np.int64]) -> Microbatch:
         return Microbatch.of(torch.from_numpy(gather(dataset, numbers)), torch.from_numpy(numbers))
@@ -206,3 +208,116 @@ class FieldSamples:
 
     def marked(self, microbatch: Microbatch) -> Microbatch:
         return microbatch
+
+
+NUM_ENDS = 4
+"""Average number of document ends in a sample."""
+
+
+class MockDataset:
+    """Random samples; a sample depends on the seed, the split and its number.
+
+    Args:
+        split: number of the split, so that splits differ.
+        draw: draws a sample.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int,
+        split: int,
+        draw: Callable[[np.random.Generator], npt.NDArray[np.int64]],
+    ) -> None:
+        self._num_samples = num_samples
+        self._key = (seed, split)
+        self._draw = draw
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        return self._draw(np.random.default_rng((*self._key, index)))
+
+
+def random_tokens(
+    generator: np.random.Generator, seq_length: int, vocab_size: int, eod: int | None = None
+) -> npt.NDArray[np.int64]:
+    """Return uniformly random tokens, int64 ``[s + 1]``.
+
+    Args:
+        eod: if set, the token that ends documents of random length: on average NUM_ENDS per sample.
+    """
+    tokens = generator.integers(0, vocab_size, seq_length + 1, dtype=np.int64)
+    if eod is not None:
+        tokens[generator.random(len(tokens)) < NUM_ENDS / len(tokens)] = eod
+    return tokens
+
+
+class CheckedDataset:
+    """Samples of a dataset, unchanged; samples that the model cannot read are refused.
+
+    Args:
+        name: name of the dataset, for messages.
+        lengths: length of each field of a sample; the key is empty if a sample is one array.
+        vocab_size: tokens and labels must be smaller than this.
+    """
+
+    def __init__(self, dataset: Dataset, name: str, lengths: Mapping[str, int], vocab_size: int) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._lengths = lengths
+        self._vocab_size = vocab_size
+        # Values are smaller than these; None for bools.
+        self._limits = {"loss_mask": None, "is_real": None, "position_ids": max(lengths.values())}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            UserError: it has other fields, lengths or dtypes than the run's samples, or a value out of range.
+        """
+        sample = self._dataset[index]
+        if "" in self._lengths:
+            self._check(index, "", sample)
+            return sample
+        if not isinstance(sample, Mapping) or not self._lengths.keys() <= sample.keys():
+            has = (
+                f"the fields {', '.join(map(str, sample))}"
+                if isinstance(sample, Mapping)
+                else kind_of(sample)
+            )
+            raise UserError(f"{self._of(index)} is {has}: it needs the fields {', '.join(self._lengths)}")
+        for field in self._lengths:
+            self._check(index, field, sample[field])
+        return sample
+
+    def _check(self, index: int, field: str, values: Any) -> None:
+        array = np.asarray(values)
+        limit = self._limits.get(field, self._vocab_size)
+        wanted = np.bool_ if limit is None else np.int64
+        length = self._lengths[field]
+        if array.shape != (length,) or array.dtype != wanted:
+            more = "" if field else ", one token more than --seq-length"
+            raise UserError(
+                f"{self._of(index, field)} has shape {list(array.shape)} in {array.dtype}: it needs shape "
+                f"[{length}] in {np.dtype(wanted)}{more}"
+            )
+        if limit is None:
+            return
+        smallest, largest = int(array.min()), int(array.max())
+        if smallest < 0 or largest >= limit:
+            more = "make the dataset for this model, or change the model's size"
+            if field == "labels" and smallest < 0:
+                more = "set labels without a loss to any token id, and loss_mask to False there"
+            what = "positions" if field == "position_ids" else "token ids"
+            size = f"--seq-length is {limit}" if field == "position_ids" else f"the vocabulary has {limit}"
+            raise UserError(
+                f"{self._of(index, field)} has {what} from {smallest} to {largest}, and {size}: {more}"
+            )
+
+    def _of(self, index: int, field: str = "") -> str:
+        return f"{field} of sample {index} of the {self._name} dataset".removeprefix(" of ")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megalite.config import Config
 from megalite.data.blend import normalized, num_samples_to_build
 from megalite.data.corpus_sources import SPLIT_NAMES, Blend, find_sources
-from megalite.data.coverage import Coverage
+from megalite.data.epochs import Coverage
 from megalite.data.gpt_dataset import index_bytes, plan_epochs
 from megalite.data.indexed_dataset import sequence_lengths
 from megalite.train.run_datasets import num_samples_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 import textwrap
@@ -21,7 +22,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     """Wraps help texts to the terminal: commands between flags, other text between words."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", text.strip())]
+        paragraphs = [part.splitlines() for part in re.split(r"\n\s*\n", inspect.cleandoc(text))]
         return "\n\n".join("\n".join(_filled(lines, width)) for lines in paragraphs)
 
     def _split_lines(self, text: str, width: int) -> list[str]:

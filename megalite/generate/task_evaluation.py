@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.batch.microbatch import Microbatch
 from megalite.config import TrainingConfig
-from megalite.data.document_assigner import own_tokens_of
+from megalite.data.batch_loader import own_tokens_of
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.distributed.collectives import all_reduce
 from megalite.generate.benchmark_tasks import (

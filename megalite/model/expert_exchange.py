@@ -23,7 +23,7 @@ from megalite.distributed.collectives import (
     start_reduce_scatter,
 )
 from megalite.distributed.turns import Turns
-from megalite.hardware.async_values import AsyncValues
+from megalite.hardware.host_memory import AsyncValues
 from megalite.model.grouped_linear import even_sizes
 
 _OF_EXPERTS = "tokens of experts"

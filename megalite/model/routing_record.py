@@ -51,7 +51,7 @@ class ChoiceObserver(Protocol):
 class RecordedChoices(Protocol):
     """Declares the interface of the experts of a run's tokens, in memory or in files."""
 
-    def of_sample(self, layer: str, sample: int, topk: int) -> Tensor:
+    def sample_experts(self, layer: str, sample: int, topk: int) -> Tensor:
         """Return the experts of a whole sample, int64 ``[S, k]``.
 
         Args:
@@ -72,7 +72,7 @@ class RoutingRecord:
         """Return the number of tokens, counted in each layer."""
         return sum(len(each) for each in self.experts.values())
 
-    def of_sample(self, layer: str, sample: int, topk: int) -> Tensor:
+    def sample_experts(self, layer: str, sample: int, topk: int) -> Tensor:
         """Return the experts of a sample; see `RecordedChoices`."""
         return self.experts[layer, sample].long()
 
@@ -126,7 +126,7 @@ class ChoiceReplayer:
     def __call__(self, experts: Tensor, ranking: Tensor, sample_numbers: Tensor, positions: Tensor) -> Tensor:
         numbers, own, topk = sample_numbers.tolist(), positions.t().cpu(), experts.shape[-1]
         samples = [
-            self.recorded.of_sample(self.layer, number, topk)[held]
+            self.recorded.sample_experts(self.layer, number, topk)[held]
             for number, held in zip(numbers, own, strict=True)
         ]
         recorded = torch.stack(samples, dim=1).to(experts.device)  # [s, b, k]

@@ -1,31 +1,46 @@
-"""Build the parts of the model that one rank holds: one chunk for each of its pipeline stages."""
+"""Build the model chunks of a rank, one for each of its pipeline stages, and their optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megalite.checkpoint.tensor_files import DTYPE_CODES
-from megalite.config import Config
+from megalite.config import Config, ModelConfig
 from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
+from megalite.kernels.weight_gradient import has_widening_gemm
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
+from megalite.model.attention import Attention
 from megalite.model.compiled import check_compiler, compile_layers
+from megalite.model.experts import Router
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider, is_own_model
+from megalite.optim.expert_balance import ExpertBalance
+from megalite.optim.gradient_buckets import main_dtype
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.post_step_hook import PostStepHook
+from megalite.optim.qk_clip import MeasuredHeads, QKClip
+from megalite.optim.sharded_weights import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
 from megalite.tensor_parallel.gemm_collectives import choose_overlap
-from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard, buffer_spec
+from megalite.tensor_parallel.parameter_spec import (
+    LayerContext,
+    ParameterShard,
+    buffer_spec,
+    forget_initial_values,
+)
+from megalite.tensor_parallel.vocab_parallel import TiedWeight
 from megalite.tensor_parallel.weight_gradient_store import WeightGradientStore
 from megalite.train.own_model import OutputCheck, check_stage
-from megalite.train.weight_gradients import weight_gradient_fusion
 from megalite.utils.errors import UserError
 
 
@@ -206,3 +221,112 @@ def unchanged_buffers(chunks: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, values in before:
                 setattr(owner, name, buffer.copy_(values))
+
+
+class Fusion(NamedTuple):
+    """Fusion of weight-gradient GEMMs with the accumulation of their results.
+
+    Attributes:
+        is_on: the GEMMs add to `weight.main_grad` themselves.
+        description: how gradients are accumulated, and why, for the log.
+    """
+
+    is_on: bool
+    description: str
+
+
+def weight_gradient_fusion(config: Config, topology: Topology) -> Fusion:
+    """Return the fastest choice that the run's config and device allow.
+
+    Fusion is not faster if the device has no GEMM that adds to the wider dtype of `main_grad`. Then autograd
+    accumulates; it first sums the gradients of a weight that is used twice.
+    """
+    dtype = DTYPES[config.model.params_dtype]
+    if not config.parallel.gradient_accumulation_fusion:
+        return Fusion(False, "accumulated by autograd (--no-gradient-accumulation-fusion)")
+    zero_stage = config.parallel.zero_stage_among(topology.replicas.shard.size)
+    if dtype != main_dtype(dtype) and not has_widening_gemm(dtype, main_dtype(dtype), topology.device):
+        inputs, total = (str(each).removeprefix("torch.") for each in (dtype, main_dtype(dtype)))
+        return Fusion(
+            False,
+            f"accumulated by autograd ({topology.device.type} has no GEMM of {inputs} that adds to {total})",
+        )
+    if config.training.compile and topology.tp.size == 1 and (zero_stage > 1 or config.recompute.modules):
+        reason = f"--zero-stage {zero_stage}, whose buffers do not stay in place"
+        if config.recompute.modules:
+            reason = "--recompute-granularity selective"
+        return Fusion(
+            True,
+            f"accumulated by the GEMM of the logits, and by autograd in the layers (--compile with {reason})",
+        )
+    return Fusion(True, "accumulated by the weight-gradient GEMMs (fused)")
+
+
+def build_optimizer(
+    chunks: Sequence[Stage],
+    config: Config,
+    topology: Topology,
+    *,
+    fuses_weight_gradients: bool = False,
+    keeps_weights: bool = False,
+) -> Optimizer:
+    """Build the optimizer of the chunks' weights. The fp32 main weights start unrounded.
+
+    Args:
+        fuses_weight_gradients: the chunks' linear layers add weight gradients to `weight.main_grad`.
+        keeps_weights: with ZeRO stage 3, gather each weight once an iteration.
+    """
+    optimizer = Optimizer(
+        named_parameters(chunks),
+        _tied_weight(chunks, topology),
+        config.optimizer,
+        config.parallel,
+        topology,
+        DTYPES[config.model.params_dtype],
+        [unit for chunk in chunks for unit in chunk.units()],
+        fuses_weight_gradients,
+        # A graph that recomputes a part of itself cannot add to a buffer that other microbatches change:
+        # PyTorch compares the buffer's version with the version in forward.
+        graphs_add=config.training.compile and not config.recompute.modules,
+        chunks=[ChunkModules(chunk, list(chunk.layers.values()), list(chunk.units())) for chunk in chunks],
+        keeps_weights=keeps_weights,
+    )
+    optimizer.post_step_hooks = _post_step_hooks(config.model, topology, chunks, optimizer)
+    optimizer.initialize_main(config.training.seed)
+    for _, parameter in named_parameters(chunks):
+        forget_initial_values(parameter)
+    return optimizer
+
+
+def _post_step_hooks(
+    model: ModelConfig, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
+) -> list[PostStepHook]:
+    """Return the changes that follow an update of the chunks."""
+    found: list[PostStepHook] = []
+    if model.qk_clip:
+        found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    routers = [module for module in modules if isinstance(module, Router) and module.is_adjusted]
+    if routers:
+        found.append(ExpertBalance(topology, routers, model.moe_router_bias_update_rate))
+    return found
+
+
+def _measured_heads(chunks: Sequence[Stage]) -> list[MeasuredHeads]:
+    """Return the attention layers of the chunks whose scores are measured."""
+    return [
+        MeasuredHeads(module.qkv.weight, module.qkv.bias, module.core.largest)
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, Attention) and module.core.largest is not None
+    ]
+
+
+def _tied_weight(chunks: Sequence[Stage], topology: Topology) -> TiedWeight | None:
+    """Return the word embedding if two pipeline stages use it, on one rank or as copies on two ranks."""
+    weight = next((chunk.tied_weight for chunk in chunks if chunk.tied_weight is not None), None)
+    if weight is None or topology.pp.size == 1:
+        return None
+    has_both = any(chunk.is_first for chunk in chunks) and any(chunk.is_last for chunk in chunks)
+    num_gradients = sum(chunk.num_tied_gradients for chunk in chunks)
+    return TiedWeight(weight, has_other_copy=not has_both, num_gradients=num_gradients)

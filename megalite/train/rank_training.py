@@ -48,6 +48,7 @@ from megalite.plan.out_of_memory import (
 from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
+from megalite.train.own_model import warn_if_unverified
 from megalite.train.resume import check_load_folder, resume
 from megalite.train.run_context import DatasetProvider, Providers, RunContext, resolve_run, with_vocab_size
 from megalite.train.run_datasets import build_data
@@ -55,7 +56,6 @@ from megalite.train.setup import announce, bind_to_cores, listen, open_writers, 
 from megalite.train.stopping import StopConditions, StopSignals, exit_if_switched_off
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
-from megalite.train.verification import warn_if_unverified
 from megalite.utils.errors import ConfigError, UserError, one_line
 from megalite.utils.log import configure_logging, log, log_notes
 from megalite.verify.compare_runs import verify_layouts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.callback_states import CallbackStates
 from megalite.checkpoint.load import LoadPlan
+from megalite.checkpoint.progress import CallbackStates
 from megalite.config import CheckpointConfig
 from megalite.distributed.collectives import largest_of_all
 from megalite.distributed.rendezvous import Launch

@@ -12,8 +12,7 @@ from megalite.data.bert_dataset import BertSamples
 from megalite.data.build_datasets import DatasetSplits
 from megalite.data.corpus_sources import Sources, find_sources
 from megalite.data.document_ends import DocumentEnds
-from megalite.data.packed_dataset import PackingOptions
-from megalite.data.packed_samples import PackedSamples
+from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import GPTSamples, Samples
 from megalite.data.tokenizers.tokenizer import Tokenizer, configured_tokenizer
 from megalite.data.tokenizers.tokenizer_digest import check_tokenizer

@@ -20,7 +20,6 @@ from megalite.data.build_datasets import (
     num_samples_per_split,
     open_corpora,
 )
-from megalite.data.checked_dataset import CheckedDataset
 from megalite.data.corpus_record import CorpusIdentity, DataRecord
 from megalite.data.corpus_sources import SPLIT_NAMES
 from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset, find_marks
@@ -28,7 +27,7 @@ from megalite.data.gpt_dataset import Dataset, GatherDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loss_mask import LossMask, has_loss_mask
-from megalite.data.samples import FieldSamples, GPTSamples
+from megalite.data.samples import CheckedDataset, FieldSamples, GPTSamples
 from megalite.distributed.topology import Topology
 from megalite.train.run_context import DatasetProvider, RunContext
 from megalite.utils.errors import UserError, kind_of

@@ -18,16 +18,14 @@ from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.hardware.cpu import bind_to_gpu
-from megalite.hardware.cuda_environment import describe, settings_for
-from megalite.hardware.shared_gpus import describe_sharing
+from megalite.hardware.cuda_environment import describe, describe_sharing, settings_for
 from megalite.optim.offload import OffloadBytes
 from megalite.optim.sharded_weights import WeightGathering
-from megalite.train.model_chunks import named_parameters
+from megalite.train.model_chunks import named_parameters, weight_gradient_fusion
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer
-from megalite.train.weight_gradients import weight_gradient_fusion
 from megalite.utils.errors import counted
 from megalite.utils.log import configure_logging, log, log_notes
 from megalite.utils.torch_versions import untested_warning

@@ -16,7 +16,7 @@ from megalite.data.batch_loader import BatchLoader
 from megalite.distributed.axis import DEVICE
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.hardware.async_values import AsyncValues
+from megalite.hardware.host_memory import AsyncValues
 from megalite.model.experts import names_of_terms
 from megalite.optim.optimizer import Optimizer
 from megalite.pipeline.executor import Pipeline
@@ -236,7 +236,7 @@ class GlobalBatches:
         afterwards = self.counts_afterwards if counts_afterwards is None else counts_afterwards
         divisors = self._divisors(batch, num_sequences, seq_length, afterwards)
         if self._num_later:
-            divisors |= self._of_later_tokens(batch, num_sequences, seq_length)
+            divisors |= self._later_token_divisors(batch, num_sequences, seq_length)
         return batch.__getitem__ if batch else read, divisors
 
     def _divisors(
@@ -265,7 +265,7 @@ class GlobalBatches:
         all_reduce(total, self._topology.loss_ranks, of=f"the number of {name}s")
         return {name: total}
 
-    def _of_later_tokens(
+    def _later_token_divisors(
         self, batch: Sequence[Microbatch], num_sequences: int, seq_length: int
     ) -> dict[str, float | Tensor]:
         """Return the numbers of tokens that have a later one, and of those whose later label has a loss.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
@@ -27,18 +26,16 @@ from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.parameter_spec import ParameterShard
-from megalite.train.build_optimizer import build_optimizer
 from megalite.train.evaluator import Evaluator
 from megalite.train.gemm_epilogues import choose_gemm_epilogues
 from megalite.train.iteration_plan import IterationPlanner
-from megalite.train.model_chunks import ChunkResources, build_chunks, saved_buffers
-from megalite.train.own_model import check_first_iteration
+from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer, saved_buffers
+from megalite.train.own_model import check_first_iteration, warn_if_unverified
 from megalite.train.run_context import Providers, RunContext, resolve_run
 from megalite.train.run_datasets import build_data
 from megalite.train.stopping import Stopped
 from megalite.train.telemetry.timers import Timers
 from megalite.train.train_step import StepResult, TrainStep, reads_whole_batches
-from megalite.train.verification import warn_if_unverified
 from megalite.utils.log import log
 
 
@@ -262,12 +259,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self.close(waits=error is None)
 
 

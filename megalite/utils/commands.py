@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Command:
-    """Command of `megalite`. Its code is the module of the same name in `megalite.cli`.
+    """Command of `megalite`.
 
     Attributes:
         script: the script that runs it from a checkout.
@@ -46,6 +48,21 @@ COMMANDS = {
     "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule"),
     "where": Command("tools/where.py", "show the documents of the samples of an iteration"),
 }
+_MODULES = {
+    "train": ("train-bert",),
+    "plan": ("plan", "launch", "autotune", "scaling", "show-schedule"),
+    "checkpoints": ("convert", "inspect", "merge-checkpoints", "upcycle"),
+    "datasets": ("train-tokenizer", "inspect-dataset", "merge-datasets"),
+}
+"""Commands that are functions of their names in a module of `megalite.cli`; others are `main` in theirs."""
+
+
+def main_of(name: str) -> Callable[[Sequence[str]], None]:
+    """Import the function that runs a command."""
+    found = ((module, name.replace("-", "_")) for module, names in _MODULES.items() if name in names)
+    module, function = next(found, (name, "main"))
+    main: Callable[[Sequence[str]], None] = getattr(import_module(f"megalite.cli.{module}"), function)
+    return main
 
 
 def command_name(name: str) -> str:

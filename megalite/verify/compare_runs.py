@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megalite.config import Config, ParallelConfig
 from megalite.model.routing_record import RoutingRecord, largest_gap
+from megalite.train.own_model import record_verified
 from megalite.train.run_context import Providers
-from megalite.train.verification import record_verified
 from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.log import ProgressLine, log
 from megalite.verify.bisect import Location, locate_difference
@@ -141,7 +141,7 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
     rounded = {name for name, each in magnitudes.items() if is_only_rounding(each, largest)}
     largest_weight = max(map(magnitude, reference.weights.values()), default=0.0)
     return RunComparison(
-        terms=_of_terms(run.terms, reference.terms[since:]),
+        terms=_term_differences(run.terms, reference.terms[since:]),
         grad_norm=max(_relative(run.grad_norms, reference.grad_norms[since:]), key=_nan_first),
         gradients={
             name: _difference(run.gradients[name], full, SMALLEST * largest)
@@ -156,13 +156,13 @@ def compare(run: RunRecord, reference: RunRecord) -> RunComparison:
         },
         num_rerouted=len(run.rerouted),
         rerouted_gap=largest_gap(run.rerouted),
-        evaluation=_of_figures(run.evaluation, reference.evaluation),
-        expert_use=_of_figures(run.expert_use, reference.expert_use),
+        evaluation=_figure_differences(run.evaluation, reference.evaluation),
+        expert_use=_figure_differences(run.expert_use, reference.expert_use),
         num_before=since,
     )
 
 
-def _of_terms(
+def _term_differences(
     terms: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]
 ) -> dict[str, list[float]]:
     """Return the differences by term; NaN for a term that one of the runs does not have.
@@ -177,9 +177,9 @@ def _of_terms(
     return {name: _relative(*both) for name, both in values.items()}
 
 
-def _of_figures(figures: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
+def _figure_differences(figures: Mapping[str, float], reference: Mapping[str, float]) -> dict[str, float]:
     """Return the differences by name; NaN for a figure that one of the runs does not have."""
-    return {name: value for name, (value,) in _of_terms([figures], [reference]).items()}
+    return {name: value for name, (value,) in _term_differences([figures], [reference]).items()}
 
 
 def _relative(values: Sequence[float], reference: Sequence[float]) -> list[float]:

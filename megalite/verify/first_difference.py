@@ -126,7 +126,7 @@ def first_difference(
         if phase == "weight" and not limits.weights:
             continue
         if phase == "forward" and (skipped := skipped_layers(run, reference)):
-            return _of_skipped(skipped, iteration), num_unplaced
+            return _skipped_layers(skipped, iteration), num_unplaced
         found = sorted((each for each in events if each.phase == phase), key=lambda each: each.order)
         judge = Judge(phase, scales[phase], limits, rounded if phase.startswith("weight") else frozenset())
         if phase == "recomputed":  # a representation that differed in forward differs again
@@ -144,7 +144,7 @@ def is_only_rounding(gradient: float, largest: float) -> bool:
     return 0.0 < gradient <= ROUNDING * largest
 
 
-def _of_skipped(layers: Sequence[str], iteration: int) -> FirstDifference:
+def _skipped_layers(layers: Sequence[str], iteration: int) -> FirstDifference:
     what = f"output of {' and '.join(layers)} (forward, iteration {iteration})"
     return FirstDifference(what, "forward", layers[0], [], ["no rank runs it, and one rank alone does"])
 

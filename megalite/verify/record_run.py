@@ -19,7 +19,7 @@ from megalite.distributed.local_ranks import LocalRanks, RankError, run_ranks
 from megalite.distributed.topology import Topology
 from megalite.model.routing_record import ChoiceRecorder, ChoiceReplayer, RoutedToken, RoutingRecord
 from megalite.tensor_parallel.parameter_spec import gather_full, spec_of
-from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
+from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.callbacks.recorded_routing import observe_choices, routers_of
 from megalite.train.evaluator import Evaluator
 from megalite.train.model_chunks import named_parameters, saved_buffers

@@ -16,8 +16,8 @@ from torch import nn
 import megalite
 from megalite import DatasetSplits, FieldSamples, Topology, UserError
 from megalite.train.loop import HOOKS
+from megalite.train.own_model import record_verified, warn_if_unverified
 from megalite.train.run_context import resolve_run
-from megalite.train.verification import record_verified, warn_if_unverified
 from tests.end_to_end.conftest import signals_restored
 from tests.programs import run_program
 

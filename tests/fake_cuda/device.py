@@ -156,13 +156,13 @@ def _replace_memory(checks: DeviceChecks) -> None:
     """Replace memory that the system maps and CUDA pins with fake tensors."""
     import torch
 
-    from megalite.hardware import host_buffers, host_memory
+    from megalite.hardware import host_memory
     from megalite.optim import staging, state_storage
 
     def allocate_bytes(num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
-    for module in (host_memory, host_buffers, staging, state_storage):
+    for module in (host_memory, staging, state_storage):
         for name, value in (("allocate_bytes", allocate_bytes), ("pin", checks.pin)):
             if hasattr(module, name):
                 setattr(module, name, value)

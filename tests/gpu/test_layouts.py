@@ -14,7 +14,7 @@ import torch
 
 from megalite.config import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.hardware.shared_gpus import nccl_problem
+from megalite.hardware.cuda_environment import nccl_problem
 from megalite.kernels.flash_attention import has_triton
 from megalite.verify.compare_runs import TOLERANCES, compare
 from megalite.verify.layouts import Layout

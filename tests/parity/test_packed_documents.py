@@ -29,7 +29,7 @@ from megalite.config import (
 )
 from megalite.config.parallel import CpCommType
 from megalite.config.presets import PRESETS
-from megalite.data.mock_dataset import MockDataset
+from megalite.data.samples import MockDataset, random_tokens
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
@@ -41,6 +41,7 @@ from tests.parity.models import config_in, run_alone, run_in
 NUM_ITERATIONS, GLOBAL_BATCH_SIZE = 2, 8
 VOCABULARY = 200
 EOD = VOCABULARY - 1
+DRAW = functools.partial(random_tokens, seq_length=32, vocab_size=VOCABULARY, eod=EOD)
 HYBRID, LATER = "llama-tiny, recurrent", "llama-tiny, later tokens"
 SCALED = "llama-tiny, queries scaled by position"
 SIX_KEYS, SIX_GROUPS = "llama-tiny, six key heads", "nemotron-h-tiny, six groups"
@@ -247,8 +248,7 @@ def test_losses_are_means_over_the_tokens_that_count(model: str, one_rank: Topol
     trainer = start_trainer(config, one_rank)
     (stage,) = trainer.chunks
     training, validation = (
-        MockDataset(2 * GLOBAL_BATCH_SIZE, 32, VOCABULARY, config.training.seed, split, EOD)
-        for split in (0, 1)
+        MockDataset(2 * GLOBAL_BATCH_SIZE, config.training.seed, split, DRAW) for split in (0, 1)
     )
 
     def expected(dataset: MockDataset, num_samples: int) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_later_losses_are_means_over_their_own_tokens(one_rank: Topology) -> Non
     config = _config(LATER, 0.0, *OPTIONS)
     trainer = start_trainer(config, one_rank)
     (stage,) = trainer.chunks
-    dataset = MockDataset(GLOBAL_BATCH_SIZE, 32, VOCABULARY, config.training.seed, 0, EOD)
+    dataset = MockDataset(GLOBAL_BATCH_SIZE, config.training.seed, 0, DRAW)
     text = torch.stack([torch.from_numpy(dataset[i]) for i in range(GLOBAL_BATCH_SIZE)])
     plain = Microbatch.of(text, torch.arange(GLOBAL_BATCH_SIZE))
     batch = trainer.train_step.load.samples.marked(plain)

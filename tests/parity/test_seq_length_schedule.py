@@ -11,7 +11,7 @@ import pytest
 
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.data.mock_dataset import MockDataset
+from megalite.data.samples import MockDataset
 from megalite.distributed.topology import Topology
 from megalite.train.trainer import start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare

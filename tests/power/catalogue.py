@@ -22,7 +22,7 @@ from megalite.distributed.axes import Slice
 from megalite.distributed.collectives import Pending, gather_from_tensor_parallel
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
-from megalite.hardware.host_buffers import HostBuffers
+from megalite.hardware.host_memory import HostBuffers
 from megalite.model import (
     activation_offload,
     attention,

@@ -16,9 +16,9 @@ import numpy as np
 from megalite.config import Config, DataConfig, ParallelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
-from megalite.train.audit.replicas import AuditFailed, Finding
 from megalite.train.callbacks.audit import Audit
 from megalite.train.loop import train
+from megalite.train.replicas import AuditFailed, Finding
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.trainer import start_trainer
 from tests.live_ranks import RANKS, run_ranks

@@ -72,7 +72,7 @@ class ExpertSizes:
                     f"lack slices: pass {-(-number // slices) * slices}"
                 )
 
-    def of_model(self, dense: ModelConfig) -> ModelConfig:
+    def expert_model(self, dense: ModelConfig) -> ModelConfig:
         """Return the config of the model with experts.
 
         The weights of a token's experts add up to 1. It needs each slice of the MLP once in all, so the
@@ -100,7 +100,7 @@ def upcycle(checkpoint: Path, sizes: ExpertSizes, save: Path, seed: int) -> None
     """
     dense = MegaliteSource(checkpoint, None, Settings())
     sizes.check(dense.config.model)
-    config = dataclasses.replace(dense.config, model=sizes.of_model(dense.config.model))
+    config = dataclasses.replace(dense.config, model=sizes.expert_model(dense.config.model))
     trained = Config(
         model=config.model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 
@@ -17,9 +17,8 @@ from megalite.data.preprocessing.conversations import (
     conversation_encoder,
 )
 from megalite.data.preprocessing.documents import DocumentRecord, RecordError, parse_records
-from megalite.data.preprocessing.pieces import InputPiece, locate
+from megalite.data.preprocessing.input_plan import InputPiece, locate
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
-from megalite.data.preprocessing.sentences import sentence_splitter
 from megalite.data.preprocessing.shards import (
     Column,
     EncodedDocuments,
@@ -101,9 +100,7 @@ class Encoder:
     def __enter__(self) -> Encoder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def encode(self, piece: InputPiece) -> PieceResult:
@@ -251,3 +248,34 @@ def _histogram(column: Column) -> list[int]:
 def add_counts(first: list[int], second: list[int]) -> list[int]:
     """Return the element-wise sum of two lists, the shorter one padded with zeros."""
     return [a + b for a, b in itertools.zip_longest(first, second, fillvalue=0)]
+
+
+def sentence_splitter(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """Return the function that splits a text into its sentences.
+
+    Args:
+        language: ISO 639 code, such as "en"; a language without rules uses the rules of its nearest relative.
+        keep_newlines: append the newlines and spaces after each sentence to it, except the last; otherwise
+            sentences have no surrounding white space.
+
+    Raises:
+        UserError: the library is not installed.
+    """
+    try:
+        segment = importlib.import_module("sentencex").segment
+    except ImportError:
+        raise UserError(
+            "--split-sentences needs a package that is not installed: pip install sentencex"
+        ) from None
+
+    def split(text: str) -> list[str]:
+        sentences = [sentence for part in segment(language, text) if (sentence := part.strip())]
+        if not keep_newlines:
+            return sentences
+        starts, end = [], 0
+        for sentence in sentences:
+            starts.append(text.index(sentence, end))
+            end = starts[-1] + len(sentence)
+        return [text[start:stop] for start, stop in itertools.pairwise([*starts, end])]
+
+    return split

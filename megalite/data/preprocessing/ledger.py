@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megalite.data.preprocessing.encoder import CannotWrite, ColumnResult, PieceResult
@@ -67,9 +66,7 @@ class Ledger:
             self._has_earlier_work = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lines:
             self._lines.close()
         refused = kind is not None and issubclass(kind, UserError) and not issubclass(kind, WorkerDied)

@@ -14,11 +14,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import NamedTuple
 
 from megalite.data.preprocessing.encoder import Encoder, PieceResult
-from megalite.data.preprocessing.pieces import InputPiece
+from megalite.data.preprocessing.input_plan import InputPiece
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.utils.errors import UserError
 
@@ -59,9 +58,7 @@ class EncoderPool:
                 raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_workers()
 
     def _end_workers(self) -> None:

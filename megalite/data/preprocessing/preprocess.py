@@ -14,10 +14,9 @@ import numpy as np
 from megalite.data.indexed_dataset import replace_dataset, token_dtype
 from megalite.data.loss_mask import LOSS_MASK
 from megalite.data.preprocessing.documents import find_inputs, input_kind, is_compressed
-from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult
-from megalite.data.preprocessing.input_plan import InputPlan
+from megalite.data.preprocessing.encoder import MAX_MESSAGES, CannotWrite, PieceResult, sentence_splitter
+from megalite.data.preprocessing.input_plan import InputPiece, InputPlan, locate
 from megalite.data.preprocessing.ledger import Ledger
-from megalite.data.preprocessing.pieces import InputPiece, locate
 from megalite.data.preprocessing.pool import EncoderPool
 from megalite.data.preprocessing.preprocess_job import PreprocessJob
 from megalite.data.preprocessing.preprocessing_report import (
@@ -28,7 +27,6 @@ from megalite.data.preprocessing.preprocessing_report import (
     name_histogram,
     read_report,
 )
-from megalite.data.preprocessing.sentences import sentence_splitter
 from megalite.data.preprocessing.shards import join_shards, join_tokens
 from megalite.data.tokenizers.chat_template import chat_template_of
 from megalite.data.tokenizers.tokenizer import Tokenizer

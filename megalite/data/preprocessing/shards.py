@@ -8,14 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
-from megalite.data.tokenizers.token_ids import IdArray
+from megalite.data.tokenizers import IdArray
 from megalite.utils.errors import UserError
 from megalite.utils.files import new_file
 
@@ -153,9 +152,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 

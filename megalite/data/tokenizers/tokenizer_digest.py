@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalite.config import DataConfig
 from megalite.data.storage import read_small
-from megalite.data.tokenizers.fast_bpe import SAMPLE
+from megalite.data.tokenizers.hf_tokenizer import SAMPLE
 from megalite.data.tokenizers.tokenizer import NullTokenizer, Tokenizer, configured_tokenizer
 from megalite.utils.errors import UserError, few
 from megalite.utils.files import parse_json, replace_file

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from megalite.config import Config
 from megalite.train.callbacks.audit import Audit
-from megalite.train.callbacks.expert_use import ExpertLogging
-from megalite.train.callbacks.garbage_collection import GarbageCollection
-from megalite.train.callbacks.health import HangWatchdog, Stragglers
-from megalite.train.callbacks.metrics_logging import MetricsLogging
+from megalite.train.callbacks.metrics_logging import ExpertLogging, LayerNorms, MetricsLogging, OptimizerNorms
 from megalite.train.callbacks.module_profile import ModuleProfile
 from megalite.train.callbacks.nan_locator import NanLocation
-from megalite.train.callbacks.norms import LayerNorms, OptimizerNorms
-from megalite.train.callbacks.periodic import Checkpointing, Evaluation
+from megalite.train.callbacks.periodic import Checkpointing, Evaluation, GarbageCollection
 from megalite.train.callbacks.pipeline_trace import PipelineTracing
 from megalite.train.callbacks.profiler import Profiler
 from megalite.train.callbacks.recorded_routing import RoutingRecording, RoutingReplay
+from megalite.train.health.straggler import Stragglers
+from megalite.train.health.watchdog import HangWatchdog
 from megalite.train.loop import Callback
 from megalite.train.telemetry.writers import Writers
 

@@ -39,6 +39,7 @@ from megalite.train.health.status_store import (
     may_take_any_time,
     store_owner,
 )
+from megalite.train.loop import Callback, TrainingLoop
 from megalite.train.trainer import Trainer
 from megalite.utils.torch_private import num_collectives
 
@@ -256,6 +257,15 @@ class Watchdog:
     def _hang_folder(self) -> Path:
         assert self._folder is not None
         return self._folder / f"hang_{self._num_done():07}"
+
+
+class HangWatchdog(Callback):
+    """Watchdog that ends the run if no rank makes progress for --hang-timeout."""
+
+    @contextmanager
+    def running(self, loop: TrainingLoop) -> Iterator[None]:
+        with watched(loop.trainer):
+            yield
 
 
 @contextmanager

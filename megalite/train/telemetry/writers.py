@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from megalite.checkpoint.lease import FolderLease
@@ -404,12 +403,7 @@ class Writers:
     def __enter__(self) -> Writers:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         self.close(has_failed=error is not None)
 
     def _stop_if_lost(self) -> None:

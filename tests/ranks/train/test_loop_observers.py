@@ -26,10 +26,10 @@ from megalite.distributed.topology import Topology
 from megalite.model.experts import Router, Routing
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.parameter_spec import ParameterShard, spec_of
-from megalite.train.audit.replicas import held_tensors
 from megalite.train.callbacks import default_callbacks
 from megalite.train.callbacks.audit import Audit
 from megalite.train.loop import Callback, TrainingLoop, train
+from megalite.train.replicas import held_tensors
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
 from megalite.train.telemetry import writers as writers_module
 from megalite.train.telemetry.timers import Timers

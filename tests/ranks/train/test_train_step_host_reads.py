@@ -11,7 +11,7 @@ import torch
 
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.distributed.topology import Topology
-from megalite.hardware.async_values import AsyncValues
+from megalite.hardware.host_memory import AsyncValues
 from megalite.observe.recorder import Reader
 from megalite.train import train_step
 from megalite.train.anomaly_check import MIN_LOSSES

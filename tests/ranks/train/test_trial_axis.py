@@ -30,13 +30,12 @@ from megalite.config.rules.parallel_rules import sequence
 from megalite.distributed.axes import MODEL, coordinates_text
 from megalite.distributed.collectives import all_reduce
 from megalite.distributed.topology import Topology
-from megalite.dry_run.dry_run import dry_run_of
-from megalite.dry_run.dry_run_report import DryRun, report_lines
+from megalite.dry_run.dry_run import DryRun, dry_run_of, report_lines
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterShard
-from megalite.train.callbacks.norms import layer_grad_norms, optimizer_norms
+from megalite.train.callbacks.metrics_logging import layer_grad_norms, optimizer_norms
 from megalite.train.callbacks.pipeline_trace import pipeline_trace
 from megalite.train.health.straggler import straggler_log
 from megalite.train.run_context import Providers

@@ -37,8 +37,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
 from megalite.plan.layer_time import FUSED_BACKWARD, fused_attention_seconds
-from megalite.train.build_optimizer import build_optimizer
-from megalite.train.model_chunks import ChunkResources, build_chunks
+from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer
 from megalite.utils.errors import UserError
 
 MODEL, H200 = PRESETS["gpt-1.3b"], GPUS["h200"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from megalite.config.rules.training_rules import LOCAL_PATHS
 from megalite.config.unused_options import unused_options
 from megalite.config.validate import problems_of, range_problems
 from megalite.frontends.command_line import parse
+from megalite.utils.commands import main_of
 from megalite.utils.errors import ConfigError, UserError
 from tests.command_line import mistakes_of
 
@@ -635,8 +635,8 @@ def test_every_field_that_names_a_path_is_looked_at() -> None:
     ("command", "words"),
     [
         ("convert", "--load here --save s3://bucket/model"),
-        ("train_tokenizer", "--input here --output gs://bucket/tokenizer.json"),
-        ("show_schedule", "--svg file:///tmp/a.svg"),
+        ("train-tokenizer", "--input here --output gs://bucket/tokenizer.json"),
+        ("show-schedule", "--svg file:///tmp/a.svg"),
         ("autotune", "--folder s3://bucket/tuning"),
         ("scaling", "--folder s3://bucket/scaling"),
         ("plan", "--gpu h100 --scaling 1,2 --svg s3://bucket/scaling.svg"),
@@ -646,7 +646,7 @@ def test_every_field_that_names_a_path_is_looked_at() -> None:
 def test_a_tool_refuses_a_url_too(command: str, words: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is a URL: pass a path on this machine"):
-        importlib.import_module(f"megalite.cli.{command}").main(words.split())
+        main_of(command)(words.split())
     assert not list(tmp_path.iterdir())
 
 

@@ -21,8 +21,8 @@ from megalite.data.build_datasets import BuildOptions, build_from_corpora, open_
 from megalite.data.corpus_sources import sources_of_one_blend
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter
-from megalite.data.provenance import sample_spans
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megalite.train.trace_sample import sample_spans
 from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]

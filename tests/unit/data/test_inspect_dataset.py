@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.inspect_dataset import main
+from megalite.cli.datasets import inspect_dataset as main
 from megalite.data import inspect_dataset
 from megalite.data import inspect_dataset as compare_module
 from megalite.data.indexed_dataset import IndexedDataset, IndexedWriter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megalite.data.fill_in_middle import FillInMiddle, FillInMiddleDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.mock_dataset import MockDataset
+from megalite.data.samples import MockDataset, random_tokens
 from megalite.data.tokenizers.tokenizer import ByteTokenizer
 from megalite.utils.errors import UserError
 
@@ -166,7 +167,9 @@ def test_every_dataset_checks_the_files_below_it(old_dataset: str, wrap: str) ->
         "fill in the middle": FillInMiddleDataset(plain, ByteTokenizer(), FillInMiddle(1.0, 0.5, 1, 2, 3, 4)),
         "blend": BlendedDataset([plain], [1.0], 100),
         "epochs": Epochs(plain, 200),
-        "splits": DatasetSplits(MockDataset(5, 4, 9, 0, 0), None, plain),
+        "splits": DatasetSplits(
+            MockDataset(5, 0, 0, partial(random_tokens, seq_length=4, vocab_size=9)), None, plain
+        ),
         "named split": DatasetSplits(plain, None, None, (NamedDataset("valid", "a", Epochs(plain, 1)),)),
     }
     wrapped[wrap].verify_files()

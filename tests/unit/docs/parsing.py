@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from megalite.config.fields import normalised
 from megalite.frontends.command_line import known_flags, parse
 from megalite.frontends.tool_parser import ToolParser
 from megalite.plan.plan_request import planning_flags
-from megalite.utils.commands import COMMANDS
+from megalite.utils.commands import COMMANDS, main_of
 
 ROOT = Path(__file__).parents[3]
 OPTIONS_OF_BOTH = {*known_flags(), *planning_flags()}
@@ -75,7 +74,7 @@ def _name_of(script: str) -> str:
 def _check_arguments(name: str, arguments: Sequence[str], world_size: int | None) -> None:
     if name not in _TRAINING:
         with pytest.raises(_Parsed):
-            importlib.import_module(f"megalite.cli.{name.replace('-', '_')}").main(arguments)
+            main_of(name)(arguments)
         return
     config, _ = parse(arguments, architecture=_TRAINING[name])
     if world_size is not None:

@@ -10,8 +10,7 @@ import pytest
 
 from megalite.cli.train import pretrain
 from megalite.config.validate import problems_of
-from megalite.dry_run.dry_run import dry_run
-from megalite.dry_run.dry_run_report import summarize_actions
+from megalite.dry_run.dry_run import dry_run, summarize_actions
 from megalite.frontends.command_line import parse
 from megalite.model.transformer_stage import GPT
 from megalite.pipeline.schedules import SCHEDULES

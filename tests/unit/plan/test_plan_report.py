@@ -16,7 +16,7 @@ from typing import get_args
 
 import pytest
 
-from megalite.cli.plan import main
+from megalite.cli.plan import plan as main
 from megalite.config.recompute import Module
 from megalite.config.stage_layers import num_stages
 from megalite.frontends.command_line import parse

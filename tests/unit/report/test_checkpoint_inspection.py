@@ -12,7 +12,7 @@ import torch
 from megalite.checkpoint.convert.model_settings import parameters_of
 from megalite.checkpoint.convert.target import ConversionPlan, whole_folder, write_megalite
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.cli.inspect import main
+from megalite.cli.checkpoints import inspect as main
 from megalite.config import Config
 from megalite.config.presets import PRESETS
 from megalite.report.checkpoint_difference import compare

@@ -3,8 +3,7 @@
 import pytest
 
 from megalite.config import Config, TrainingConfig
-from megalite.data.packed_dataset import PackingOptions
-from megalite.data.packed_samples import PackedSamples
+from megalite.data.packed_dataset import PackedSamples, PackingOptions
 from megalite.data.samples import GPTSamples
 from megalite.train.evaluator import Evaluator
 from megalite.train.run_context import RunContext

@@ -25,7 +25,7 @@ from megalite.config.presets import PRESETS
 from megalite.data.indexed_dataset import IndexedWriter
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
-from megalite.train.callbacks.expert_use import begin_counts, end_counts, loads_of_layers
+from megalite.train.callbacks.metrics_logging import begin_counts, end_counts, loads_of_layers
 from megalite.train.trainer import start_trainer
 
 LENGTH, BATCH, EXPERTS, TOPK, DEPTH = 24, 8, 5, 2, 2

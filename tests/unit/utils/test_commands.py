@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
 import shutil
@@ -23,16 +22,13 @@ from megalite.utils.commands import (
     COMMANDS,
     command_lines,
     command_name,
+    main_of,
     torchrun_arguments,
     with_command_names,
 )
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]}
-
-
-def _module(name: str) -> str:
-    return f"megalite.cli.{name.replace('-', '_')}"
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +40,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def _help(name: str, program: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> str:
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit) as end:
-        importlib.import_module(_module(name)).main(["--help"])
+        main_of(name)(["--help"])
     assert end.value.code in (None, 0)
     return capsys.readouterr().out
 
@@ -71,7 +67,7 @@ def test_commands_are_broken_between_flags() -> None:
 def test_every_script_and_module_is_a_command() -> None:
     assert {command.script for command in COMMANDS.values()} == SCRIPTS - {"setup.py"}
     modules = {path.stem for path in (ROOT / "megalite" / "cli").glob("*.py")} - {"__init__"}
-    assert {name.replace("-", "_") for name in COMMANDS} == modules
+    assert {main_of(name).__module__.rpartition(".")[2] for name in COMMANDS} == modules
 
 
 def test_the_documentation_lists_the_commands() -> None:

@@ -31,7 +31,7 @@ from megalite.report.run_history import read_history
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import train
 from megalite.train.stopping import RequeueNote, StopConditions, StopSignals
-from megalite.train.telemetry.kernel_times import OperatorTimer
+from megalite.train.telemetry.time_recorder import OperatorTimer
 from megalite.train.telemetry.time_terms import TimeSample, compare
 from megalite.train.telemetry.writers import Writers
 from megalite.train.trainer import Trainer, start_trainer

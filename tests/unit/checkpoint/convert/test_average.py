@@ -9,7 +9,7 @@ from megalite.checkpoint.convert.average import average, last_checkpoints, movin
 from megalite.checkpoint.full_tensors import FullReader
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.cli.merge_checkpoints import main
+from megalite.cli.checkpoints import merge_checkpoints as main
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError
 from tests.unit.checkpoint.convert.test_convert import save_stage, stage_of

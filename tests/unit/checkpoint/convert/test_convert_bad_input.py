@@ -16,7 +16,7 @@ from megalite.checkpoint.convert.hf_folder import _model_of
 from megalite.checkpoint.convert.model_settings import Settings
 from megalite.checkpoint.convert.target import whole_folder
 from megalite.checkpoint.manifest import CONFIG
-from megalite.cli.convert import main
+from megalite.cli.checkpoints import convert as main
 from megalite.utils.errors import UserError
 from tests.checkpoint_folder import reseal
 from tests.unit.checkpoint.convert.foreign_models import build, save, tensors_of

@@ -12,7 +12,7 @@ from megalite.checkpoint.convert import hf_folder, target
 from megalite.checkpoint.convert.convert import Conversion
 from megalite.checkpoint.convert.model_check import check_same, filled, parameters_on_meta
 from megalite.checkpoint.convert.model_settings import Settings
-from megalite.cli.convert import main
+from megalite.cli.checkpoints import convert as main
 from megalite.frontends.huggingface.families import all_entries
 from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging

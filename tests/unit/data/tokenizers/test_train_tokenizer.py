@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli.train_tokenizer import main
+from megalite.cli.datasets import train_tokenizer as main
 from megalite.config.entry_point import run_main
 from megalite.data.tokenizers.tokenizer import build_tokenizer
 

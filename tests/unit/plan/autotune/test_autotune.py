@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import autotune as tool
+from megalite.cli.plan import autotune as autotune_command
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
 from megalite.plan.autotune import autotune as tuning
@@ -24,8 +25,7 @@ TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-ba
 
 
 def examples() -> list[str]:
-    assert tool.__doc__
-    lines = tool.__doc__.replace("\\\n", " ").splitlines()
+    lines = (inspect.getdoc(autotune_command) or "").replace("\\\n", " ").splitlines()
     return [line.partition("autotune")[2] for line in lines if line.startswith("megalite autotune")]
 
 

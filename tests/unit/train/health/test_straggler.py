@@ -10,8 +10,14 @@ import torch
 from megalite.config import LoggingConfig
 from megalite.distributed.axis import EventStack
 from megalite.distributed.topology import Topology
-from megalite.train.health.compute_time import DeviceClock, HostClock, thread_seconds
-from megalite.train.health.straggler import ComputeTime, straggler_line, straggler_log
+from megalite.train.health.straggler import (
+    ComputeTime,
+    DeviceClock,
+    HostClock,
+    straggler_line,
+    straggler_log,
+    thread_seconds,
+)
 
 
 def time_of(rank: int, pp: int, seconds: float, dp: int = 0) -> ComputeTime:

@@ -1,0 +1,187 @@
+"""Join and inspect indexed datasets, and train the tokenizers that make them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data import dataset_merge
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.inspect_dataset import (
+    DatasetSummary,
+    answers_and_others,
+    compare,
+    document_tokens,
+    find_problem,
+    histogram_lines,
+    summarize,
+)
+from megalite.data.loss_mask import LossMask, has_loss_mask
+from megalite.data.tokenizers.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megalite.data.tokenizers.train_tokenizer import (
+    DEFAULT_VOCAB_SIZE,
+    TRAINERS,
+    read_texts,
+    write_tokenizer,
+)
+from megalite.frontends.tool_parser import ToolParser, local_path
+from megalite.utils.errors import UserError
+
+
+def merge_datasets(arguments: Sequence[str]) -> None:
+    """Join indexed datasets, in the inputs' order, into OUTPUT_PREFIX.bin and .idx, in constant memory."""
+    parser = ToolParser(description=merge_datasets.__doc__)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders of datasets"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing output")
+    flags = parser.parse_args(arguments)
+    prefixes = dataset_merge.find_prefixes(flags.input)
+    merged = dataset_merge.merge_datasets(prefixes, flags.output_prefix, flags.overwrite)
+    print(
+        f"wrote {flags.output_prefix}.bin and .idx: {merged.num_documents:,} documents and "
+        f"{merged.num_tokens:,} tokens of {len(merged.prefixes)} datasets"
+    )
+
+
+def _inspection_parser() -> ToolParser:
+    """Build the parser, with megalite preprocess's flags for the tokenizer."""
+    parser = ToolParser(description=inspect_dataset.__doc__)
+    add = parser.add_argument
+    add("prefix", nargs="*", metavar="PREFIX", help="path of the dataset without .bin and .idx")
+    add("--compare", nargs=2, metavar=("A", "B"), help="show where two datasets differ")
+    add(
+        "--document",
+        type=int,
+        metavar="I",
+        help="print document I, as text if a tokenizer is passed; in a conversation, answers are apart",
+    )
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help=", ".join(TOKENIZER_TYPES))
+    add("--tokenizer-model", metavar="FILE", help="a tokenizer.json or a SentencePiece model")
+    add("--tokenizer-name-or-path", metavar="FOLDER", help="the folder of a tokenizer.json")
+    add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
+    add("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="report token ids of N or above as damage (default the tokenizer's size)",
+    )
+    return parser
+
+
+def inspect_dataset(arguments: Sequence[str]) -> None:
+    """Check indexed datasets. Show counts, lengths, tokens, one document as text, or the difference of two.
+
+    megalite inspect-dataset PREFIX
+    megalite inspect-dataset PREFIX --document 17 --tokenizer-model tokenizer.json
+    megalite inspect-dataset --compare A B
+
+    The exit status is 1 if a dataset is damaged, a token id is outside of the vocabulary, or two datasets
+    differ.
+    """
+    flags = _inspection_parser().parse_args(arguments)
+    if bool(flags.prefix) == bool(flags.compare) or (flags.document is not None and len(flags.prefix) != 1):
+        raise UserError("pass one or several PREFIXes, or --compare A B; --document needs exactly one PREFIX")
+    if flags.compare:
+        difference = compare(*map(IndexedDataset, flags.compare))
+        if difference:
+            raise UserError(difference)
+        print("the same documents")
+        return
+    tokenizer = _tokenizer(flags)
+    if flags.document is not None:
+        _print_document(IndexedDataset(flags.prefix[0]), flags.document, tokenizer)
+        return
+    vocab_size = tokenizer.vocab_size if tokenizer else flags.vocab_size
+    for prefix in flags.prefix:
+        _print_summary(IndexedDataset(prefix), vocab_size)
+
+
+def _tokenizer(flags: argparse.Namespace) -> Tokenizer | None:
+    files = (flags.tokenizer_type, flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+    if not any((*files, flags.tokenizer_name_or_path)):
+        return None
+    return build_tokenizer(
+        flags.tokenizer_type,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        name_or_path=flags.tokenizer_name_or_path,
+        vocab_size=flags.vocab_size,
+    )
+
+
+def _print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> None:
+    sequences = document_tokens(dataset, number)
+    if not has_loss_mask(dataset.prefix):
+        for tokens in sequences:
+            print(_text(tokens, tokenizer))
+        return
+    mask, first = LossMask(dataset), int(dataset.document_index[number])
+    for i, tokens in enumerate(sequences, first):
+        for is_answer, part in answers_and_others(tokens, mask[i]):
+            print(f"{'answer' if is_answer else 'other':6}  {_text(part, tokenizer)!r}")
+
+
+def _text(tokens: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> str:
+    ids = tokens.tolist()
+    return tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+def _print_summary(dataset: IndexedDataset, vocab_size: int | None) -> None:
+    summary = summarize(dataset)
+    print(_describe(dataset, summary))
+    print("\n".join(histogram_lines(summary.length_counts)))
+    if problem := find_problem(dataset, summary, vocab_size):
+        raise UserError(problem)
+
+
+def _describe(dataset: IndexedDataset, summary: DatasetSummary) -> str:
+    mean = summary.num_tokens / max(1, summary.num_sequences)
+    lines = (
+        f"{dataset.prefix}",
+        f"  documents  {summary.num_documents:,}",
+        f"  sequences  {summary.num_sequences:,}, {summary.num_empty:,} of them empty",
+        f"  tokens     {summary.num_tokens:,} of type {dataset.dtype.name}, "
+        f"ids {summary.min_token} to {summary.max_token}",
+        f"  lengths    {summary.min_length:,} to {summary.max_length:,} tokens, {mean:,.1f} on average",
+    )
+    return "\n".join(lines)
+
+
+def train_tokenizer(arguments: Sequence[str]) -> None:
+    """Train a tokenizer on a corpus: byte-level BPE as a tokenizer.json, or a SentencePiece model.
+
+    megalite train-tokenizer --input corpus/ --output tokenizer.json --vocab-size 50304
+    megalite train-tokenizer --input *.jsonl.zst --type sentencepiece-unigram --output spm.model
+
+    The same input and vocabulary size give the same tokenizer. It encodes any text without loss.
+    """
+    parser = ToolParser(description=train_tokenizer.__doc__)
+    add = parser.add_argument
+    inputs = "files, globs or folders, as for megalite preprocess"
+    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
+    output = "the tokenizer.json or .model to write"
+    add("--output", type=local_path, required=True, metavar="FILE", help=output)
+    types = f"type of the tokenizer: {', '.join(TRAINERS)} (%(default)s)"
+    add("--type", choices=tuple(TRAINERS), default="bpe", metavar="TYPE", help=types)
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help=f"number of tokens, with special tokens ({DEFAULT_VOCAB_SIZE}; bpe: fewer for a short text)",
+    )
+    add("--json-key", default="text", metavar="KEY", help="key of a document's text (text)")
+    add("--max-documents", type=int, metavar="N", help="train on the first N documents (all)")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer")
+    flags = parser.parse_args(arguments)
+
+    texts = read_texts(flags.input, flags.json_key, flags.max_documents)
+    train = TRAINERS[flags.type]
+    num_tokens = write_tokenizer(flags.output, lambda: train(texts, flags.vocab_size), flags.overwrite)
+    print(f"wrote {flags.output}: {num_tokens:,} tokens")

@@ -1,1 +1,0 @@
-"""Audits: find devices that compute wrongly without an error."""
