@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.pipeline.schedule_plot import Colour
-from megalite.pipeline.schedule_svg import INK, Drawing
+from megalite.pipeline.draw_schedule import INK, Colour, Drawing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"

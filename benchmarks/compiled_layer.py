@@ -32,7 +32,7 @@ from megalite.config.entry_point import run_main
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
-from megalite.kernels import VisibleKeys, gelu, norm, rotary, swiglu
+from megalite.kernels import VisibleKeys, activations, norm, rotary
 from megalite.model.layer import TransformerLayer
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.weight_gradient_store import MainGrad
@@ -54,10 +54,10 @@ H200 = SimpleNamespace(
     gcnArchName="",
 )
 REFERENCES: dict[str, Callable[..., Any]] = {
-    "bias_gelu": gelu.reference,
-    "bias_gelu_backward": gelu.backward_reference,
-    "bias_swiglu": swiglu.reference,
-    "bias_swiglu_backward": swiglu.backward_reference,
+    "bias_gelu": activations.gelu_reference,
+    "bias_gelu_backward": activations.gelu_backward_reference,
+    "bias_swiglu": activations.swiglu_reference,
+    "bias_swiglu_backward": activations.swiglu_backward_reference,
     "layer_norm_backward": norm.layer_backward_reference,
     "rms_norm_backward": norm.rms_backward_reference,
 }

@@ -36,7 +36,7 @@ def slices_of_sample(lengths: Sequence[int], num_ranks: int) -> Assignment:
     """Return two slices of the sample for each rank in zigzag order, as runs of its documents."""
     documents = [range(*bounds) for bounds in pairwise(accumulate(lengths, initial=0))]
     slices = (
-        HeldPositions(rank, num_ranks, is_zigzag=True).runs(sum(lengths) // num_ranks)
+        HeldPositions(rank, num_ranks, is_zigzag=True).ranges(sum(lengths) // num_ranks)
         for rank in range(num_ranks)
     )
     return Assignment(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite import kernels
 from megalite.distributed.axis import Axis
-from megalite.kernels import cross_entropy, dropout_add, gelu, norm, rotary, swiglu, token_rows
+from megalite.kernels import activations, cross_entropy, dropout_add, norm, rotary, token_rows
 from megalite.kernels.dropout import reference as dropout_reference
 from megalite.kernels.library import is_eager
 from megalite.model.delta_rule import gated_delta_rule
@@ -80,7 +80,7 @@ def _gelu(x: Tensor, bias: Tensor) -> Case:
         (x, bias),
         kernels.bias_gelu,
         lambda x, bias: F.gelu(x + bias, approximate="tanh"),
-        (gelu.reference, gelu.backward_reference),
+        (activations.gelu_reference, activations.gelu_backward_reference),
         (2, 3),
     )
 
@@ -90,7 +90,7 @@ def _swiglu(x: Tensor) -> Case:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    forward, backward = swiglu.reference, swiglu.backward_reference
+    forward, backward = activations.swiglu_reference, activations.swiglu_backward_reference
     reference = (lambda x: forward(x, None)), (lambda grad, x: backward(grad, x, None))
     return Case((x,), lambda x: kernels.bias_swiglu(x, None), eager, reference, (1.5, 2.5))
 

@@ -16,6 +16,7 @@ import torch
 from benchmarks.machine_code import TARGETS, WARP, Counts, Kernel, count_of_bytes, count_of_scores, read
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, softmax, token_rows
 from megalite.kernels.dropout import launch_kernel
+from megalite.kernels.dropout_add import key_tensor
 from megalite.kernels.flash_attention import (
     SIZES,
     KernelSizes,
@@ -27,7 +28,6 @@ from megalite.kernels.flash_attention import (
 from megalite.kernels.recurrence import SIZES as RECURRENCE_SIZES
 from megalite.kernels.recurrence import launch as launch_recurrence
 from megalite.kernels.recurrence import launch_backward as launch_recurrence_backward
-from megalite.kernels.traced import key_tensor
 
 HEAD_DIMS = (64, 128, 256)
 ALL = "dropout, documents, alibi"

@@ -48,7 +48,6 @@ FOLDERS_OF_NO_PACKAGE = {"benchmarks", "docs", "scripts"}
 TESTS_OF_NO_MODULE = {
     "the example configs": ("config/test_examples",),
     "datasets against megatron-core's": ("data/test_data_against_megatron",),
-    "gelu.py and swiglu.py": ("kernels/test_activations",),
     "levels of instructions of all CPU kernels": ("kernels/test_capability",),
     "builds of all kernels: setup.py, sanitizers, machine code, Triton, g++ in place of nvcc": (
         *("kernels/test_cuda_build", "kernels/test_cuda_on_cpu", "kernels/test_cuda_toolkit"),

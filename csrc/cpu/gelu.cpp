@@ -1,4 +1,4 @@
-// Bias and GELU (tanh form) on the CPU; see megalite/kernels/gelu.py.
+// Bias and GELU (tanh form) on the CPU; see megalite/kernels/activations.py.
 #include "contract.h"
 
 #include "../checks.h"

@@ -1,4 +1,4 @@
-// Bias and SwiGLU on the CPU; see megalite/kernels/swiglu.py.
+// Bias and SwiGLU on the CPU; see megalite/kernels/activations.py.
 #include "contract.h"
 
 #include "../checks.h"

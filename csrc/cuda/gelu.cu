@@ -1,4 +1,4 @@
-// Bias and GELU (tanh form) on a GPU; see megalite/kernels/gelu.py.
+// Bias and GELU (tanh form) on a GPU; see megalite/kernels/activations.py.
 #include "elementary.cuh"
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// Bias and SwiGLU on a GPU; see megalite/kernels/swiglu.py.
+// Bias and SwiGLU on a GPU; see megalite/kernels/activations.py.
 #include "elementary.cuh"
 #include "rows.cuh"
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from benchmarks.chart import TITLES, speed_of
-from megalite.pipeline.schedule_plot import Colour
-from megalite.pipeline.schedule_svg import INK, PAPER, WAITING, Drawing, schedule_svg
+from megalite.pipeline.draw_schedule import INK, PAPER, WAITING, Colour, Drawing, schedule_svg
 from megalite.plan.plan_request import read_request
 from megalite.plan.scaling import plan_scaling, scaling_svg, scaling_title
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megalite.attention.algebra import Block
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, add_sinks_, sinks_gradient
+from megalite.kernels.dropout_add import key_from_tensor
 from megalite.kernels.flash_attention import empty_results
 from megalite.kernels.packed_heads import empty_gradients, gradients_of
-from megalite.kernels.traced import key_of
 
 _MIN_QUERIES = 32  # per block; with fewer, the calls cost more than they save
 
@@ -268,7 +268,7 @@ def _arguments(
     cap: float | None,
     *blocking: int,
 ) -> tuple[CausalSoftmax, Blocking]:
-    drop = Drop(p, key_of(key), samples, base)
+    drop = Drop(p, key_from_tensor(key), samples, base)
     visible = VisibleKeys(starts, ends, window, first=first)
     return CausalSoftmax(k.shape[2], scale, slopes, visible, drop, cap), Blocking(*blocking)
 

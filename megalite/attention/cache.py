@@ -321,7 +321,7 @@ class DividedCore(CachedCore):
             microbatch.tokens.shape,
             self.num_sliced,
         )
-        return microbatch.cut(self.own_positions.runs(self.num_sliced // self.cp.size))
+        return microbatch.cut(self.own_positions.ranges(self.num_sliced // self.cp.size))
 
     def num_local_keys(self, num_tokens: int) -> int:
         """Return how many of the first tokens of sequences have their keys on this rank."""
@@ -359,7 +359,9 @@ class DividedCore(CachedCore):
 
     def bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:
         """Return the bias of these queries for the keys that this rank holds, ``[b or 1, n or 1, m, l]``."""
-        slices = self.own_positions.runs(self.num_sliced // self.cp.size)  # none if the first piece has none
+        slices = self.own_positions.ranges(
+            self.num_sliced // self.cp.size
+        )  # none if the first piece has none
         bias = super().bias(visible, s, queries)
         of_slices = (bias[..., run.start : run.stop] for run in slices)
         return torch.cat((*of_slices, bias[..., self.num_sliced + self.cp.rank :: self.cp.size]), dim=-1)

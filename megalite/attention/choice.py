@@ -330,12 +330,12 @@ def build_core(config: ModelConfig, context: LayerContext, backend: str | None =
     for number in with_attention if context.cp.size > 1 else ():
         layers.setdefault(comm_type_of_layer(context.cp_comm_type, number), []).append(number)
     if len(layers) < 2:
-        of_all = context.of_layer(next(chain(*layers.values()), 0))
+        of_all = context.for_layer(next(chain(*layers.values()), 0))
         return StageCore(
             config, context, {of_all.layer_cp_comm_type: _layer_core(config, of_all, None, backend)}
         )
     cores = {
-        comm_type: _layer_core(config, context.of_layer(numbers[0]), tuple(numbers), backend)
+        comm_type: _layer_core(config, context.for_layer(numbers[0]), tuple(numbers), backend)
         for comm_type, numbers in layers.items()
     }
     return StageCore(config, context, cores)

@@ -29,7 +29,7 @@ from megalite.batch.microbatch import Microbatch
 from megalite.config import AttentionSpec, ModelConfig
 from megalite.config.model.rope import RotarySpec
 from megalite.config.parallel import CpCommType
-from megalite.distributed.held_positions import positions_in
+from megalite.distributed.held_positions import range_positions
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys
 from megalite.kernels.packed_heads import Heads
 from megalite.kernels.visible_keys import document_starts
@@ -122,7 +122,7 @@ def _attend_whole(
 def _attend_slices(
     core: LayerCore, q: Tensor, k: Tensor, v: Tensor, softmax: CausalSoftmax, sinks: Tensor | None
 ) -> Tensor:
-    runs = core.context.topology.positions.runs(q.shape[2])
+    runs = core.context.topology.positions.ranges(q.shape[2])
     return core.kernel.attend(q, k, v, softmax, sinks, core.largest_of(q), runs)
 
 
@@ -131,7 +131,7 @@ def _attend_gathered(
 ) -> Tensor:
     assert isinstance(core.kernel, BlockKernel)
     assert softmax.drop is None or softmax.drop.p == 0.0, "this kernel has no dropout"
-    runs = core.context.topology.positions.runs(q.shape[2])
+    runs = core.context.topology.positions.ranges(q.shape[2])
     return differentiable(q, k, v, GatheredKeys(runs, softmax, core.kernel), sinks)
 
 
@@ -143,7 +143,7 @@ def _attend_in_ring(
     s, assignments = k.shape[2] * ring.size, softmax.visible.assignments
     softmax = softmax._replace(seq_length=s)
     if assignments is None:
-        own = core.context.topology.positions.of_group(core.context.cp.size // ring.size)
+        own = core.context.topology.positions.group_positions(core.context.cp.size // ring.size)
         return differentiable(q, k, v, Ring(ring, slices_of_ranks(own, s), softmax, kernel), sinks)
     of_samples = []
     for i, held in enumerate(assignments):
@@ -221,7 +221,7 @@ class StageCore:
     def _rank_order(self, assignments: Sequence[Assignment]) -> Tensor:
         """Return the positions of all ranks' tokens in each sample, ``[s, b]``."""
         of_ranks = ([run.positions for runs in each.ranks for run in runs] for each in assignments)
-        return torch.stack([positions_in(runs, self.context.device) for runs in of_ranks], dim=1)
+        return torch.stack([range_positions(runs, self.context.device) for runs in of_ranks], dim=1)
 
     def query_factors(self, seq_length: int, position_ids: Tensor | None) -> Tensor | None:
         """Return the factors of this rank's queries of `PositionInfo`.
@@ -299,7 +299,7 @@ class StageCore:
         """Return the attention of one layer, and count its window among `windows`."""
         core = next(iter(self.cores.values()))
         if len(self.cores) > 1:
-            core = self.cores[self.context.of_layer(layer).layer_cp_comm_type]
+            core = self.cores[self.context.for_layer(layer).layer_cp_comm_type]
         of_window = self.windows.setdefault(spec.window, [])
         if core not in of_window:
             of_window.append(core)

@@ -25,7 +25,7 @@ from megalite.attention.algebra import Block, MergedAttention, attend_slices
 from megalite.attention.positions import distance_bias, local_slopes
 from megalite.config import ModelConfig
 from megalite.kernels import CausalSoftmax, VisibleKeys, flash_attention, sink_factors
-from megalite.kernels.attention_to_keys import AttentionToKeys
+from megalite.kernels.flash_attention import AttentionToKeys
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.utils import torch_private
 

@@ -82,7 +82,7 @@ def slices_of_ranks(own: HeldPositions, s: int) -> Assignment:
     """Return the slices that each rank holds of a sample of length s, as runs of one document."""
     ranks = (replace(own, index=rank) for rank in range(own.count))
     return Assignment(
-        tuple(tuple(DocumentRun(range(s), run) for run in each.runs(s // own.count)) for each in ranks)
+        tuple(tuple(DocumentRun(range(s), run) for run in each.ranges(s // own.count)) for each in ranks)
     )
 
 

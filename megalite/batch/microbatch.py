@@ -22,11 +22,11 @@ class AssignedSamples(NamedTuple):
 
     Attributes:
         numbers: int64 ``[b]``, the samples' numbers in the whole run.
-        runs: positions of the rank's tokens in each sample, in the order of the tokens.
+        ranges: positions of the rank's tokens in each sample, in the order of the tokens.
     """
 
     numbers: Tensor
-    runs: tuple[tuple[range, ...], ...]
+    ranges: tuple[tuple[range, ...], ...]
 
 
 SampleNumbers = Tensor | AssignedSamples

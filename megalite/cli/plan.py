@@ -82,9 +82,7 @@ def _print_lines(
 
 def show_schedule(arguments: Sequence[str]) -> None:
     """Draw a pipeline schedule in the terminal, with its bubble and its peak of microbatches in flight."""
-    from megalite.pipeline.draw_schedule import draw
-    from megalite.pipeline.schedule_plot import save_picture
-    from megalite.pipeline.schedule_svg import save_svg
+    from megalite.pipeline.draw_schedule import draw, save_picture, save_svg
 
     parser = ToolParser(
         description="Draw a schedule: F is forward, B backward (only input gradients if there is a W), "

@@ -148,7 +148,7 @@ class BatchLoader:
             return microbatch
         whole = self.samples.marked(microbatch).in_sequences(count).with_later_tokens(self.num_later)
         num_tokens = whole.tokens.shape[1] // self.positions.count
-        return whole.cut(self.positions.runs(num_tokens))
+        return whole.cut(self.positions.ranges(num_tokens))
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread that reads ahead, and free what it has read. A second call does nothing.
@@ -288,7 +288,7 @@ def own_tokens_of(whole: Microbatch, positions: HeldPositions) -> Microbatch:
     """Return a rank's tokens of a microbatch of whole samples, each of which is one document."""
     length = whole.tokens.shape[1]
     if not positions.assigns_documents:
-        return whole.cut(positions.runs(length // positions.count))
+        return whole.cut(positions.ranges(length // positions.count))
     assignment = assign_documents([length], positions.count)
     return whole.rank_part((assignment,) * len(whole.tokens), positions.index)
 

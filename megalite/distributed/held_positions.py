@@ -48,7 +48,7 @@ class HeldPositions:
         num_slices = 2 * self.count
         return Slice(index, num_slices), Slice(num_slices - 1 - index, num_slices)
 
-    def runs(self, num_tokens: int, part: slice | None = None) -> tuple[range, ...]:
+    def ranges(self, num_tokens: int, part: slice | None = None) -> tuple[range, ...]:
         """Return the positions of the rank's tokens as ranges, in the order of the tokens.
 
         Args:
@@ -56,10 +56,10 @@ class HeldPositions:
             part: which of these tokens are wanted; None for all.
         """
         length = num_tokens // len(self.slices)
-        runs = (range(each.index * length, (each.index + 1) * length) for each in self.slices)
-        return part_of(runs, part or slice(0, num_tokens))
+        ranges = (range(each.index * length, (each.index + 1) * length) for each in self.slices)
+        return cut_ranges(ranges, part or slice(0, num_tokens))
 
-    def of_group(self, size: int) -> HeldPositions:
+    def group_positions(self, size: int) -> HeldPositions:
         """Return the positions that a group of `size` neighbouring ranks holds together, in order."""
         return replace(self, index=self.index // size, count=self.count // size)
 
@@ -69,8 +69,8 @@ class HeldPositions:
         Args:
             dim: the dim of the positions.
         """
-        runs = self.runs(x.shape[dim] // self.count)
-        parts = [x.narrow(dim, run.start, len(run)) for run in runs]
+        ranges = self.ranges(x.shape[dim] // self.count)
+        parts = [x.narrow(dim, positions.start, len(positions)) for positions in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def in_position_order(self, x: Tensor) -> Tensor:
@@ -88,20 +88,20 @@ class HeldPositions:
         return [each.index for rank in range(self.count) for each in self.slices_of(rank)]
 
 
-def part_of(runs: Iterable[range], part: slice) -> tuple[range, ...]:
-    """Return the positions of some of the tokens that have the positions of these runs, in their order."""
+def cut_ranges(ranges: Iterable[range], part: slice) -> tuple[range, ...]:
+    """Return the positions of some of the tokens that have the positions of these ranges, in their order."""
     found, first = [], 0
-    for run in runs:
-        own = run[max(part.start - first, 0) : max(part.stop - first, 0)]
+    for positions in ranges:
+        own = positions[max(part.start - first, 0) : max(part.stop - first, 0)]
         if own:
             found.append(own)
-        first += len(run)
+        first += len(positions)
     return tuple(found)
 
 
-def positions_in(runs: Iterable[range], device: torch.device) -> Tensor:
-    """Return the positions of these runs, int64 ``[s]``; the host does not wait for the device."""
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+def range_positions(ranges: Iterable[range], device: torch.device) -> Tensor:
+    """Return the positions of these ranges, int64 ``[s]``; the host does not wait for the device."""
+    return torch.cat([torch.arange(positions.start, positions.stop, device=device) for positions in ranges])
 
 
 def _reordered(x: Tensor, order: list[int]) -> Tensor:

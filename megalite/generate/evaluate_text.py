@@ -150,7 +150,7 @@ class LossMeter:
         if microbatch.loss_mask is not None:
             counts &= microbatch.loss_mask
         own = self.topology.positions
-        runs = own.runs(counts.shape[1] // own.count)
+        runs = own.ranges(counts.shape[1] // own.count)
         microbatch = replace(microbatch, loss_mask=counts).cut(runs)
         loss = run_in_order(self.stage, microbatch, self._output)
         if not self.stage.is_last:

@@ -1,12 +1,11 @@
 """Define the operators, one per file: schema, fake implementation, autograd, plain PyTorch reference."""
 
+from megalite.kernels.activations import bias_gelu, bias_swiglu
 from megalite.kernels.adamw import adamw_
-from megalite.kernels.attention_sinks import add_sinks_, sink_factors, sinks_gradient
 from megalite.kernels.cross_entropy import cross_entropy_gradient_, cross_entropy_statistics
 from megalite.kernels.dropout import dropout
 from megalite.kernels.dropout_add import ResidualSum, bias_dropout_add
 from megalite.kernels.flash_attention import flash_attention
-from megalite.kernels.gelu import bias_gelu
 from megalite.kernels.library import implementation, is_compiled
 from megalite.kernels.linear_gelu import gelu_linear_backward, has_linear_gelu, linear_gelu
 from megalite.kernels.norm import layer_norm, layer_norm_on, rms_norm, rms_norm_on
@@ -14,8 +13,7 @@ from megalite.kernels.normal import fill_normal_
 from megalite.kernels.philox import site_key
 from megalite.kernels.recurrence import recurrence, recurrence_problem
 from megalite.kernels.rotary import rotate
-from megalite.kernels.softmax import CausalSoftmax, Drop
-from megalite.kernels.swiglu import bias_swiglu
+from megalite.kernels.softmax import CausalSoftmax, Drop, add_sinks_, sink_factors, sinks_gradient
 from megalite.kernels.token_rows import copy_to_rows, sum_rows
 from megalite.kernels.visible_keys import VisibleKeys
 from megalite.kernels.weight_gradient import add_weight_and_bias_gradient_, add_weight_gradient_

@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.kernels.attention_sinks import add_sinks_, sinks_gradient
 from megalite.kernels.dropout import keep_threshold
+from megalite.kernels.dropout_add import key_from_tensor, key_tensor
 from megalite.kernels.library import NAMESPACE
 from megalite.kernels.packed_heads import empty_gradients, gradients_of, like_sequence
-from megalite.kernels.softmax import CausalSoftmax, Drop, biased_scores, keep_factors
-from megalite.kernels.traced import key_of, key_tensor
+from megalite.kernels.softmax import (
+    CausalSoftmax,
+    Drop,
+    add_sinks_,
+    biased_scores,
+    keep_factors,
+    sinks_gradient,
+)
 from megalite.kernels.visible_keys import VisibleKeys
 
 _OP = f"{NAMESPACE}::flash_attention"
@@ -37,6 +43,29 @@ torch.library.define(
 )
 
 MAX_HEAD_DIM = 256
+
+
+class Operands(NamedTuple):
+    """Arguments of both operators from `slopes` to `seq_length`, with the schema's defaults.
+
+    Attributes:
+        key: scalar on the host; None without dropout.
+        start, key_start: positions of the first query and of the first key.
+        seq_length: length of the whole sequence; None if the keys are all of it.
+    """
+
+    slopes: Tensor | None
+    starts: Tensor | None
+    ends: Tensor | None
+    samples: Tensor | None
+    key: Tensor | None
+    scale: float
+    p: float
+    base: int
+    cap: float | None = None
+    start: int = 0
+    key_start: int = 0
+    seq_length: int | None = None
 
 
 def has_triton() -> bool:
@@ -63,16 +92,16 @@ def flash_attention(
     return out
 
 
-def operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> tuple[Any, ...]:
-    """Return the operators' arguments from `slopes` to `seq_length`."""
+def operands(softmax: CausalSoftmax, first: int, first_key: int = 0) -> Operands:
+    """Return the operators' arguments for queries and keys from these positions on."""
     s, scale, slopes, visible, drop, cap = softmax
     starts, ends = (None if x is None else x.contiguous() for x in visible[:2])
     assert ends is None or starts is not None
-    site: tuple[Any, ...] = None, None, scale, 0.0, 0
+    site: tuple[Tensor | None, Tensor | None, float, float, int] = None, None, scale, 0.0, 0
     if drop is not None and drop.p > 0.0:
         p, key, samples, base, tensor = drop
         site = samples.contiguous(), key_tensor(key) if tensor is None else tensor, scale, p, base
-    return slopes, starts, ends, *site, cap, first, first_key, s
+    return Operands(slopes, starts, ends, *site, cap, first, first_key, s)
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,32 +115,11 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _softmax(
-    s: int,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    key: Tensor | None,
-    scale: float,
-    p: float,
-    base: int,
-    cap: float | None = None,
-    start: int = 0,
-    key_start: int = 0,
-    seq_length: int | None = None,
-) -> tuple[CausalSoftmax, int]:
-    """Return the softmax over s keys or more, and the position of the first key."""
-    drop = None if samples is None or key is None else Drop(p, key_of(key), samples, base)
-    visible = VisibleKeys(starts, ends, first=start)
-    return CausalSoftmax(seq_length or s, scale, slopes, visible, drop, cap), key_start
-
-
 def reference(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Implement the forward in plain PyTorch, with all scores in memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    x, kept, _ = _scores(q.to(wide) @ keys.mT, *_softmax(k.shape[2], *rest))
+    x, kept, _ = _scores(q.to(wide) @ keys.mT, Operands(*rest))
     log_sums = x.logsumexp(-1)
     # A query that sees none of the keys: exp(-inf - 0) is 0.
     weights = (x - log_sums.where(log_sums > -torch.inf, 0.0)[..., None]).exp_() * kept
@@ -126,7 +134,7 @@ def reference_backward(
     shared = q.shape[1] // k.shape[1]
     keys, values = (x.to(log_sums.dtype).repeat_interleave(shared, dim=1) for x in (k, v))
     queries, grads = q.to(log_sums.dtype), grad.to(log_sums.dtype)
-    x, kept, slope = _scores(queries @ keys.mT, *_softmax(k.shape[2], *rest))
+    x, kept, slope = _scores(queries @ keys.mT, Operands(*rest))
     weights = (x - log_sums[..., None]).exp_()
     delta = (grads * out).sum(-1, keepdim=True)
     score_grads = weights * (grads @ values.mT * kept - delta) * slope
@@ -139,19 +147,21 @@ def reference_backward(
     return results
 
 
-def _scores(
-    products: Tensor, softmax: CausalSoftmax, first_key: int
-) -> tuple[Tensor, Tensor | float, Tensor | float]:
+def _scores(products: Tensor, o: Operands) -> tuple[Tensor, Tensor | float, Tensor | float]:
     """Return scores from ``[b, n, m, e]``, overwritten, dropout's factors, and the scores' derivatives.
 
     Hidden keys have a score of -inf.
     """
-    first = softmax.visible.first
+    drop = None
+    if o.samples is not None and o.key is not None:
+        drop = Drop(o.p, key_from_tensor(o.key), o.samples, o.base)
+    visible = VisibleKeys(o.starts, o.ends, first=o.start)
+    softmax = CausalSoftmax(o.seq_length or products.shape[3], o.scale, o.slopes, visible, drop, o.cap)
     softmax.cap_(products)
     slope = softmax.cap_slope(products)
-    slopes, starts, ends, samples, scale, p, key, base, *where = softmax.arguments(first)
-    x = biased_scores(products, slopes, starts, ends, scale, first, first_key)
-    kept = keep_factors(x, samples, p, key, base + first_key, *where)
+    slopes, starts, ends, samples, scale, p, key, base, *where = softmax.arguments(o.start)
+    x = biased_scores(products, slopes, starts, ends, scale, o.start, o.key_start)
+    kept = keep_factors(x, samples, p, key, base + o.key_start, *where)
     return x, kept, scale if slope is None else slope
 
 
@@ -256,32 +266,20 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def _numbers(
-    q: Tensor,
-    k: Tensor,
-    key: Tensor | None,
-    scale: float,
-    p: float,
-    base: int,
-    cap: float | None,
-    start: int,
-    key_start: int,
-    seq_length: int | None,
-) -> tuple[Any, ...]:
+def _numbers(q: Tensor, k: Tensor, o: Operands) -> tuple[Any, ...]:
     """Return the arguments of all kernels from n to factor."""
     (n, m), (g, e) = q.shape[1:3], k.shape[1:3]
-    s = seq_length or e
-    slices = [(None, None) if count == s else (count, first) for count, first in ((m, start), (e, key_start))]
-    site = 0 if key is None else int(key), base, keep_threshold(p), 1.0 / (1.0 - p)
-    return n, n // g, s, *slices[0], *slices[1], scale, cap, *site
+    s = o.seq_length or e
+    slices = [
+        (None, None) if count == s else (count, first) for count, first in ((m, o.start), (e, o.key_start))
+    ]
+    site = 0 if o.key is None else int(o.key), o.base, keep_threshold(o.p), 1.0 / (1.0 - o.p)
+    return n, n // g, s, *slices[0], *slices[1], o.scale, o.cap, *site
 
 
-def _constants(
-    k: Tensor, base: int, key_start: int, seq_length: int | None, sizes: BlockSizes
-) -> dict[str, Any]:
+def _constants(k: Tensor, o: Operands, sizes: BlockSizes) -> dict[str, Any]:
     """Return the compile-time constants of a kernel."""
     e, d = k.shape[2:]
-    offsets = base, key_start, seq_length or e
     is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "d": d,
@@ -289,14 +287,14 @@ def _constants(
         "M": sizes.queries,
         "N": sizes.keys,
         "PRECISION": "tf32" if is_tf32 or k.dtype != torch.float32 else "ieee",
-        "ALIGNED": all(each % 4 == 0 for each in offsets),
+        "ALIGNED": all(each % 4 == 0 for each in (o.base, o.key_start, o.seq_length or e)),
         "num_warps": sizes.warps,
         "num_stages": sizes.stages,
         "enable_fp_fusion": True,  # Triton 3.9 warns without it: 3.10 plans another default
     }
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """Return the tensor with contiguous rows (the last dim), which the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -305,27 +303,12 @@ def _strides(*tensors: Tensor) -> list[tuple[int, ...]]:
     return [x.stride()[:3] for x in tensors]
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    key: Tensor | None,
-    scale: float,
-    p: float,
-    base: int,
-    cap: float | None = None,
-    start: int = 0,
-    key_start: int = 0,
-    seq_length: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def launch(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel."""
     from megalite.kernels import triton_attention as kernels  # imports Triton, which a CPU does not need
 
-    q, k, v = map(_with_rows, (q, k, v))
+    o = Operands(*rest)
+    q, k, v = map(contiguous_rows, (q, k, v))
     out, log_sums = empty_results(q, v)
     b, n, m, _ = q.shape
     if q.numel() == 0:
@@ -333,38 +316,22 @@ def launch(
     sizes = kernel_sizes(q).forward
     with torch.cuda.device_of(q):
         kernels.forward_kernel[-(-m // sizes.queries), n, b](
-            *(q, k, v, out, log_sums, slopes, starts, ends, samples),
+            *(q, k, v, out, log_sums, o.slopes, o.starts, o.ends, o.samples),
             *_strides(q, k, v, out),
-            *_numbers(q, k, key, scale, p, base, cap, start, key_start, seq_length),
-            **_constants(k, base, key_start, seq_length, sizes),
+            *_numbers(q, k, o),
+            **_constants(k, o, sizes),
         )
     return out, log_sums
 
 
 def launch_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    key: Tensor | None,
-    scale: float,
-    p: float,
-    base: int,
-    cap: float | None = None,
-    start: int = 0,
-    key_start: int = 0,
-    seq_length: int | None = None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, *rest: Any
 ) -> list[Tensor]:
     """Run the kernels of the gradients of q, k and v, as `empty_gradients` allocates them."""
     from megalite.kernels import triton_attention as kernels
 
-    grad, q, k, v = map(_with_rows, (grad, q, k, v))
+    o = Operands(*rest)
+    grad, q, k, v = map(contiguous_rows, (grad, q, k, v))
     results = empty_gradients(q, k, v)
     grad_q, grad_k, grad_v = gradients_of(results)
     delta = torch.empty_like(log_sums)
@@ -376,10 +343,10 @@ def launch_backward(
     launches: list[tuple[BlockSizes, Tensor | None, Tensor | None]] = [(key_sizes, grad_k, grad_v)]
     if value_sizes is not None:
         launches = [(key_sizes, grad_k, None), (value_sizes, None, grad_v)]
-    numbers = _numbers(q, k, key, scale, p, base, cap, start, key_start, seq_length)
+    numbers, visible = _numbers(q, k, o), (o.slopes, o.starts, o.ends)
     # This takes about 10 us in each layer, whose backward takes 1 ms. To compute it only once per microbatch,
     # both operators would need another argument.
-    query_ends = ends if ends is not None else _query_ends(starts)
+    query_ends = _query_ends(o.starts) if o.ends is None else o.ends
     with torch.cuda.device_of(q):
         kernels.delta_kernel[-(-m // _DELTA_ROWS), n, b](
             *(out, grad, delta, *_strides(out, grad), n, m),
@@ -387,16 +354,16 @@ def launch_backward(
         )
         for sizes, into_k, into_v in launches:
             kernels.key_gradients_kernel[-(-e // sizes.keys), g, b](
-                *(q, k, v, grad, into_k, into_v, log_sums, delta, slopes, starts, ends, query_ends, samples),
+                *(q, k, v, grad, into_k, into_v, log_sums, delta, *visible, query_ends, o.samples),
                 *_strides(q, k, v, grad, grad_k, grad_v),
                 *numbers,
-                **_constants(k, base, key_start, seq_length, sizes),
+                **_constants(k, o, sizes),
             )
         kernels.query_gradients_kernel[-(-m // query_sizes.queries), n, b](
-            *(q, k, v, grad, grad_q, log_sums, delta, slopes, starts, ends, samples),
+            *(q, k, v, grad, grad_q, log_sums, delta, *visible, o.samples),
             *_strides(q, k, v, grad, grad_q),
             *numbers,
-            **_constants(k, base, key_start, seq_length, query_sizes),
+            **_constants(k, o, query_sizes),
         )
     return results
 
@@ -415,28 +382,12 @@ def _query_ends(starts: Tensor | None) -> Tensor | None:
 def with_sinks(forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the operator's implementation from a forward without sinks, whose results then get them."""
 
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor | None,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        samples: Tensor | None,
-        key: Tensor | None,
-        scale: float,
-        p: float,
-        base: int,
-        cap: float | None = None,
-        start: int = 0,
-        key_start: int = 0,
-        seq_length: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        numbers = scale, p, base, cap, start, key_start, seq_length
-        out, log_sums = forward(q, k, v, slopes, starts, ends, samples, key, *numbers)
-        if sinks is not None:
-            add_sinks_(out, log_sums, sinks)
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        num_operands = len(Operands._fields)
+        out, log_sums = forward(q, k, v, *rest[:num_operands])
+        for sinks in rest[num_operands:]:  # one tensor or None; absent if the call leaves it out
+            if sinks is not None:
+                add_sinks_(out, log_sums, sinks)
         return out, log_sums
 
     return run
@@ -473,3 +424,41 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 
 
 torch.library.register_autograd(_OP, _backward, setup_context=_setup_context)
+
+
+class AttentionToKeys(NamedTuple):
+    """Attention of consecutive queries to a slice of the keys; no autograd. Ring attention merges slices.
+
+    Attributes:
+        q: ``[b, n, m, d]``, the queries from position `first` on.
+        k, v: ``[b, g, e, d]``, the keys from position `first_key` on.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax: CausalSoftmax
+    first: int
+    first_key: int
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output, and the logarithms of its sums ``[b, n, m]``.
+
+        A query that sees no key of the slice has an output of 0, and a logarithm of -inf.
+        """
+        out, log_sums = torch.ops.megalite.flash_attention(*self[:3], *self._operands())
+        return out, log_sums
+
+    def backward(self, grad: Tensor, out: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the slice adds to the gradients of q, k and v.
+
+        Args:
+            grad: gradient of `out`.
+            out, log_sums: results of these queries with all keys.
+        """
+        return gradients_of(
+            torch.ops.megalite.flash_attention_backward(grad, *self[:3], out, log_sums, *self._operands())
+        )
+
+    def _operands(self) -> Operands:
+        return operands(self.softmax, self.first, self.first_key)

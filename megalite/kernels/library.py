@@ -215,3 +215,44 @@ def implementation(op: str, device_type: str) -> str:
     if problem := compile_problem(device_type):
         return f"eager ({reason}; torch.compile does not work: {problem})"
     return f"{_AT_RUN_TIME[op]} ({reason})"
+
+
+_OLDEST_PTXAS = (12, 9)
+_PTXAS_PATH = "TRITON_PTXAS_PATH"
+_HOPPER = (9, 0)
+
+
+def ensure_ptxas(device: torch.device) -> str:
+    """Let Triton use a ptxas that is correct for this GPU; return why there is none, or an empty string.
+
+    ptxas, Triton's assembler, compiles some kernels for Hopper wrongly in CUDA 12.8, which Triton 3.6
+    includes: the code computes the address of a tensor core's operand from a register that no instruction
+    has written. On an H200, recurrences had wrong results or an illegal memory access. ptxas of CUDA 12.9 and
+    13.0 compiles the same PTX correctly. The machine code of the attention kernels has no such register.
+
+    If Triton's own is not correct, this sets Triton's environment variable TRITON_PTXAS_PATH to the ptxas of
+    torch, as torch.compile does in its processes.
+    """
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        return ""
+    if _is_correct_ptxas(version := _ptxas_version()):
+        return ""
+    own = Path(torch.__file__).parent / "bin" / "ptxas"
+    if _PTXAS_PATH not in os.environ and own.exists():
+        os.environ[_PTXAS_PATH] = str(own)
+        if _is_correct_ptxas(_ptxas_version()):
+            return ""
+        del os.environ[_PTXAS_PATH]
+    needed = f"set {_PTXAS_PATH} to a ptxas of CUDA 12.9 or later"
+    return f"ptxas {version} compiles the kernels wrongly for this GPU: {needed}"
+
+
+def _ptxas_version() -> str:
+    """Return the version of the ptxas that Triton uses for Hopper, such as "12.8"."""
+    compiler = importlib.import_module("triton.backends.nvidia.compiler")
+    version: str = compiler.get_ptxas(10 * _HOPPER[0] + _HOPPER[1]).version
+    return version
+
+
+def _is_correct_ptxas(version: str) -> bool:
+    return tuple(map(int, version.split("."))) >= _OLDEST_PTXAS

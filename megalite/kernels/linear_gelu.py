@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.gelu import backward_reference as gelu_backward_reference
+from megalite.kernels.activations import gelu_backward_reference
 from megalite.kernels.library import NAMESPACE, is_compiled, passes_trial
 
 _NAME = "linear_gelu"

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.kernels.flash_attention import has_triton, padded
-from megalite.kernels.library import NAMESPACE, compile_problem
-from megalite.kernels.ptxas import ensure_ptxas
+from megalite.kernels.flash_attention import contiguous_rows, has_triton, padded
+from megalite.kernels.library import NAMESPACE, compile_problem, ensure_ptxas
 
 _OP = f"{NAMESPACE}::recurrence"
 _BACKWARD = f"{NAMESPACE}::recurrence_backward"
@@ -36,8 +35,6 @@ MAX_HEAD_DIM = 256
 """Largest size of a key or value head in the Triton kernels."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MIN_CAPABILITY = (8, 0)
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]
-"""Arguments of the operator."""
 
 
 def recurrence_problem(device: torch.device, dtype: torch.dtype, *head_dims: int) -> str:
@@ -87,17 +84,9 @@ def recurrence(
     return results
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    is_delta: bool,
-) -> tuple[Tensor, Tensor]:
+def reference(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Implement the operator in plain PyTorch, token by token."""
+    q, k, v, decay, rate, starts, state, is_delta = arguments
     out, last = _empty_results(q, v)
     q, k, v, rate = (x.to(out.dtype) for x in (q, k, v, rate))
     current = torch.zeros_like(last) if state is None else state
@@ -110,19 +99,9 @@ def reference(
     return out, last.copy_(current)
 
 
-def reference_backward(
-    grad: Tensor,
-    grad_last: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    is_delta: bool,
-) -> list[Tensor]:
+def reference_backward(grad: Tensor, grad_last: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Compute the gradients of q, k, v, decay, rate and state in plain PyTorch, from the last token on."""
+    q, k, v, decay, rate, starts, state, is_delta = arguments
     results = _empty_gradients(q, k, v, decay, rate)
     grad_q, grad_k, grad_v, grad_decay, grad_rate, grad_state = results
     q, k, v, rate = (x.to(grad_state.dtype) for x in (q, k, v, rate))
@@ -208,19 +187,11 @@ benchmarks/triton_kernels.py). They have not been measured on a GPU.
 """
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    is_delta: bool,
-) -> tuple[Tensor, Tensor]:
+def launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the kernels of the forward."""
     from megalite.kernels import triton_recurrence as kernels  # imports Triton, which a CPU does not need
 
+    q, k, v, decay, rate, starts, state, is_delta = arguments
     out, last = _empty_results(q, v)
     if v.numel() == 0:
         return out, last.zero_() if state is None else last.copy_(state)
@@ -238,21 +209,11 @@ def launch(
     return out, last
 
 
-def launch_backward(
-    grad: Tensor,
-    grad_last: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    is_delta: bool,
-) -> list[Tensor]:
+def launch_backward(grad: Tensor, grad_last: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Run the kernels of the backward; the forward's kernels compute the states again."""
     from megalite.kernels import triton_recurrence as kernels
 
+    q, k, v, decay, rate, starts, state, is_delta = arguments
     results = _empty_gradients(q, k, v, decay, rate)
     if v.numel() == 0:
         grad_state = results[5].zero_() if grad_last is None else grad_last.clone()
@@ -260,7 +221,7 @@ def launch_backward(
     (b, g, r, s, e), d = v.shape, q.shape[-1]
     q, k, v, decay, rate = _for_kernels(q, k, v, decay, rate)
     starts, state, grad_last = (None if x is None else x.contiguous() for x in (starts, state, grad_last))
-    grad = _with_rows(grad)
+    grad = contiguous_rows(grad)
     grad_v, grad_decay, grad_rate, grad_state = results[2:]
     wide = grad_state.dtype
     grad_queries, grad_keys = (q.new_empty(b, g, r, s, d, dtype=wide) for _ in range(2))
@@ -299,17 +260,7 @@ def launch_backward(
     return results
 
 
-def _states(
-    last: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    starts: Tensor | None,
-    state: Tensor | None,
-    is_delta: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _states(last: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the states before all chunks, ``[b, n, m, d, e]``, and the last one.
 
     Returns:
@@ -318,6 +269,7 @@ def _states(
     """
     from megalite.kernels import triton_recurrence as kernels
 
+    q, k, v, decay, rate, starts, state, is_delta = arguments
     (b, g, r, s, e), d, n = v.shape, q.shape[-1], v.shape[1] * v.shape[2]
     sizes, numbers = sizes_for(q), _numbers(q, v)
     m, columns = -(-s // sizes.tokens), block_size(sizes.columns, v)
@@ -375,11 +327,7 @@ def _constants(q: Tensor, **options: int) -> dict[str, Any]:
 
 def _for_kernels(q: Tensor, k: Tensor, v: Tensor, *numbers: Tensor) -> list[Tensor]:
     """Return queries, keys and values with contiguous rows, and contiguous numbers of tokens."""
-    return [*map(_with_rows, (q, k, v)), *(x.contiguous() for x in numbers)]
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return [*map(contiguous_rows, (q, k, v)), *(x.contiguous() for x in numbers)]
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -423,7 +371,7 @@ def _fake_gradients(grad: Tensor, grad_last: Tensor | None, *arguments: Any) -> 
     return _empty_gradients(*arguments[:5])
 
 
-def _setup_context(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.is_delta = inputs
     ctx.set_materialize_grads(False)  # otherwise the last state's gradient would be a tensor of zeros
     ctx.save_for_backward(*tensors)

@@ -183,20 +183,13 @@ def keep_factors(x: Tensor, samples: Tensor | None, p: float, key: int, *place: 
     return torch.stack(heads).permute(2, 0, 1, 3)
 
 
-def reference(
-    scores: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    scale: float,
-    p: float,
-    key: int,
-    base: int,
-    first: int,
-    seq_length: int,
-) -> Tensor:
-    """Implement `CausalSoftmax.weights_` in plain PyTorch, with the same dropout masks to the bit."""
+def reference(scores: Tensor, *arguments: Any) -> Tensor:
+    """Implement `CausalSoftmax.weights_` in plain PyTorch, with the same dropout masks to the bit.
+
+    Args:
+        arguments: result of `CausalSoftmax.arguments`.
+    """
+    slopes, starts, ends, samples, scale, p, key, base, first, seq_length = arguments
     x = biased_scores(scores, slopes, starts, ends, scale, first)
     log_sums = x.logsumexp(-1)
     weights = (x - log_sums[..., None]).exp_()
@@ -204,22 +197,9 @@ def reference(
     return log_sums
 
 
-def reference_backward(
-    scores: Tensor,
-    grad: Tensor,
-    log_sums: Tensor,
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    scale: float,
-    p: float,
-    key: int,
-    base: int,
-    first: int,
-    seq_length: int,
-) -> None:
+def reference_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
     """Implement `CausalSoftmax.backward_` in plain PyTorch."""
+    slopes, starts, ends, samples, scale, p, key, base, first, seq_length = arguments
     x = biased_scores(scores, slopes, starts, ends, scale, first)
     is_hidden = x.isneginf()
     weights = (x - log_sums[..., None]).exp_()
@@ -231,35 +211,23 @@ def reference_backward(
 
 
 def launch(scores: Tensor, *arguments: Any) -> Tensor:
-    """Run the Triton kernel of the forward; `arguments` are the arguments of `reference` from `slopes` on."""
+    """Run the Triton kernel of the forward."""
     log_sums = _fake(scores)
     _launch("forward_kernel", (scores, log_sums), *arguments)
     return log_sums
 
 
 def launch_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *arguments: Any) -> None:
-    """Run the backward's Triton kernel; `arguments` are as in `reference_backward` from `slopes` on."""
+    """Run the Triton kernel of the backward."""
     _launch("backward_kernel", (scores, grad, log_sums), *arguments)
 
 
-def _launch(
-    name: str,
-    tensors: tuple[Tensor, ...],
-    slopes: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    samples: Tensor | None,
-    scale: float,
-    p: float,
-    key: int,
-    base: int,
-    first: int,
-    seq_length: int,
-) -> None:
+def _launch(name: str, tensors: tuple[Tensor, ...], *arguments: Any) -> None:
     from megalite.kernels import triton_softmax as kernels  # imports Triton, which a CPU does not need
     from megalite.kernels.triton_dropout import wide_type
 
     scores = tensors[0]
+    slopes, starts, ends, samples, scale, p, key, base, first, seq_length = arguments
     b, n, rows, keys = scores.shape
     if scores.numel() == 0:
         return
@@ -288,3 +256,45 @@ def _fake(scores: Tensor, *_: object) -> Tensor:
 @torch.library.register_fake(_BACKWARD)
 def _fake_backward(scores: Tensor, grad: Tensor, log_sums: Tensor, *_: object) -> None:
     """Do nothing: a meta tensor has no values to change."""
+
+
+# An attention sink is one more logit per head in the sum of the softmax, with a value of zero: a weight is
+# exp(x) / (sum of exp + exp(sink)), as in GPT-OSS (OpenAI 2025, arXiv 2508.10925). Attention with a sink is
+# attention without it, times sigmoid(log of the sum - sink): any kernel that returns the logarithm of the
+# sums can compute it. A backward that takes the output and these logarithms from the forward needs no change
+# if they include the sink.
+
+
+def sink_factors(log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of the keys in each sum of exponentials with a sink, ``[b, n, s, 1]``.
+
+    Args:
+        log_sums: ``[b, n, s]``, logarithm of each query's sum over the keys alone.
+        sinks: ``[n]``.
+    """
+    return (log_sums - sinks.to(log_sums.dtype)[:, None]).sigmoid()[..., None]
+
+
+def add_sinks_(out: Tensor, log_sums: Tensor, sinks: Tensor) -> None:
+    """Change the results of attention without sinks in place to those with sinks.
+
+    Args:
+        out: ``[b, n, s, d]``.
+        log_sums, sinks: as in `sink_factors`.
+    """
+    out.mul_(sink_factors(log_sums, sinks))
+    log_sums.copy_(torch.logaddexp(log_sums, sinks.to(log_sums.dtype)[:, None]))
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, ``[n]``.
+
+    A sink has weight w = exp(sink - log_sums) and value 0, so the softmax's gradient is -w (grad . out).
+
+    Args:
+        grad: gradient of `out`.
+        out, log_sums: the results with sinks.
+    """
+    weights = (sinks.to(log_sums.dtype)[:, None] - log_sums).exp()  # [b, n, s]
+    products = (grad.to(log_sums.dtype) * out).sum(-1)
+    return -(weights * products).sum((0, 2)).to(sinks.dtype)

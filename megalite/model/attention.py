@@ -153,7 +153,7 @@ class Attention(nn.Module):
         q, k, v = (heads.permute(1, 2, 0, 3) for heads in (q, k, v))  # [b, n/tp, s, d], twice [b, g', s, d]
         s = k.shape[2] * self.num_ring_ranks
         first_weight = self.head_slice.index * q.shape[1] * s**2
-        drop = self.dropout.of_weights(sample_numbers, first_weight)
+        drop = self.dropout.attention_drop(sample_numbers, first_weight)
         y = self.core(q, k, v, positions.visible[self.spec.window], drop, self._sinks_of(q))
         y = self.keep_own_tokens(y.permute(2, 0, 1, 3))  # [s, b, n/tp, d]
         return y if gate is None else y * gate.sigmoid()

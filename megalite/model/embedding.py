@@ -36,7 +36,7 @@ class PositionTable(nn.Module):
             position_ids: ``[b, s]``; None for positions within the sample.
         """
         if position_ids is None:
-            runs = self.context.runs_of_positions(x.shape[0])
+            runs = self.context.position_ranges(x.shape[0])
             own = [self.weight[run.start : run.stop, None] for run in runs]
             return x + (own[0] if len(own) == 1 else torch.cat(own))
         return x + F.embedding(position_ids.t()[self.context.own_tokens(x.shape[0])], self.weight)

@@ -245,7 +245,7 @@ class Router(nn.Module):
         """
         num_positions, _, num_experts = like.shape
         of_groups = []
-        for numbers, runs in self.context.runs_by_samples(num_positions, sample_numbers):
+        for numbers, runs in self.context.ranges_by_samples(num_positions, sample_numbers):
             scores = like.new_empty(num_positions, 1, num_experts)
             for part, run in zip(scores.split([*map(len, runs)]), runs, strict=True):
                 fill_normal_(part, self.random_key, std=1.0, base=run.start * num_experts)

@@ -68,7 +68,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext, core: StageCore, layer: int) -> None:
         super().__init__()
         self.number, self.spec = layer, config.layer_spec(layer)
-        spec, context = self.spec, context.of_layer(layer)
+        spec, context = self.spec, context.for_layer(layer)
         has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
         self.blocks = (*(("attention",) if has_mixer else ()), *(("mlp",) if has_mlp else ()))
         self.normalized = NORMALIZED[config.norm_position]

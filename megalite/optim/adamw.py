@@ -24,7 +24,7 @@ MOMENTUM = "momentum_buffer"
 """Muon's momentum, by torch's name."""
 
 
-def kinds_of(*, has_own_main: bool, has_ema: bool) -> tuple[str, ...]:
+def offloadable_kinds(*, has_own_main: bool, has_ema: bool) -> tuple[str, ...]:
     """Return the kinds of tensors in a state of AdamW that can be offloaded."""
     return (*(("main",) if has_own_main else ()), *MOMENTS, *(("ema",) if has_ema else ()))
 
@@ -56,8 +56,8 @@ class BucketState:
 
         Args:
             owned: the elements of the bucket that this rank owns.
-            offloaded: the state's tensors in host memory, by kind (see `kinds_of`); None to allocate them on
-                the bucket's device.
+            offloaded: the state's tensors in host memory, by kind (see `offloadable_kinds`); None to allocate
+                them on the bucket's device.
             has_ema: keep an average of the main weights. It starts as the main weights.
         """
         self.bucket = bucket

@@ -33,13 +33,6 @@ class AveragedWeights:
         self._updated = [state for state in states if state.main.numel()]
         self._is_exchanged = False
 
-    @staticmethod
-    def configured(
-        states: Sequence[BucketState], decay: float | None, offload: OptimizerOffload | None
-    ) -> AveragedWeights | None:
-        """Return the averages of a run; None if it has no decay rate."""
-        return None if decay is None else AveragedWeights(states, decay, offload)
-
     @torch.no_grad()
     def update(self, number: Tensor, is_good: Tensor) -> None:
         """Update the averages on the device after an update of the weights; the host does not wait.

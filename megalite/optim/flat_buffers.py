@@ -54,7 +54,7 @@ class ParameterKind(NamedTuple):
     width_ratio: float
 
 
-def kind_for(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> ParameterKind:
+def parameter_kind(parameter: nn.Parameter, config: OptimizerConfig | None = None) -> ParameterKind:
     """Return a parameter's kind: weights that the optimizer updates alike have one kind."""
     spec, config = spec_of(parameter), config or OptimizerConfig()
     is_matrix = config.optimizer == "muon" and spec.is_matrix
@@ -99,7 +99,7 @@ class Bucket:
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         replicas: Axis,
         *,
-        kind_of: Callable[[nn.Parameter], ParameterKind] = kind_for,
+        kind_of: Callable[[nn.Parameter], ParameterKind] = parameter_kind,
         main_dtype: torch.dtype | None = None,
     ) -> None:
         """Move parameters with equal dtype into a new flat tensor.
@@ -164,7 +164,7 @@ def make_buckets(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     new_bucket: Callable[[Sequence[tuple[str, nn.Parameter]]], Bucket],
     bucket_size: int | None,
-    kind_of: Callable[[nn.Parameter], ParameterKind] = kind_for,
+    kind_of: Callable[[nn.Parameter], ParameterKind] = parameter_kind,
 ) -> list[Bucket]:
     """Assign parameters to buckets, in the order in which backward fills the buckets.
 

@@ -42,14 +42,14 @@ class Piece(NamedTuple):
     Attributes:
         state: number of the state that has them.
         owner: rank that orthogonalizes the matrix.
-        runs: consecutive elements in the state.
+        slices: consecutive elements in the state.
         numel: number of the elements.
     """
 
     state: int
     matrix: Matrix
     owner: int
-    runs: tuple[slice, ...]
+    slices: tuple[slice, ...]
     numel: int
 
 
@@ -111,10 +111,10 @@ class MatrixExchange:
             if segment.numel:
                 start, end = _held(state, entry, here)
                 offset = entry.start - state.owned.start
-                runs = tuple(
-                    slice(run.start + offset, run.stop + offset) for run in segment.part.runs(start, end)
+                slices = tuple(
+                    slice(own.start + offset, own.stop + offset) for own in segment.part.slices(start, end)
                 )
-                self.pieces.append(Piece(number, matrix, owner, runs, segment.numel))
+                self.pieces.append(Piece(number, matrix, owner, slices, segment.numel))
             if owner == self._axis.rank:
                 known: dict[tuple[tuple[int, ...], int], _Segment] = {}
                 for holder in holders:
@@ -143,10 +143,10 @@ class MatrixExchange:
             elements: the elements of each state, ``[n]``, by number.
         """
         sent = [
-            elements[piece.state][run]
+            elements[piece.state][own]
             for piece in self.pieces
             if self._is_source[piece.owner]
-            for run in piece.runs
+            for own in piece.slices
         ]
         received = self._all_to_all(sent, *self._gather_sizes)
         ranks = [rank for rank in range(self._axis.size) if self._is_source[rank]]

@@ -182,10 +182,10 @@ class Muon:
             factors = [-learning_rate * factor * scale(*piece.matrix.shape) for piece in exchange.pieces]
             foreach_mul_(list(by_piece), factors)
             update.mul_(is_good)
-            runs = [(piece.state, run) for piece in exchange.pieces for run in piece.runs]
+            slices = [(piece.state, own) for piece in exchange.pieces for own in piece.slices]
             foreach_add_(
-                [self.states[number].main[run] for number, run in runs],
-                list(update.split([run.stop - run.start for _, run in runs])),
+                [self.states[number].main[own] for number, own in slices],
+                list(update.split([own.stop - own.start for _, own in slices])),
             )
         for state in states:
             if state.rounded is not None:

@@ -342,32 +342,6 @@ def _use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def open_offload(
-    numels: Sequence[int],
-    kinds: tuple[str, ...],
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    config: OptimizerConfig,
-    parallel: ParallelConfig,
-    topology: Topology,
-    order: Sequence[int] | None = None,
-) -> OptimizerOffload | None:
-    """Return the storage of the states that the config offloads, or None.
-
-    Args:
-        numels: number of elements of each state.
-        kinds: kinds of its tensors; dtype: dtype of each.
-        order: order in which forward uses the states' weights; None for the order of `numels`.
-
-    Raises:
-        UserError: see `OptimizerOffload`.
-    """
-    if not config.offloads_optimizer:
-        return None
-    sizes = [StateSize(numel, dtype, kinds) for numel in numels]
-    return OptimizerOffload(sizes, weight_dtype, config, parallel, topology, order)
-
-
 def _bytes_of(
     sizes: Sequence[StateSize],
     weight_dtype: torch.dtype,

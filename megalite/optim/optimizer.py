@@ -12,9 +12,9 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axis import Axis, observed
 from megalite.distributed.collectives import all_reduce, flat_all_gather
 from megalite.distributed.topology import Topology
-from megalite.optim.adamw import AdamW, BucketState, kinds_of, owned_part
+from megalite.optim.adamw import AdamW, BucketState, offloadable_kinds, owned_part
 from megalite.optim.averaged_weights import AveragedWeights
-from megalite.optim.flat_buffers import Bucket, BucketEntry, kind_for, make_buckets
+from megalite.optim.flat_buffers import Bucket, BucketEntry, make_buckets, parameter_kind
 from megalite.optim.global_norm import CountedShard, global_norm
 from megalite.optim.gradient_buckets import (
     GRADIENT_BUFFERS,
@@ -25,10 +25,17 @@ from megalite.optim.gradient_buckets import (
 )
 from megalite.optim.loss_scaler import build_loss_scaler
 from megalite.optim.muon import Muon
-from megalite.optim.offload import OptimizerOffload, open_offload
-from megalite.optim.post_step_hook import PostStepHook
-from megalite.optim.sharded_weights import ChunkModules, ShardedChunk, ShardedWeights, shard_chunks
-from megalite.optim.weight_gatherer import ForwardUnit, WeightGatherer
+from megalite.optim.offload import OptimizerOffload
+from megalite.optim.post_step_hooks import PostStepHook
+from megalite.optim.state_storage import StateSize
+from megalite.optim.weight_gathering import (
+    ChunkModules,
+    FsdpUnit,
+    ShardedChunk,
+    ShardedWeights,
+    WeightGatherer,
+    shard_chunks,
+)
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.counter_random import fill_initial
 from megalite.tensor_parallel.parameter_spec import ParameterShard, num_used, spec_of
@@ -63,7 +70,7 @@ class Optimizer:
         parallel: ParallelConfig,
         topology: Topology,
         dtype: torch.dtype,
-        units: Sequence[ForwardUnit] = (),
+        units: Sequence[FsdpUnit] = (),
         fuses_weight_gradients: bool = False,
         graphs_add: bool = False,
         chunks: Sequence[ChunkModules] = (),
@@ -84,9 +91,7 @@ class Optimizer:
             keeps_weights: at ZeRO stage 3, gather each weight once per iteration, and keep it until the last
                 backward.
         """
-        self.topology = topology
-        self.tied = tied
-        self.dtype = dtype
+        self.topology, self.tied, self.dtype = topology, tied, dtype
         self.stage = parallel.zero_stage_among(topology.replicas.shard.size)
         self.shards_weights = self.stage == 3
         self.scaler = build_loss_scaler(config, dtype)
@@ -103,7 +108,8 @@ class Optimizer:
         matrices = [state for state in self.states if state.kind.is_matrix]  # some have no elements here
         self.adamw = AdamW(others, config, self.scaler, topology.observers, topology.device, self.offload)
         self.muon = Muon(matrices, config, topology, dtype) if matrices else None
-        self.averages = AveragedWeights.configured(self.states, config.ema_decay, self.offload)
+        decay = config.ema_decay
+        self.averages = None if decay is None else AveragedWeights(self.states, decay, self.offload)
         self.reducer = self._make_reducer(groups, parallel, graphs_add and fuses_weight_gradients)
         self._summed_last = [
             buffer for buffer in self.buffers if self.shards_weights and self._is_copied(buffer.bucket)
@@ -124,7 +130,7 @@ class Optimizer:
     ) -> tuple[list[ShardedChunk], list[list[Bucket]]]:
         """Return the chunks of ZeRO stage 3, and groups of buckets that backward fills in order."""
         tied = None if self.tied is None else self.tied.weight
-        kind_of = partial(kind_for, config=config)
+        kind_of = partial(parameter_kind, config=config)
 
         def replicas_of(parameter: nn.Parameter) -> Axis:
             return spec_of(parameter).parameter_axes.replicas(self.topology)
@@ -160,19 +166,20 @@ class Optimizer:
             for buffer in self.buffers
             for section in buffer.bucket.sections
         ]
-        numels = [owned.stop - owned.start for *_, owned in sections if owned.start < owned.stop]
         main, has_ema = main_dtype(self.dtype), config.ema_decay is not None
         has_own_main = main != self.dtype and not self.shards_weights  # sharded main weights are gathered
-        offload = open_offload(
-            numels,
-            kinds_of(has_own_main=has_own_main, has_ema=has_ema),
-            main,
-            main if self.shards_weights else self.dtype,
-            config,
-            parallel,
-            self.topology,
-            order=range(len(numels))[::-1],  # backward fills the buffers in the opposite order
-        )
+        kinds = offloadable_kinds(has_own_main=has_own_main, has_ema=has_ema)
+        numels = [owned.stop - owned.start for *_, owned in sections if owned.start < owned.stop]
+        offload = None
+        if config.offloads_optimizer:
+            offload = OptimizerOffload(
+                [StateSize(numel, main, kinds) for numel in numels],
+                main if self.shards_weights else self.dtype,
+                config,
+                parallel,
+                self.topology,
+                order=range(len(numels))[::-1],  # backward fills the buffers in the opposite order
+            )
         tensors = map(offload.tensors, range(offload.count)) if offload else iter(())
         return offload, [
             BucketState(
@@ -209,7 +216,7 @@ class Optimizer:
         self.reducer.on_filled = lambda buffer: weights.gradients_are_complete(buffer.bucket)
         return weights
 
-    def _make_gatherer(self, units: Sequence[ForwardUnit], parallel: ParallelConfig) -> WeightGatherer:
+    def _make_gatherer(self, units: Sequence[FsdpUnit], parallel: ParallelConfig) -> WeightGatherer:
         gathers = self.stage > 0
         overlaps = (
             parallel.gathers_under_forward(self.topology.device.type) if gathers else self.offload is not None
@@ -377,9 +384,14 @@ class Optimizer:
         Main weights, if separate from the model's weights, and moments are named ``NAME.main`` and
         ``NAME.MOMENT``. They have the parameter's shape: this rank's slice of it, or the shard that it owns.
         """
-        state: dict[str, Tensor | ParameterShard] = dict(self._parameter_state())
+        shards: dict[str, Tensor | ParameterShard] = {
+            f"{entry.name}.{kind}": state.parameter_shard(tensor, entry)
+            for state in self.states
+            for entry in state.entries
+            for kind, tensor in state.tensors()
+        }
         scaler = {f"loss_scaler.{name}": tensor for name, tensor in self.scaler.state().items()}
-        return {**state, "num_steps": self.adamw.num_steps, **scaler}
+        return {**shards, "num_steps": self.adamw.num_steps, **scaler}
 
     def check_state(self) -> None:
         """Check that offloaded state in a file has not changed, before a checkpoint reads `state`.
@@ -433,13 +445,6 @@ class Optimizer:
                 if entry.name == name:
                     return buffer, entry
         raise KeyError(name)
-
-    def _parameter_state(self) -> Iterator[tuple[str, ParameterShard]]:
-        """Yield separate main weights and moments, as ``NAME.main`` and ``NAME.MOMENT``."""
-        for state in self.states:
-            for entry in state.entries:
-                for kind, tensor in state.tensors():
-                    yield f"{entry.name}.{kind}", state.parameter_shard(tensor, entry)
 
     def _gradient_of(self, state: BucketState) -> Tensor:
         """Return the complete gradient of a state's elements, once it is reduced."""

@@ -217,7 +217,7 @@ def scaling_title(request: Request) -> str:
 
 def scaling_svg(points: Sequence[ScalingPoint], title: str) -> str:
     """Return a picture with a chart of weak and one of strong scaling: efficiency over nodes."""
-    from megalite.pipeline.schedule_svg import INK, WAITING, Drawing
+    from megalite.pipeline.draw_schedule import INK, WAITING, Drawing
 
     series = list(dict.fromkeys(point.series for point in points))
     nodes = sorted({point.nodes for point in points})

@@ -11,7 +11,7 @@ from megalite.distributed.collectives import all_reduce
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
 from megalite.model.stage import StageProvider
-from megalite.optim.sharded_weights import WeightGathering
+from megalite.optim.weight_gathering import WeightGathering
 from megalite.plan.advice import planned_run_on
 from megalite.plan.out_of_memory import device_of, with_shard_degree
 from megalite.plan.planned_run import PlannedRun

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.batch.microbatch import SampleNumbers, numbers_of
 from megalite.distributed.topology import Topology
 from megalite.kernels import Drop, ResidualSum, bias_dropout_add, dropout, fill_normal_, site_key
-from megalite.kernels.traced import key_tensor, traced_bias_dropout_add
+from megalite.kernels.dropout_add import key_tensor, traced_bias_dropout_add
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, spec_of
 
 
@@ -88,11 +88,11 @@ class Dropout(nn.Module):
         """
         if not self.training or self.p == 0.0:
             return x
-        groups = self.context.runs_by_samples(len(x), sample_numbers)
+        groups = self.context.ranges_by_samples(len(x), sample_numbers)
         if len(groups) == 1:  # a split would add a copy to backward
-            return self._drop_in_runs(x, *groups[0])
+            return self._drop_in_ranges(x, *groups[0])
         columns = x.split([len(numbers) for numbers, _ in groups], dim=1)
-        dropped = [self._drop_in_runs(each, *group) for each, group in zip(columns, groups, strict=True)]
+        dropped = [self._drop_in_ranges(each, *group) for each, group in zip(columns, groups, strict=True)]
         return torch.cat(dropped, dim=1)
 
     def add_to(
@@ -116,7 +116,7 @@ class Dropout(nn.Module):
         x, bias, p, base = self._remaining(x, bias, sample_numbers)
         return ResidualSum(x, bias, residual, p, self.key, numbers_of(sample_numbers), base)
 
-    def of_weights(self, sample_numbers: SampleNumbers, first_element: int) -> Drop:
+    def attention_drop(self, sample_numbers: SampleNumbers, first_element: int) -> Drop:
         """Return the dropout settings for a kernel that drops attention weights itself.
 
         Args:
@@ -138,16 +138,16 @@ class Dropout(nn.Module):
         p = self.p if self.training else 0.0
         if p == 0.0:
             return x, bias, p, 0
-        (_, runs), *other_samples = self.context.runs_by_samples(len(x), sample_numbers)
-        if len(runs) == 1 and not other_samples:
-            return x, bias, p, runs[0].start * x.shape[-1]
+        (_, ranges), *other_samples = self.context.ranges_by_samples(len(x), sample_numbers)
+        if len(ranges) == 1 and not other_samples:
+            return x, bias, p, ranges[0].start * x.shape[-1]
         return self(x if bias is None else x + bias, sample_numbers), None, 0.0, 0
 
-    def _drop_in_runs(self, x: Tensor, numbers: Tensor, runs: Sequence[range]) -> Tensor:
-        """Return dropout(x) of samples ``[s, b, h]`` whose tokens have the positions of these runs."""
-        rows = (x,) if len(runs) == 1 else x.split([*map(len, runs)])
+    def _drop_in_ranges(self, x: Tensor, numbers: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Return dropout(x) of samples ``[s, b, h]`` whose tokens have the positions of these ranges."""
+        rows = (x,) if len(ranges) == 1 else x.split([*map(len, ranges)])
         parts = [
-            dropout(part, self.p, self.key, numbers, base=run.start * x.shape[-1])
-            for part, run in zip(rows, runs, strict=True)
+            dropout(part, self.p, self.key, numbers, base=positions.start * x.shape[-1])
+            for part, positions in zip(rows, ranges, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -117,7 +117,7 @@ class MatrixPart:
         found = (before(row) - self.block[0].start) * columns
         return found + column * (before(row + 1) - before(row))
 
-    def runs(self, start: int, end: int) -> Iterator[slice]:
+    def slices(self, start: int, end: int) -> Iterator[slice]:
         """Yield the consecutive elements of the part in ``[start, end)`` of the flattened box."""
         if self._is_empty:
             return

@@ -20,7 +20,7 @@ from megalite.config.parallel import (
 )
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
-from megalite.distributed.held_positions import part_of, positions_in
+from megalite.distributed.held_positions import cut_ranges, range_positions
 from megalite.distributed.topology import Topology
 from megalite.distributed.turns import Turns
 from megalite.tensor_parallel.fp8 import Fp8Weights
@@ -176,7 +176,7 @@ class LayerContext:
         fp8_weights: holds the linear layers' weights in 8 bits during an iteration; None to hold none.
         overlap: how the linear layers' collectives overlap with their GEMMs.
         cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each;
-            `of_layer` chooses for a layer.
+            `for_layer` chooses for a layer.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
         moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
         turns: lets another action of the pipeline run while rows of experts are in flight; None without.
@@ -199,7 +199,7 @@ class LayerContext:
     moe_token_dispatcher_type: str = "alltoall"
     turns: Turns | None = None
 
-    def of_layer(self, layer: int) -> LayerContext:
+    def for_layer(self, layer: int) -> LayerContext:
         """Return the context of a layer, by its number in the whole model."""
         if isinstance(self.cp_comm_type, str):
             return self
@@ -254,7 +254,7 @@ class LayerContext:
     @property
     def layer_cp_comm_type(self) -> CpCommType:
         """Return how queries reach the keys of other context-parallel ranks, in the context of a layer."""
-        assert isinstance(self.cp_comm_type, str), "each layer has its own: read it from `of_layer`"
+        assert isinstance(self.cp_comm_type, str), "each layer has its own: read it from `for_layer`"
         return self.cp_comm_type
 
     @property
@@ -284,29 +284,29 @@ class LayerContext:
         """Return the slice of a sample's hidden states that this rank holds."""
         return self.topology.model.slice_along(*self.sequence_axes)
 
-    def runs_of_positions(self, num_positions: int) -> tuple[range, ...]:
+    def position_ranges(self, num_positions: int) -> tuple[range, ...]:
         """Return the sample positions of this rank's `num_positions` hidden states, as ranges in order."""
         within = self.topology.model.slice_along(*self._axes_within_tokens)
-        return self.topology.positions.runs(num_positions * within.count, self.own_tokens(num_positions))
+        return self.topology.positions.ranges(num_positions * within.count, self.own_tokens(num_positions))
 
-    def runs_by_samples(
+    def ranges_by_samples(
         self, num_positions: int, samples: SampleNumbers
     ) -> list[tuple[Tensor, tuple[range, ...]]]:
         """Return the samples whose `num_positions` hidden states have the same positions, and these.
 
         Returns:
-            Numbers of the samples and `runs_of_positions`, for each group of samples, in their order.
+            Numbers of the samples and `position_ranges`, for each group of samples, in their order.
         """
         if not isinstance(samples, AssignedSamples):
-            return [(samples, self.runs_of_positions(num_positions))]
+            return [(samples, self.position_ranges(num_positions))]
         numbers, own = samples.numbers.split(1), self.own_tokens(num_positions)
-        return [(each, part_of(runs, own)) for each, runs in zip(numbers, samples.runs, strict=True)]
+        return [(each, cut_ranges(ranges, own)) for each, ranges in zip(numbers, samples.ranges, strict=True)]
 
     def positions_of(self, x: Tensor, samples: SampleNumbers) -> Tensor:
         """Return the sample positions of this rank's ``[s, b, ...]``, int64 ``[s, b]``, on its device."""
         positions_by_group = [
-            positions_in(runs, x.device)[:, None].expand(-1, len(numbers))
-            for numbers, runs in self.runs_by_samples(len(x), samples)
+            range_positions(ranges, x.device)[:, None].expand(-1, len(numbers))
+            for numbers, ranges in self.ranges_by_samples(len(x), samples)
         ]
         return positions_by_group[0] if len(positions_by_group) == 1 else torch.cat(positions_by_group, dim=1)
 

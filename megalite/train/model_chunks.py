@@ -23,12 +23,10 @@ from megalite.model.compiled import check_compiler, compile_layers
 from megalite.model.experts import Router
 from megalite.model.recompute import apply_recompute
 from megalite.model.stage import DTYPES, Stage, StageProvider, is_own_model
-from megalite.optim.expert_balance import ExpertBalance
 from megalite.optim.gradient_buckets import main_dtype
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.post_step_hook import PostStepHook
-from megalite.optim.qk_clip import MeasuredHeads, QKClip
-from megalite.optim.sharded_weights import ChunkModules
+from megalite.optim.post_step_hooks import ExpertBalance, MeasuredHeads, PostStepHook, QKClip
+from megalite.optim.weight_gathering import ChunkModules
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.tensor_parallel.fp8 import Fp8Weights, check_device
 from megalite.tensor_parallel.gemm_collectives import choose_overlap

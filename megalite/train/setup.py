@@ -20,7 +20,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware.cpu import bind_to_gpu
 from megalite.hardware.cuda_environment import describe, describe_sharing, settings_for
 from megalite.optim.offload import OffloadBytes
-from megalite.optim.sharded_weights import WeightGathering
+from megalite.optim.weight_gathering import WeightGathering
 from megalite.train.model_chunks import named_parameters, weight_gradient_fusion
 from megalite.train.run_context import RunContext
 from megalite.train.stopping import RequeueNote, StopSignals, stop_signals

@@ -21,7 +21,7 @@ from megalite.data.build_datasets import DatasetSplits
 from megalite.data.gpt_dataset import Dataset
 from megalite.distributed.topology import Topology
 from megalite.model.stage import DTYPES, Stage, is_own_model
-from megalite.optim.sharded_weights import WeightGathering
+from megalite.optim.weight_gathering import WeightGathering
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.tensor_parallel.fp8 import Fp8Weights

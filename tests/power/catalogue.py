@@ -51,16 +51,15 @@ from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.transformer_stage import TransformerStage
 from megalite.optim import (
     adamw,
-    expert_balance,
     global_norm,
     gradient_buckets,
     loss_scaler,
     matrix_exchange,
     muon,
     optimizer,
+    post_step_hooks,
     reduce_handle,
-    sharded_weights,
-    weight_gatherer,
+    weight_gathering,
 )
 from megalite.pipeline import executor, point_to_point
 from megalite.pipeline.point_to_point import PointToPoint
@@ -641,16 +640,16 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          instead(lambda self, result: self.shard_sum.copy_(result))),
         ("a shard keeps the sum of the iteration before", "dp2+zero2", Sharded, "begin",
          instead(Buffer.begin)),
-        ("updated weights are not gathered", "dp2+zero1", weight_gatherer, "flat_all_gather",
+        ("updated weights are not gathered", "dp2+zero1", weight_gathering, "flat_all_gather",
          instead(_gathered_only)),
         ("weights are gathered before the update", "dp2+zero1", optimizer.Optimizer, "step",
          _gathers_before_update),
-        ("gathered weights are those of another rank", "dp2+zero3", sharded_weights, "flat_all_gather",
+        ("gathered weights are those of another rank", "dp2+zero3", weight_gathering, "flat_all_gather",
          after(lambda pending, *_: _rolled(pending))),
         ("only the first replica counts its shard in the norm", "dp2+zero2", optimizer.Optimizer, "_counted",
          lambda original, topology: lambda self, state: (
              original(self, state) if topology.replicas.rank == 0 else slice(0, 0))),
-        ("weights are those of the first gathering", "dp2+zero3", sharded_weights, "flat_all_gather",
+        ("weights are those of the first gathering", "dp2+zero3", weight_gathering, "flat_all_gather",
          _gathered_once),
     ],
     "tensor parallelism": [
@@ -732,7 +731,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda x, axis: (x / axis.size, axis))),
         ("slices of the sequence are gathered in another order", "tp2+sp", gemm_collectives,
          "start_all_gather", after(lambda pending, *_: _rolled(pending, halves=True))),
-        ("positions of a slice count from 0", "tp2+sp", parameter_spec.LayerContext, "runs_of_positions",
+        ("positions of a slice count from 0", "tp2+sp", parameter_spec.LayerContext, "position_ranges",
          instead(lambda self, num_positions: (range(num_positions),))),
         ("a slice looks up the position ids of the first slice", "tp2+sp", parameter_spec.LayerContext,
          "own_tokens", instead(lambda self, num_positions: slice(0, num_positions)), "packed"),
@@ -782,7 +781,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("rotary positions of zigzag slices are consecutive", "cp2+p2p", positions.Rotary, "held_by",
          before(lambda self, own, s: (self, HeldPositions(own.index, own.count), s)), "llama"),
         ("hidden states of zigzag slices have consecutive positions", "cp2+p2p",
-         parameter_spec.LayerContext, "runs_of_positions",
+         parameter_spec.LayerContext, "position_ranges",
          lambda original, topology: lambda self, count: (
              (range((first := topology.positions.index * count), first + count),)
              if topology.positions.count > 1 else original(self, count))),
@@ -816,7 +815,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          ring, "ring_steps", after(lambda steps, held, own, *_: tuple(
              _blind_to_the_slice_before(step, held.ranks[own]) for step in steps)), "later"),
         ("dropout of assigned documents counts a rank's tokens from 0", "cp2+p2p+dynamic",
-         parameter_spec.LayerContext, "runs_by_samples", after(lambda groups, self, num_positions, _: [
+         parameter_spec.LayerContext, "ranges_by_samples", after(lambda groups, self, num_positions, _: [
              (numbers, (range(num_positions),) if len(groups) > 1 else runs) for numbers, runs in groups]),
          "packed"),
         ("tokens of assigned documents recur in the order of the ranks", "cp2+p2p+dynamic", exchange,
@@ -876,9 +875,9 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "gated"),
     ],
     "random numbers": [
-        ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "of_weights",
+        ("attention dropout is keyed by the local head", "tp2", counter_random.Dropout, "attention_drop",
          before(lambda self, numbers, _: (self, numbers, 0))),
-        ("dropout is keyed by the position in the slice", "tp2+sp", LayerContext, "runs_by_samples",
+        ("dropout is keyed by the position in the slice", "tp2+sp", LayerContext, "ranges_by_samples",
          after(lambda groups, self, length, *_: [(numbers, (range(length),)) for numbers, _ in groups])),
         ("jitter is keyed by the position in the slice", "tp2+sp", jitter, "random_words",
          before(lambda first, *others: (first - first.min(), *others)), "dropping"),
@@ -1069,7 +1068,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          complete_over("weight"), "latent"),
         ("each rank's heads have the values of other heads", "tp2", latent_attention.LatentAttention,
          "rotated", after(lambda heads, self, *_: (*heads[:2], heads[2].roll(self.tp.rank, 2))), "latent"),
-        ("tokens of each expert are those of the replica", "dp2", expert_balance, "all_reduce",
+        ("tokens of each expert are those of the replica", "dp2", post_step_hooks, "all_reduce",
          instead(lambda x, *_, **more: x), "deepseek"),
         ("a recomputed layer gives no gradient to keys and values that it shares", "tp1+full", recompute,
          "recompute", before(lambda function, x, *keys: (function, x, *(each.detach() for each in keys))),

@@ -46,9 +46,8 @@ from megalite.optim.gradient_buckets import GradReducer
 from megalite.optim.offload import OptimizerOffload
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.reduce_handle import ReduceHandle
-from megalite.optim.sharded_weights import ChunkModules, ShardedWeights
 from megalite.optim.staging import Staging
-from megalite.optim.weight_gatherer import WeightGatherer
+from megalite.optim.weight_gathering import ChunkModules, ShardedWeights, WeightGatherer
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
 from megalite.plan.calibrate import _host_link_rate
@@ -353,7 +352,7 @@ COVERED = {
     "megalite/optim/gradient_buckets.py": ("zero 1, groups",),
     "megalite/optim/offload.py": ("offload, zero 1",),
     "megalite/optim/reduce_handle.py": ("zero 1, groups",),
-    "megalite/optim/sharded_weights.py": ("zero 3",),
+    "megalite/optim/weight_gathering.py": ("zero 3",),
     "megalite/optim/staging.py": ("offload, zero 1",),
     "megalite/pipeline/point_to_point.py": ("pipeline, 1f1b",),
     "megalite/plan/calibrate.py": ("host link",),
@@ -493,7 +492,7 @@ RACES = {
     ),
     "weights are freed while they are gathered": (
         *(ShardedWeights, "_free", "self._finish(bucket)", "pass"),
-        *("zero 3", "freed at .*sharded_weights.py.* still written by all-gather"),
+        *("zero 3", "freed at .*weight_gathering.py.* still written by all-gather"),
     ),
     "a shard is gathered while it is rounded": (
         ShardedWeights,

@@ -32,7 +32,7 @@ from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import all_reduce
 from megalite.model.experts import Router
 from megalite.model.routing_record import ChoiceObserver, ChoiceRecorder, ChoiceReplayer
-from megalite.optim.expert_balance import sum_over_tokens
+from megalite.optim.post_step_hooks import sum_over_tokens
 from megalite.train.iteration_plan import IterationPlan
 from megalite.train.loop import Callback, TrainingLoop, is_due
 from megalite.train.train_step import StepResult

@@ -17,7 +17,7 @@ from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.axes import MeshOptions
 from megalite.distributed.topology import Topology
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.sharded_weights import ChunkModules
+from megalite.optim.weight_gathering import ChunkModules
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import (
     LayerContext,

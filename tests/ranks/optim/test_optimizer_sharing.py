@@ -14,7 +14,7 @@ from torch import nn
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed import collectives
 from megalite.optim.flat_buffers import ALIGNMENT
-from megalite.optim.optimizer import ForwardUnit, Optimizer
+from megalite.optim.optimizer import FsdpUnit, Optimizer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from tests.live_ranks import run_ranks
 
@@ -62,7 +62,7 @@ class Net(nn.Module):
             x = layer(x)
         return x.float().square().mean()
 
-    def units(self) -> list[ForwardUnit]:
+    def units(self) -> list[FsdpUnit]:
         return [(layer, list(layer.parameters())) for layer in self.layers]
 
 

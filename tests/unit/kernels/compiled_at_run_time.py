@@ -16,16 +16,16 @@ def main(arguments: Sequence[str]) -> int:
     pose = types.ModuleType("megalite.kernels._C")
     pose.capability = lambda: "torch.compile"  # type: ignore[attr-defined]
     sys.modules[pose.__name__] = pose
-    from megalite.kernels import cross_entropy, gelu, norm, rotary, swiglu
+    from megalite.kernels import activations, cross_entropy, norm, rotary
     from megalite.kernels.library import at_run_time
 
     torch._dynamo.config.recompile_limit = 1000  # the tests have many shapes
     library = torch.library.Library("megalite", "IMPL")
     for name, reference, compiled in (
-        ("bias_gelu", gelu.reference, None),
-        ("bias_gelu_backward", gelu.backward_reference, None),
-        ("bias_swiglu", swiglu.reference, None),
-        ("bias_swiglu_backward", swiglu.backward_reference, None),
+        ("bias_gelu", activations.gelu_reference, None),
+        ("bias_gelu_backward", activations.gelu_backward_reference, None),
+        ("bias_swiglu", activations.swiglu_reference, None),
+        ("bias_swiglu_backward", activations.swiglu_backward_reference, None),
         ("cross_entropy_gradient_", cross_entropy.gradient_reference, cross_entropy._replace_by_gradient),
         ("cross_entropy_statistics", cross_entropy.statistics_reference, cross_entropy._statistics),
         ("layer_norm", norm.layer_reference, None),

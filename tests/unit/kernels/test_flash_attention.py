@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megalite.attention.blockwise import Blocking, attend
 from megalite.kernels import CausalSoftmax, Drop, VisibleKeys, dropout, flash_attention, site_key
-from megalite.kernels.attention_to_keys import AttentionToKeys
 from megalite.kernels.flash_attention import (
     BLACKWELL_SIZES,
     SMALL_SIZES,
+    AttentionToKeys,
     different_sizes,
     padded,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from megalite.kernels import cross_entropy, cross_entropy_statistics, gelu, library
+from megalite.kernels import activations, cross_entropy, cross_entropy_statistics, library
 from megalite.kernels.library import at_run_time, compile_problem
 from tests.unit.kernels.posing import ROOT
 
@@ -56,14 +56,16 @@ def test_operators_pass_their_tests(name: str) -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_a_function_is_compiled_once_in_whichever_thread_it_runs_first() -> None:
-    function = at_run_time(gelu.backward_reference, device_type="cpu")
+    function = at_run_time(activations.gelu_backward_reference, device_type="cpu")
     leaves = [torch.randn(3, 5, 33, requires_grad=True) for _ in range(2)]
     bias = torch.randn(33, requires_grad=True)
     with ThreadPoolExecutor(1) as pool:  # autograd's backward has a thread of its own on a GPU
         first = pool.submit(function, leaves[0], leaves[1], bias).result()
     with torch._dynamo.config.patch(error_on_recompile=True):
         again = function(*leaves, bias)
-    for compiled, other, expected in zip(first, again, gelu.backward_reference(*leaves, bias), strict=True):
+    for compiled, other, expected in zip(
+        first, again, activations.gelu_backward_reference(*leaves, bias), strict=True
+    ):
         torch.testing.assert_close(compiled, expected)
         assert torch.equal(compiled, other) and not compiled.requires_grad
 

@@ -21,7 +21,7 @@ from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, MixtureOfExperts
 from megalite.model.grouped_linear import grouped_linear
 from megalite.model.mlp import MLP
 from megalite.model.routing_record import RoutingStatistics
-from megalite.optim.expert_balance import ExpertBalance
+from megalite.optim.post_step_hooks import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext, spec_of
 from tests.stages import build_stage

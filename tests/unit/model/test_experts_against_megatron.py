@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.distributed.topology import Topology
 from megalite.model.experts import BALANCE_LOSS, ROUTER_Z_LOSS, Router
 from megalite.model.routing_record import RoutingStatistics
-from megalite.optim.expert_balance import ExpertBalance
+from megalite.optim.post_step_hooks import ExpertBalance
 from tests.unit.model.test_experts import CONFIG, experts_of, hidden
 
 moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")

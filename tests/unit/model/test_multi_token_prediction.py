@@ -275,7 +275,7 @@ def test_a_module_has_a_layer_like_the_last_one(kind: str, one_rank: Topology) -
 def test_a_slice_has_the_later_tokens_of_the_whole_sample() -> None:
     text, has_loss, documents = _inputs()
     whole = _microbatch(text, has_loss, documents)
-    slices = [whole.cut(HeldPositions(index, 4).runs(text.shape[1] // 4)) for index in range(4)]
+    slices = [whole.cut(HeldPositions(index, 4).ranges(text.shape[1] // 4)) for index in range(4)]
     for name in ("later_tokens", "later_labels", "later_mask"):
         assert torch.cat([getattr(each, name) for each in slices], dim=-1).equal(getattr(whole, name))
     assert whole.later_tokens is not None and whole.later_labels is not None and whole.later_mask is not None

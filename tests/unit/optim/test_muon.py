@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig, ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.optim.flat_buffers import kind_for
+from megalite.optim.flat_buffers import parameter_kind
 from megalite.optim.muon import COEFFICIENTS, orthogonalize
 from megalite.optim.optimizer import Optimizer
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
@@ -139,9 +139,9 @@ def test_mup_does_not_scale_the_update_again(topology):
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     for weight, ratio in zip(weights, (1.0, 4.0), strict=True):
         weight.spec = ParameterSpec((8, 8), width_ratio=ratio)
-    assert kind_for(weights[1], CONFIG) == kind_for(weights[0], CONFIG)
+    assert parameter_kind(weights[1], CONFIG) == parameter_kind(weights[0], CONFIG)
     adam = dataclasses.replace(CONFIG, optimizer="adam")
-    assert kind_for(weights[1], adam) == kind_for(weights[0], adam)._replace(width_ratio=4.0)
+    assert parameter_kind(weights[1], adam) == parameter_kind(weights[0], adam)._replace(width_ratio=4.0)
 
 
 def test_a_fused_weight_as_one_matrix(topology):

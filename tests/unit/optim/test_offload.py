@@ -14,7 +14,7 @@ from megalite.hardware import host_memory
 from megalite.kernels import adamw_
 from megalite.optim import offload
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.weight_gatherer import WeightGatherer
+from megalite.optim.weight_gathering import WeightGatherer
 from megalite.utils.errors import UserError
 
 CONFIG = OptimizerConfig(lr=0.1, clip_grad=0.5)

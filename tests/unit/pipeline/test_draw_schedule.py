@@ -3,9 +3,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.pipeline.draw_schedule import draw
-from megalite.pipeline.schedule_plot import COLOURS, save_picture, shade
-from megalite.pipeline.schedule_svg import save_svg, schedule_svg
+from megalite.pipeline.draw_schedule import COLOURS, draw, save_picture, save_svg, schedule_svg, shade
 from megalite.pipeline.schedules import ActionKind
 from megalite.utils.errors import UserError
 

@@ -154,5 +154,5 @@ def test_a_rank_that_has_less_to_do():
 
 
 def test_nothing_here_needs_torch():
-    program = "import sys, megalite.pipeline.schedule_plot; sys.exit('torch' in sys.modules)"
+    program = "import sys, megalite.pipeline.draw_schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

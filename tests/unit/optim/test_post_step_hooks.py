@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.model.experts import Router
-from megalite.optim.expert_balance import ExpertBalance
+from megalite.optim.post_step_hooks import ExpertBalance
 from megalite.tensor_parallel.counter_random import initialize
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from tests.unit.model.test_experts import CONFIG, hidden

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.kernels import ptxas
-from megalite.kernels.ptxas import ensure_ptxas
+from megalite.kernels import library
+from megalite.kernels.library import ensure_ptxas
 
 GPU = torch.device("cuda")
 OWN = "12.8"
@@ -25,7 +25,7 @@ def torch_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, by_path: dict[str | None, str]) -> None:
-    monkeypatch.setattr(ptxas, "_version", lambda: by_path[os.environ.get("TRITON_PTXAS_PATH")])
+    monkeypatch.setattr(library, "_ptxas_version", lambda: by_path[os.environ.get("TRITON_PTXAS_PATH")])
 
 
 @pytest.mark.parametrize("version", ["12.9", "13.4"])

@@ -7,7 +7,7 @@ import torch
 
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.qk_clip import MeasuredHeads, QKClip, _multiply_rows
+from megalite.optim.post_step_hooks import MeasuredHeads, QKClip, _multiply_rows
 from megalite.tensor_parallel.parameter_spec import ParameterShard, ParameterSpec
 from megalite.tensor_parallel.placement import Cut
 
