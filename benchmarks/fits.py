@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from other_programs import PROGRAMS, OtherProgram, other_run
 
 from megalite.config import Config
 from megalite.hardware.gpus import GPUS
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import PROGRAMS, Program, own_program
+from megalite.plan.communication import Cluster
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 from megalite.utils.errors import UserError
 
@@ -23,7 +24,7 @@ GAPS = 1.3
 MAX_MICRO_BATCH = 16
 
 
-def step_bytes(config: Config, device_type: str, program: Program | None = None) -> float:
+def step_bytes(config: Config, device_type: str, program: OtherProgram | None = None) -> float:
     """Return the planned memory of a rank's training step.
 
     Args:
@@ -32,7 +33,8 @@ def step_bytes(config: Config, device_type: str, program: Program | None = None)
     gpu = replace(GPUS["h200"], residual_gb=0.0)
     tp = config.parallel.tp
     cluster = Cluster(gpu, tp, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    planned = rank_memories(PlannedRun(config, cluster, program or own_program(config.model, gpu)))[0]
+    run = PlannedRun(config, cluster) if program is None else other_run(program, config, cluster)
+    planned = rank_memories(run)[0]
     held = planned.weights + planned.gradients + planned.optimizer
     has_gaps = device_type == "cpu" and program is None and config.parallel.keep_freed_memory
     return PROCESS_BYTES[device_type] + held + (planned.total - held) * (GAPS if has_gaps else 1.0)

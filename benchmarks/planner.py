@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.other_programs import OtherPlan
 from benchmarks.published_runs import Published, read_published
 from megalite.plan.estimate import RunPlan
 
@@ -54,7 +55,7 @@ class Comparison:
 
 def compare(cases: Path = CASES) -> list[Comparison]:
     """Plan every run of a file."""
-    return [Comparison(run, RunPlan(run.planned_run)) for run in read_published(cases)]
+    return [Comparison(run, OtherPlan(run.planned_run)) for run in read_published(cases)]
 
 
 def errors(comparisons: Sequence[Comparison], kind: str) -> list[float]:

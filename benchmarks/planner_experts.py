@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks.other_programs import request_of
 from megalite.config.model_flops import flops_per_token_by_convention
 from megalite.plan.estimate import RunPlan
-from megalite.plan.plan_request import read_request
 
 CASES = Path(__file__).parent / "planner_expert_cases.csv"
 
@@ -44,9 +44,8 @@ def compare() -> Iterator[Comparison]:
     """Plan every run of the file."""
     with CASES.open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            cluster = f"--bf16 --gpu {row['gpu']} --world-size {row['n_gpus']} --program {row['program']}"
-            request = read_request([*shlex.split(row["flags"]), *cluster.split()])
-            plan = RunPlan(request.planned_run())
+            cluster = f"--bf16 --gpu {row['gpu']} --world-size {row['n_gpus']}"
+            _, plan = request_of(row["program"], [*shlex.split(row["flags"]), *cluster.split()])
             yield Comparison(row["case_id"], plan, float(row["iter_time_s"] or 0) or _seconds(row, plan))
 
 

@@ -10,7 +10,7 @@ recomputation, ZeRO stage and, before FlashAttention, the attention backend.
 Without --named, a line plans megalite's own run. megalite's kernels move fewer bytes than those of the
 published programs, so most plans are shorter than the runs. Two other savings are left out: overlap of
 tensor-parallel collectives in forward, and recomputation that ends before a layer's last GEMM. With --named,
-a line also names the program (--program megatron-2021).
+a line is planned as the program of its source (benchmarks/other_programs.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.other_programs import request_of
 from benchmarks.planner import CASES, Comparison, lines
 from benchmarks.published_runs import program_name_of, program_of, read_published
 from megalite.plan.estimate import RunPlan
 from megalite.plan.plan_request import read_request
+from megalite.plan.planned_run import PlannedRun
 
 SIZES = {
     "n_gpus": "world-size",
@@ -80,7 +81,7 @@ def flags_of(row: Mapping[str, str]) -> Iterator[str]:
         yield from ("--position-embedding-type", "alibi", "--embed-layernorm")
     yield from MODELS[row["arch"]].split()
     yield from RECOMPUTATIONS[row["recompute"]].split()
-    if not program_of(row).fused_attention:
+    if program_of(row).kernels.attention == "unfused":
         yield from ("--attention-backend", "unfused")
 
 
@@ -95,11 +96,18 @@ def plan_of(row: Mapping[str, str], *, named: bool = False) -> RunPlan:
     """Plan a run that recomputes whole layers.
 
     Args:
-        named: the flags name the program.
+        named: plan the program of the row's source instead of megalite.
     """
-    program = ["--program", program_name_of(row)] if named else []
-    run = read_request([*flags_of(row), *program]).planned_run()
-    return RunPlan(replace(run, program=replace(run.program, stops_recomputing=False)))
+    if named:
+        return request_of(program_name_of(row), list(flags_of(row)))[1]
+    run = read_request(list(flags_of(row))).planned_run()
+    return RunPlan(WholeRecomputation(run.config, run.cluster))
+
+
+class WholeRecomputation(PlannedRun):
+    """Run that recomputes layers to the end."""
+
+    stops_recomputing = False
 
 
 def main() -> None:
@@ -108,7 +116,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=Path, default=CASES)
-    parser.add_argument("--named", action="store_true", help="also pass --program")
+    parser.add_argument("--named", action="store_true", help="plan the program of each source")
     args = parser.parse_args()
     print("\n".join(lines(compare(args.cases, named=args.named))))
 

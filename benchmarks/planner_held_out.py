@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import cache
 from statistics import median
 
+from benchmarks.other_programs import time_of
 from benchmarks.planner import CASES
 from benchmarks.published_runs import Published, read_published
-from megalite.plan.iteration_time import time_iteration
 
 FACTORS = (0.80, 0.88, 0.95, 1.0, 1.05, 1.12, 1.25)
 """By which each share may be changed."""
@@ -33,7 +33,7 @@ def _error(run: Published, choice: Choice) -> float:
     gpu = run.planned_run.cluster.gpu
     shares = {name: getattr(gpu, name) * factor for name, factor in zip(SHARES, choice, strict=True)}
     cluster = replace(run.planned_run.cluster, gpu=replace(gpu, **shares))
-    return abs(time_iteration(replace(run.planned_run, cluster=cluster)).seconds / run.seconds - 1)
+    return abs(time_of(replace(run.planned_run, cluster=cluster)).seconds / run.seconds - 1)
 
 
 def _loss(runs: Sequence[Published], choice: Choice) -> float:

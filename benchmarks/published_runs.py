@@ -9,14 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.other_programs import (
+    MEGATRON_LOSS_BYTES,
+    PROGRAMS,
+    OtherProgram,
+    OtherRun,
+    in_dtype,
+    other_run,
+)
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.config.model.mlp import Activation
 from megalite.config.model.transformer import PositionEmbedding
 from megalite.config.recompute import Module
 from megalite.hardware.gpus import find_gpu
+from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import with_even_stages
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import MEGATRON_LOSS_BYTES, PROGRAMS, Program, in_dtype
+from megalite.plan.planned_run import Kernels
 
 OTHER_NETWORKS = {"BigScience": 1.58, "DeepSpeed": 1.6}
 """Gigabytes per second from a GPU to other nodes, in sources with unusual nodes.
@@ -45,14 +53,14 @@ PROGRAM_NAMES: Mapping[str, str] = {
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "Korthikanti": {"tp_hidden_share": 0.5, "fused_accumulation": True},
     "Azure ML guide": {"fused_elementwise": False, "buffer_bytes": 1e9},
-    "karpathy": {"cudnn_attention": True, "fused_elementwise": True},
+    "karpathy": {"kernels": Kernels("cudnn"), "fused_elementwise": True},
     "nanotron": {  # its loss has Megatron-LM's steps (functional.py, sharded_cross_entropy)
         "copies_slices": True,
         "logit_copy_bytes": 8,
         "loss_bytes": MEGATRON_LOSS_BYTES,
     },
     # The benchmarks' attn_impl is triton (submit_benchmarks.py), and MPT's loss is fused by default.
-    "MosaicML": {"attention_slowdown": TRITON_SLOWDOWN, "logit_copy_bytes": 0},
+    "MosaicML": {"kernels": Kernels("flash", slowdown=TRITON_SLOWDOWN), "logit_copy_bytes": 0},
     "IBM fms-fsdp": {"fused_elementwise": True, "stops_recomputing": True},  # torch.compile
     "torchtitan": {"stops_recomputing": True},
 }
@@ -76,7 +84,7 @@ class Published:
 
     name: str
     source: str
-    planned_run: PlannedRun
+    planned_run: OtherRun
     parameters_b: float
     seconds: float | None
     memory_gb: float | None
@@ -108,7 +116,7 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def planned_run_of(row: Mapping[str, str]) -> PlannedRun:
+def planned_run_of(row: Mapping[str, str]) -> OtherRun:
     """Return the model, layout and cluster of a row as a planned run."""
     gpu = find_gpu(row["gpu"])
     cp = int(row["cp"] or 1)
@@ -117,7 +125,7 @@ def planned_run_of(row: Mapping[str, str]) -> PlannedRun:
     cluster = Cluster(gpu, int(row["n_gpus"]), int(row["gpus_per_node"]), gpu.node_gbps, network)
     config = _config(row)
     config = replace(config, parallel=replace(config.parallel, context_parallel_size=cp))
-    return PlannedRun(config, cluster, program_of(row))
+    return other_run(program_of(row), config, cluster)
 
 
 def program_name_of(row: Mapping[str, str]) -> str:
@@ -127,7 +135,7 @@ def program_name_of(row: Mapping[str, str]) -> str:
     return _by_source(row, PROGRAM_NAMES, "plain-torch")
 
 
-def program_of(row: Mapping[str, str]) -> Program:
+def program_of(row: Mapping[str, str]) -> OtherProgram:
     """Return the program of a row's source."""
     program = replace(PROGRAMS[program_name_of(row)], **_by_source(row, CHANGES, {}))
     if row["case_id"].endswith("_compile"):
@@ -151,7 +159,7 @@ def _config(row: Mapping[str, str]) -> Config:
         data_parallel_size=dp,
         sequence_parallel=row["sp"] == "1" and row["tp"] != "1",
         zero_stage=int(row["zero"]),
-        overlap_grad_reduce=program_of(row).fused_attention,
+        overlap_grad_reduce=program_of(row).kernels.attention != "unfused",
         num_virtual_stages_per_pipeline_rank=_chunks(row),
         pipeline_layers=split_by_cost(row) if row["source"].startswith("nanotron") else None,
     )

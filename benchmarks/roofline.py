@@ -6,7 +6,7 @@ python benchmarks/roofline.py --gpu h100-80 --micro-batch-size 8 --flash2
 python benchmarks/roofline.py --micro-batch-size 1 --cuda-graphs   # prints the rows that it changes
 
 `floor` is the time at the rate that one large GEMM and one large copy reach; `expected` is what we expect of
-our kernels: GEMMs in whole waves of tiles and attention as in the planner (megalite/plan/layer_time.py),
+our kernels: GEMMs in whole waves of tiles and attention as in the planner (megalite/plan/kernel_time.py),
 memory-bound kernels at the usual share of the bandwidth or at the rate of their instructions, and the gap
 before each kernel. If the host needs longer to launch the kernels than the GPU to run them, the step waits
 for the host. It is the step of train_step.py: bf16, no dropout, compiled operators, one microbatch.
@@ -29,19 +29,20 @@ from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
-from megalite.plan.layer_time import (
+from megalite.plan.kernel_time import (
     FUSED_BACKWARD,
     KERNEL_SECONDS,
     LANE_RATE,
-    LAUNCH_SECONDS,
-    FusedKernel,
     fused_attention_seconds,
     gemm_seconds,
     memory_bandwidth,
 )
+from megalite.plan.planned_run import FusedKernel
 from megalite.plan.units import whole_model
 from megalite.utils.errors import UserError
 
+LAUNCH_SECONDS = 7e-6
+"""Host time per kernel."""
 COPY_SHARE = 0.9
 """Share of the data sheet's bandwidth that a copy reaches: 4.3 of 4.8 TB/s (H200), 3.0 of 3.35 (H100)."""
 FLOOR_SHARE = 788 / 989.4

@@ -37,10 +37,7 @@ their package, and the run of a training, which starts the programs that read it
 READING = {"plan", "ladder", "report", "dry_run"}
 """Packages that read megalite and its results. Training works without them"""
 READERS_STARTED_BY = {
-    "train.rank_training": {
-        *("dry_run.dry_run", "plan.auto_layout"),  # --dry-run, --layout auto
-        *("plan.out_of_memory", "plan.weight_gathering"),  # what to change if memory is full or free
-    },
+    "train.rank_training": {"dry_run.dry_run", "plan.rank_plan"},
 }
 """Modules of these packages that others import, besides the commands"""
 FOLDERS_OF_NO_PACKAGE = {"benchmarks", "docs", "scripts"}

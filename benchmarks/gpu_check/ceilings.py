@@ -36,7 +36,7 @@ from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
 from megalite.kernels import Drop, add_weight_and_bias_gradient_, add_weight_gradient_
 from megalite.kernels.weight_gradient import has_bias_gradient_gemm, has_widening_gemm
-from megalite.plan.layer_time import fused_attention_seconds
+from megalite.plan.kernel_time import fused_attention_seconds
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.train.trainer import start_trainer
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.pipeline.schedules import SCHEDULES, ScheduleName
-from megalite.plan.launch.write_job import write_job
 from megalite.plan.plan_report import answer
+from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 from megalite.utils.log import ProgressLine
 
@@ -46,7 +46,7 @@ def autotune(arguments: Sequence[str]) -> None:
     options that you pass stay fixed. The others are searched: tp and pp size, schedule, micro-batch size,
     recomputation, ZeRO stage, sequence parallelism. No checkpoint is read or written.
     """
-    from megalite.plan.autotune.autotune import autotune as autotuned
+    from megalite.plan.autotune import autotune as autotuned
 
     _print_lines(autotuned, arguments, autotune.__doc__)
 

@@ -23,8 +23,8 @@ from megalite.observe.meta_tensors import meta_tensors
 from megalite.optim.offload import OffloadBytes
 from megalite.pipeline.schedules import Action, peak_in_flight
 from megalite.plan.layout_fields import routing_line
+from megalite.plan.rank_plan import RankPlan
 from megalite.plan.units import whole_model
-from megalite.plan.weight_gathering import choose_weight_gathering
 from megalite.train.iteration_plan import IterationPlanner
 from megalite.train.run_context import Providers, resolve_run
 from megalite.train.run_datasets import build_data
@@ -70,7 +70,7 @@ def dry_run_of(config: Config, world_size: int, rank: int, model: StageProvider 
             run = resolve_run(config_to_run, topology, providers=Providers(model))
             counts = count_iteration(run, build_data(run), _repetition(config_to_run, topology))
         if is_sharded:
-            gathering = choose_weight_gathering(config, topology, model)
+            gathering = RankPlan(config, topology, model).weight_gathering()
             log.info("gathered weights: %s", describe_gathering(gathering, topology.pp.size))
         unnamed = topology.axes.keys() - topology.sizes.keys()
         axes = [axis for axis in topology.groups() if axis is not topology.world and axis.name not in unnamed]

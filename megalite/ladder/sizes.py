@@ -25,7 +25,7 @@ from megalite.config.model.model_config import round_up
 from megalite.config.model_flops import flops_per_token
 from megalite.config.option import flag_of
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
-from megalite.plan.quantities import plain
+from megalite.plan.estimate import plain
 from megalite.plan.units import whole_model
 from megalite.train.run_context import with_vocab_size
 from megalite.utils.errors import UserError

@@ -10,9 +10,9 @@ from megalite.config import Config
 from megalite.config.rules.parallel_rules import replicas, sample_ranks
 from megalite.config.stage_layers import layers_per_stage
 from megalite.hardware.gpus import GPUS
+from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import MIN_SLICE, routing_line, with_even_stages, with_layout
-from megalite.plan.planned_run import Cluster, PlannedRun, run_problems
-from megalite.plan.programs import OWN, program_named
+from megalite.plan.planned_run import PlannedRun, run_problems
 from megalite.plan.rank_memory import TIGHT_SHARE, RankMemory, choose_gathering, rank_memories
 from megalite.utils.errors import UserError
 
@@ -144,7 +144,7 @@ def planned_run_on(
         residual_gb=device.residual_bytes / _GB,
     )
     cluster = Cluster(gpu, world_size, gpu.gpus_per_node, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, program_named(OWN, config, gpu), provider=provider)
+    return PlannedRun(config, cluster, provider=provider)
 
 
 def advise_largest(config: Config, world_size: int, device: Device) -> Advice | None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
 from megalite.config import Config, DataConfig
 from megalite.config.layout_options import LAYOUT_FIELDS
 from megalite.config.option import flag_with_value
-from megalite.distributed.rendezvous import Launch
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
-from megalite.hardware.node_hardware import CPU, NodeHardware, weakest
+from megalite.hardware.node_hardware import CPU, NodeHardware
 from megalite.plan.calibrate import with_cpu_defaults
-from megalite.plan.calibration_file import read_calibration
-from megalite.plan.estimate import Costs, RunPlan
+from megalite.plan.communication import Cluster
+from megalite.plan.estimate import Costs, RunPlan, large
 from megalite.plan.layout_fields import layout_flags, layout_name, routing_line, with_layout
 from megalite.plan.layout_search import (
     NUM_NEAREST,
@@ -29,11 +26,10 @@ from megalite.plan.layout_search import (
     search_with_offload,
     simplest,
 )
+from megalite.plan.plan_options import read_calibration
 from megalite.plan.plan_report import may_offload
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, first_problem
-from megalite.plan.programs import OWN
-from megalite.plan.quantities import large
+from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import node_host_bytes
 from megalite.utils.errors import UserError, first_line
 from megalite.utils.files import parse_json, read_regular, replace_file
@@ -99,33 +95,6 @@ class LayoutChoice:
             for name, value in content["values"].items()
         }
         return LayoutChoice(values, tuple(content["lines"]), OutOfMemoryNote(**content["note"]))
-
-
-def agreed_layout(
-    launch: Launch, store: Store, hardware: NodeHardware, choose: Callable[[NodeHardware], LayoutChoice]
-) -> LayoutChoice:
-    """Let rank 0 choose the layout for the hardware of all ranks, and return its choice on every rank.
-
-    Args:
-        hardware: this rank's node.
-        choose: chooses the layout for the weakest hardware; called on rank 0.
-
-    Raises:
-        UserError: raised by `choose`; on every rank.
-    """
-    store.set(f"megalite/hardware/{launch.rank}", json.dumps(asdict(hardware)))
-    if launch.rank == 0:
-        keys = [f"megalite/hardware/{rank}" for rank in range(launch.world_size)]
-        nodes = {text: NodeHardware(**json.loads(text)) for text in store.multi_get(keys)}
-        try:
-            answer = {"choice": choose(weakest(list(nodes.values()))).to_json()}
-        except UserError as error:
-            answer = {"mistake": str(error)}
-        store.set("megalite/layout", json.dumps(answer))
-    answer = json.loads(store.get("megalite/layout"))
-    if mistake := answer.get("mistake"):
-        raise UserError(mistake)
-    return LayoutChoice.from_json(answer["choice"])
 
 
 def choose_layout(
@@ -225,7 +194,6 @@ def _request(config: Config, set_fields: Collection[str], cluster: Cluster, *, i
         notices=(),
         top=None,
         is_json=False,
-        program=OWN,
     )
 
 

@@ -17,7 +17,7 @@ from megalite.distributed.local_ranks import run_ranks
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import Gpu
 from megalite.model.stage import DTYPES
-from megalite.plan.layer_time import dtype_rate
+from megalite.plan.kernel_time import dtype_rate
 
 SECONDS = 0.3
 """Approximate length of each measurement."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.plan.estimate import Costs, RunPlan, train_tokens
+from megalite.plan.estimate import Costs, RunPlan, duration, plain, train_tokens
 from megalite.plan.goodput import (
     FREE_SPARE,
     FailingRun,
@@ -22,7 +22,6 @@ from megalite.plan.goodput import (
     simulate_runs,
     young_interval,
 )
-from megalite.plan.quantities import duration, plain
 from megalite.utils.errors import UserError, counted
 
 _GB, _HOUR, _DAY = 1e9, 3600.0, 86400.0

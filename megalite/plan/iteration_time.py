@@ -5,36 +5,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.distributed.axes import MODEL
 from megalite.pipeline.schedules import (
-    SCHEDULES,
     Action,
     ActionKind,
-    ScheduleName,
-    StageMap,
-    peak_deferred,
-    peak_in_flight,
 )
-from megalite.pipeline.simulator import MAX_ROUNDS, step_makespan, training_actions
+from megalite.pipeline.simulator import MAX_ROUNDS, step_makespan
 from megalite.plan.communication import CONTENTION, Group
+from megalite.plan.kernel_time import memory_seconds
 from megalite.plan.layer_time import (
-    LAUNCH_SECONDS,
+    MicrobatchWork,
     ModelWork,
     WorkSeconds,
-    memory_seconds,
     model_work,
-    offload_work,
     recomputation,
     total_work,
     work_key,
 )
-from megalite.plan.muon_time import muon_seconds
-from megalite.plan.offloaded_state import largest_offloaded_state, offload_seconds, updates_under_forward
+from megalite.plan.optimizer_update import (
+    largest_offloaded_state,
+    muon_seconds,
+    offload_seconds,
+    updates_under_forward,
+)
 from megalite.plan.paired_actions import pair_savings, saved_by_ranks
 from megalite.plan.planned_run import PlannedRun
+from megalite.plan.rank_memory import group_bytes
 from megalite.plan.units import RankUnits, Sizes
 
 Stage = Mapping[ActionKind, WorkSeconds]
@@ -207,13 +205,40 @@ def _unsharded_stage(run: PlannedRun, units: ModelWork, key: _StageKey) -> _Unsh
     return _UnshardedStage(computed, waits)
 
 
+def offload_work(
+    run: PlannedRun, kinds: Sequence[int], works: Mapping[int, MicrobatchWork]
+) -> tuple[WorkSeconds, WorkSeconds]:
+    """Return how long a stage's forward and backward of one microbatch wait for copies of activations.
+
+    A group's copies overlap with the next group's computation, in the order of forward or backward. If all
+    groups are offloaded, nothing overlaps with the last group's copies back to the GPU.
+
+    Args:
+        kinds: kinds of the stage's layers.
+        works: work of each kind of layer.
+    """
+    recompute, gpu = run.config.recompute, run.cluster.gpu
+    if recompute.cpu_offload_activations == 0:
+        return WorkSeconds(), WorkSeconds()
+    bandwidth = gpu.host_link_bandwidth * gpu.link_share
+    groups = recompute.groups(len(kinds))
+    down = up = 0.0
+    for (group, is_again), size in zip(groups, group_bytes(run, kinds), strict=True):
+        if group.start >= recompute.cpu_offload_activations:
+            break
+        seconds = size / bandwidth
+        forward = sum(works[kinds[i]].forward.seconds for i in group)
+        backward = sum(works[kinds[i]].backward.seconds for i in group) + (forward if is_again else 0.0)
+        is_first_in_backward = group.stop == len(kinds)
+        down += max(0.0, seconds - forward)
+        up += max(0.0, seconds - (0.0 if is_first_in_backward else backward))
+    return WorkSeconds(offload=down), WorkSeconds(offload=up)
+
+
 def _message(run: PlannedRun) -> WorkSeconds:
     """Return the time of a message to the next stage, or of its gradient back."""
-    group = Group(run.cluster, run.pp, run.tp * run.num_sharing)
-    if run.pp > 1 and run.program.splits_messages and run.num_sequence_shards == 1:
-        gathered = Group(run.cluster, run.tp, 1).gather_seconds(run.message_bytes)
-        return WorkSeconds(tp=gathered, pp=group.message_seconds(run.message_bytes / run.tp))
-    return WorkSeconds(pp=group.message_seconds(run.message_bytes / run.num_sequence_shards))
+    tp, pp = run.message_seconds()
+    return WorkSeconds(tp=tp, pp=pp)
 
 
 def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:
@@ -235,47 +260,6 @@ def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROU
     return step_makespan(schedule, run.stages, run.num_microbatches, duration, max_rounds, saving)
 
 
-@lru_cache(maxsize=256)
-def _peaks(
-    schedule: ScheduleName, stages: StageMap, num_microbatches: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return, for each rank, the microbatches in flight, and those with deferred weight gradients."""
-    actions = training_actions(schedule, stages, num_microbatches)
-    return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
-
-
-def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the peak number of microbatches in flight, summed over its chunks."""
-    return _peaks_of(run)[0]
-
-
-def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
-    """Return, per pipeline rank, the peak number of deferred weight gradients, summed over its chunks."""
-    return _peaks_of(run)[1]
-
-
-def peak_of_last_stage(run: PlannedRun) -> int:
-    """Return the peak number of microbatches in flight in the last stage alone."""
-    rank, chunk = next(
-        (rank, chunk)
-        for rank in range(run.pp)
-        for chunk, stage in enumerate(run.stages.stages_of(rank))
-        if stage == run.stages.num_stages - 1
-    )
-    actions = training_actions(run.config.parallel.schedule, run.stages, _num_counted(run))[rank]
-    return peak_in_flight([action for action in actions if action.chunk == chunk])
-
-
-def _peaks_of(run: PlannedRun) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))
-
-
-def _num_counted(run: PlannedRun) -> int:
-    """Return a number of microbatches after which no more of them are in flight."""
-    keeps_all = SCHEDULES[run.config.parallel.schedule].keeps_all_microbatches
-    return run.num_microbatches if keeps_all else min(run.num_microbatches, MAX_ROUNDS * run.pp)
-
-
 USUAL_BUCKET = 40_000_000
 """Elements of a gradient bucket of a large model."""
 CLIPPING_BYTES = 8
@@ -288,23 +272,18 @@ average of the weights adds itself twice, and the main weight."""
 def replicas_of(run: PlannedRun, factoring: str = MODEL.name) -> Group:
     """Return the group of ranks that hold the same weights."""
     size, stride, _ = run.replicas[factoring]
-    return Group(run.cluster, size, stride, run.program.one_adapter)
+    return Group(run.cluster, size, stride)
 
 
 def sharing_of(run: PlannedRun, factoring: str = MODEL.name) -> tuple[Group, Group]:
     """Return the group of ranks that ZeRO shards over, and the group of ranks with the same shards."""
     size, stride, degree = run.replicas[factoring]
-    return (
-        Group(run.cluster, degree, stride, run.program.one_adapter),
-        Group(run.cluster, size // degree, stride * degree, run.program.one_adapter),
-    )
+    return Group(run.cluster, degree, stride), Group(run.cluster, size // degree, stride * degree)
 
 
 def gradient_bytes(run: PlannedRun) -> int:
     """Return the bytes per element of a gradient in communication."""
     dtype = run.config.parallel.grad_communication_dtype
-    if run.program.gradient_bytes == 2:
-        return 2
     return 2 if dtype in ("bf16", "fp16") else 8 if run.config.model.params_dtype == "fp64" else 4
 
 
@@ -451,18 +430,7 @@ def exchange_seconds(run: PlannedRun, backward_seconds: float) -> WorkSeconds:
         reduced = each.last + exposed_seconds(backward_seconds, reduced - each.last)
     if run.gathers_under_forward:
         gathered = exposed_seconds(backward_seconds / 2, gathered)
-    return WorkSeconds(dp=reduced + gathered + tied, launch=_slicing_seconds(run))
-
-
-def _slicing_seconds(run: PlannedRun) -> float:
-    """Return the host's seconds to copy gathered weights into parameters, one slice per replica.
-
-    Each slice costs the host a view and a copy. Meanwhile the GPU is idle.
-    """
-    if not run.program.copies_slices or run.zero_stage != 1 or run.num_sharing == 1:
-        return 0.0
-    tensors = sum(len(run.units.layers[kind].weights) for kind in run.ranks[0].kinds)
-    return tensors * run.num_sharing * 2 * LAUNCH_SECONDS
+    return WorkSeconds(dp=reduced + gathered + tied)
 
 
 def _tied_seconds(run: PlannedRun) -> float:

@@ -1,17 +1,16 @@
-"""Estimate the time of one microbatch on one rank: GEMMs, attention, and units of the model by record."""
+"""Estimate the time of one microbatch on one rank: units of the model by record, and their communication."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import add
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from megalite.config.parallel import CP_COMM_PROPERTIES
-from megalite.hardware.gpus import Gpu
+from megalite.config.parallel import CpCommType
+from megalite.distributed.axes import EXPERTS
 from megalite.observe.unit_record import (
     AttentionCall,
     CollectiveCall,
@@ -20,13 +19,10 @@ from megalite.observe.unit_record import (
     PhaseRecord,
     UnitRecord,
 )
-from megalite.plan.communication import CONTENTION, Group, cp_seconds, ep_seconds, recurrent_cp_seconds
+from megalite.plan.communication import CONTENTION, Group
+from megalite.plan.kernel_time import attention_seconds, gemm_seconds, memory_seconds, recurrence_seconds
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.recurrence_time import recurrence_seconds
-from megalite.plan.saved_activations import group_bytes
 
-LAUNCH_SECONDS = 7e-6
-"""Host time per kernel."""
 OPERATOR_SECONDS = 4.7e-6
 """Host time per operator, with operators that launch no kernel, such as views. The host runs ahead of the
 GPU, so only shorter kernels wait for it."""
@@ -107,163 +103,6 @@ class MicrobatchWork:
         return self.forward.seconds + self.backward_input.seconds + self.backward_weight.seconds
 
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows and columns of a streaming multiprocessor's output tile, and its share of the best rate. A small tile
-reads its inputs more often."""
-FILL_SECONDS = 0.8e-6
-"""Latency until a tile's first operands arrive from GPU memory."""
-ALIGNED, WHOLE_LINES = 8, 64
-"""Elements in 16 bytes, and in a cache line of 128 bytes."""
-UNALIGNED_RATE, BROKEN_LINE_RATE = 0.20, 0.80
-"""Share of the rate if rows do not start at a multiple of 16 bytes, and if they do not start at a cache
-line."""
-KERNEL_SECONDS = 4e-6
-"""Time from the end of a kernel until the next one runs at full speed."""
-
-
-@lru_cache(maxsize=4096)
-def gemm_seconds(gpu: Gpu, m: int, n: int, k: int, batch: int = 1, element_bytes: int = 2) -> float:
-    """Return the seconds of ``batch`` GEMMs ``[m, k] x [k, n]``.
-
-    Tiles of the output are distributed over the multiprocessors in waves, and the last wave takes as long as
-    a full one. The library selects the fastest of several tile sizes. Memory bandwidth is a lower bound.
-    """
-    full = gpu.tflops * 1e12 * gpu.product_share * alignment_rate(n, k) * dtype_rate(element_bytes)
-    candidates = []
-    for rows, columns, share in TILES:
-        waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) * batch / gpu.num_sms)
-        multiplying = 2 * rows * columns * k * gpu.num_sms / (full * share)
-        candidates.append(waves * (multiplying + _tile_overhead(gpu, rows * columns * element_bytes)))
-    moved = element_bytes * batch * (m * k + k * n + m * n)
-    return max(min(candidates), moved / memory_bandwidth(gpu)) + KERNEL_SECONDS
-
-
-def _tile_overhead(gpu: Gpu, num_bytes: int) -> float:
-    """Return the seconds at the start and end of a tile in which its multiprocessor multiplies nothing.
-
-    It waits for the first operands, and writes the tile's `num_bytes` with its share of the memory bandwidth.
-    """
-    return FILL_SECONDS + num_bytes * gpu.num_sms / memory_bandwidth(gpu)
-
-
-def alignment_rate(*row_lengths: int) -> float:
-    """Return the share of the rate that rows of these lengths reach; the worst row length decides."""
-    if any(length % ALIGNED for length in row_lengths):
-        return UNALIGNED_RATE
-    return BROKEN_LINE_RATE if any(length % WHOLE_LINES for length in row_lengths) else 1.0
-
-
-def dtype_rate(element_bytes: int) -> float:
-    """Return the rate relative to the 16-bit rate: half for 32 bits (TF32), very little for 64 bits."""
-    return {2: 1.0, 4: 0.5}.get(element_bytes, 0.06)
-
-
-def memory_bandwidth(gpu: Gpu) -> float:
-    """Return the bytes per second that programs reach in GPU memory."""
-    return gpu.memory_gbps * 1e9 * gpu.memory_share
-
-
-def memory_seconds(run: PlannedRun, num_bytes: float) -> float:
-    """Return the seconds to read or write this many bytes of GPU memory."""
-    return num_bytes / memory_bandwidth(run.cluster.gpu)
-
-
-SCORES_IN_FORWARD, SCORES_IN_BACKWARD = 4.5, 6.0
-"""Unfused attention: how often the scores are read or written outside of GEMMs, for bias, softmax, dropout
-and its mask."""
-FUSED_BACKWARD = 2.5
-"""Fused attention: ratio of backward GEMMs to forward GEMMs. Backward recomputes the forward."""
-SHORT_LENGTH = 512
-"""Sequence length at which fused attention has half of its rate. On an H100 with heads of 128,
-FlashAttention-2 has 191, 260, 298, 319, 333 and 335 TFLOP/s with 512, 1k, 2k, 4k, 8k and 16k causal positions
-in forward, and 214 to 322 in backward (Shah et al. 2024, arXiv 2407.08608, figures 5 and 6)."""
-CUDNN_GAIN = 1.6
-"""Ratio of cuDNN's rate to FlashAttention-2's on Hopper: 484 to 298 TFLOP/s with 2k causal positions in
-forward, 465 to 291 in backward (the same figures)."""
-TRITON_BACKWARD, TRITON_BACKWARD_LARGE = 3.5, 4.0
-"""megalite's own attention: ratio of backward GEMMs to forward GEMMs. Both backward kernels compute the
-scores and the gradients of the attention weights (kernels/triton_attention.py). With heads above
-`SMALL_HEAD`, the gradients of values are a third kernel, which computes the scores too."""
-SMALL_HEAD = 128
-"""Largest head for which one kernel computes the gradients of keys and values."""
-DROPOUT_INSTRUCTIONS = {
-    SMALL_HEAD: {"forward": 23.0, "key_gradients": 30.9, "query_gradients": 24.2},
-    256: {"forward": 23.5, "key_gradients": 34.6, "query_gradients": 29.1, "value_gradients": 26.6},
-}
-"""Instructions per score that dropout adds to the inner loops of megalite's own attention, by the largest
-head size: a Philox block for four scores, and the mask. From the machine code for Hopper at these head sizes
-(benchmarks/MACHINE_CODE.md). A multiprocessor runs one program of each kernel at a time, so nothing hides
-them. The GEMMs are assumed to be as fast as FlashAttention-2's."""
-LANE_RATE = 128 * 1.7e9
-"""Instructions of a thread per second and multiprocessor: 4 x 32 lanes at the clock of a busy Hopper GPU. An
-A100 has 1.4 GHz."""
-
-
-def attention_seconds(run: PlannedRun, call: AttentionCall) -> float:
-    """Return the seconds of a call of core attention."""
-    if not run.program.fused_attention:
-        return _unfused_attention(run, call)
-    program = run.program
-    comm_type = call.cp_comm_type
-    in_blocks = program.is_own and comm_type is not None and CP_COMM_PROPERTIES[comm_type].is_zigzag
-    kernel: FusedKernel = "cudnn" if program.cudnn_attention and not in_blocks else "flash"
-    if (program.triton_blocks and in_blocks) or (program.triton_attention and call.kernel == "triton"):
-        kernel = "triton"
-    forward, backward = fused_attention_seconds(
-        run.cluster.gpu,
-        kernel,
-        call.scores,
-        call.keys,
-        (call.size + call.value_size) / 2,
-        dropout=call.dropout,
-    )
-    return program.attention_slowdown * (backward if call.is_backward else forward)
-
-
-FusedKernel = Literal["flash", "cudnn", "triton"]
-"""Kernels of fused attention: FlashAttention-2, cuDNN, and megalite's own in Triton."""
-
-
-def fused_attention_seconds(
-    gpu: Gpu, kernel: FusedKernel, scores: float, keys: int, size: float, *, dropout: bool = False
-) -> tuple[float, float]:
-    """Return the seconds of fused attention in forward and backward, with all helper kernels.
-
-    Small heads and short samples do not reach the full rate.
-
-    Args:
-        scores: number of attention scores: samples x heads x queries x keys, half of them if causal.
-        keys: number of keys of a query.
-        size: size of a head, in the mean over keys and values.
-        dropout: Triton's kernels drop attention weights.
-    """
-    full_rate = gpu.tflops * 1e12 * gpu.attention_share
-    rate = full_rate * min(1.0, (size + 64) / 192) * keys / (keys + SHORT_LENGTH)
-    if kernel == "triton":
-        gemms, is_small = 4 * size * scores / rate, size <= SMALL_HEAD
-        forward, *backward = (
-            dropout * scores * instructions / (gpu.num_sms * LANE_RATE)
-            for instructions in DROPOUT_INSTRUCTIONS[SMALL_HEAD if is_small else 256].values()
-        )
-        factor = TRITON_BACKWARD if is_small else TRITON_BACKWARD_LARGE
-        return gemms + forward, factor * gemms + sum(backward)
-    if kernel == "cudnn" and gpu.has_cudnn_attention:
-        rate *= CUDNN_GAIN
-    seconds = 4 * size * scores / rate
-    return seconds, FUSED_BACKWARD * seconds
-
-
-def _unfused_attention(run: PlannedRun, call: AttentionCall) -> float:
-    """Count a batched GEMM for the scores, softmax, and a GEMM for the context; backward has two for each."""
-    gpu, size = run.cluster.gpu, run.element_bytes
-    gemms = gemm_seconds(gpu, call.queries, call.keys, call.size, call.heads, size)
-    gemms += gemm_seconds(gpu, call.queries, call.value_size, call.keys, call.heads, size)
-    scores = memory_seconds(run, call.heads * call.queries * call.keys * size)
-    if call.is_backward:
-        return 2 * gemms + SCORES_IN_BACKWARD * scores
-    return gemms + SCORES_IN_FORWARD * scores
-
-
 def unit_work(run: PlannedRun, unit: UnitRecord) -> MicrobatchWork:
     """Return the work of a unit, without full recomputation."""
     forward = phase_work(run, unit.forward, "forward")
@@ -288,8 +127,7 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
 
 
 def _recurrences(run: PlannedRun, phase: PhaseRecord) -> float:
-    gpu = run.cluster.gpu
-    return sum(recurrence_seconds(gpu, call, memory_bandwidth(gpu)) for call in phase.recurrences)
+    return sum(recurrence_seconds(run.cluster.gpu, call) for call in phase.recurrences)
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
@@ -299,7 +137,7 @@ def _gemm(run: PlannedRun, gemm: GemmCall) -> float:
 def _accumulation(run: PlannedRun, unit: UnitRecord) -> float:
     """Return the seconds to add gradients to their sums, except for weights whose GEMMs do that."""
     count = sum(weight.size for weight in unit.weights)
-    if run.program.fused_accumulation and run.config.parallel.gradient_accumulation_fusion:
+    if run.config.parallel.gradient_accumulation_fusion:
         gemms = (*unit.backward.gemms, *unit.weight.gemms)
         added = sum(gemm.m * gemm.n * gemm.batch for gemm in gemms if gemm.adds)
         count = max(0, count - added)  # a loss in chunks adds several times to the same sum
@@ -311,7 +149,7 @@ def _sum_bytes(run: PlannedRun) -> int:
 
     With one microbatch, or with a reduction after each one (ZeRO 2 and 3), the gradient is only copied.
     """
-    size = 2 if run.program.gradient_bytes == 2 else max(run.element_bytes, 4)
+    size = min(run.gradient_bytes, max(run.element_bytes, 4))
     is_copied = run.num_microbatches == 1 or run.zero_stage >= 2
     return size if is_copied else 2 * size
 
@@ -319,24 +157,19 @@ def _sum_bytes(run: PlannedRun) -> int:
 def tp_seconds(run: PlannedRun, phase: PhaseRecord, name: Phase) -> list[float]:
     """Return the seconds by which each tensor-parallel collective of a phase lengthens it.
 
-    An all-gather that has another GEMM before the one that reads its result costs nothing. Unless the weight
-    gradients are computed later, their GEMMs hide a part of the other collectives in backward.
+    An all-gather that has another GEMM before the one that reads its result costs nothing.
     """
-    program, is_split = run.program, run.splits_backward
-    hidden = program.tp_hidden_share if name == "backward" and not is_split else 0.0
     return [
         0.0
         if each.is_hidden or each.call.kind == "all-to-all" or each.call.is_over_experts  # other axes
-        else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name, hidden)
+        else _overlapped_collective(run, phase.gemms[each.gemm], each.call, name)
         if each.gemm is not None and run.tp_comm_chunks > 1
-        else (1 - hidden) * program.tp_share * _collective_seconds(run, each.call)
+        else run.exposed_tp_share(name) * _collective_seconds(run, each.call)
         for each in phase.collectives
     ]
 
 
-def _overlapped_collective(
-    run: PlannedRun, gemm: GemmCall, call: CollectiveCall, name: Phase, hidden: float
-) -> float:
+def _overlapped_collective(run: PlannedRun, gemm: GemmCall, call: CollectiveCall, name: Phase) -> float:
     """Return the seconds of a collective that overlaps in parts with its GEMM, if it does in this phase."""
     sums, is_symmetric = call.kind != "all-gather", run.config.parallel.requests_symmetric_memory
     if name == "backward" and sums and is_symmetric and not run.splits_backward:
@@ -344,7 +177,7 @@ def _overlapped_collective(
     in_parts = name == "forward" or (name == "backward" and (run.splits_backward if sums else is_symmetric))
     if in_parts:
         return _overlapped_seconds(run, gemm, call)
-    return (1 - hidden) * run.program.tp_share * _collective_seconds(run, call)
+    return run.exposed_tp_share(name) * _collective_seconds(run, call)
 
 
 def _collective_seconds(run: PlannedRun, call: CollectiveCall, num_calls: int = 1) -> float:
@@ -387,6 +220,135 @@ def overlapped_seconds(gemm: float, part: float, communication: float, num_parts
     return seconds - gemm + CONTENTION * hidden
 
 
+def ep_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
+    """Return the seconds of the messages between the ranks that hold the experts of a group of tokens.
+
+    The busiest rank's messages count, for which the others wait.
+    """
+    if not run.config.parallel.has_expert_axes:
+        return 0.0
+    sizes = run.sizes_in(EXPERTS)
+    group = Group(run.cluster, sizes["ep"] * sizes["etp"], 1)
+    calls = (each.call for each in phase.collectives if each.call.is_over_experts)
+    return sum(
+        _rows_seconds(run, group, call.num_bytes)
+        if call.kind == "all-to-all"
+        else group.gather_seconds(call.num_bytes)
+        for call in calls
+    )
+
+
+def _rows_seconds(run: PlannedRun, group: Group, num_bytes: float) -> float:
+    """Return the seconds in which the rows of experts reach the ranks that hold them, or come back."""
+    if group.size == 1 or num_bytes == 0:
+        return 0.0
+    return group.exchange_seconds(*run.expert_bytes(group, num_bytes))
+
+
+def recurrent_cp_seconds(run: PlannedRun, phase: PhaseRecord) -> float:
+    """Return the seconds in which recurrent layers exchange tokens for heads, and heads for tokens."""
+    group = Group(run.cluster, run.cp, run.tp)
+    calls = (each.call for each in phase.collectives)
+    return sum(
+        group.all_to_all_seconds(call.num_bytes)
+        for call in calls
+        if call.kind == "all-to-all" and call.axis == "cp"
+    )
+
+
+def cp_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Return the seconds that a call of attention waits for context-parallel communication.
+
+    Args:
+        attention_seconds: seconds of the computation.
+    """
+    if call.cp_comm_type is None:
+        return 0.0
+    return CP_SECONDS[call.cp_comm_type](run, call, attention_seconds)
+
+
+def _gather_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
+    """Gather keys and values before a forward, and reduce-scatter their gradients after a backward."""
+    group = Group(run.cluster, run.cp, run.tp)
+    return group.gather_seconds(_key_elements(call) * call.keys * run.element_bytes)
+
+
+def _exchange_seconds(run: PlannedRun, call: AttentionCall, _: float) -> float:
+    """Exchange queries, keys and values for the part of the heads that the call has, and the output back."""
+    heads, _ring = _levels(run, call)
+    group = Group(run.cluster, heads, run.tp)
+    element = run.element_bytes
+    entering = (call.heads * call.size + _key_elements(call)) * call.queries * element
+    leaving = call.heads * call.value_size * call.queries * element
+    return group.all_to_all_seconds(entering) + group.all_to_all_seconds(leaving)
+
+
+def _ring_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Pass keys and values around the ring under the computation."""
+    heads, ring = _levels(run, call)
+    group = Group(run.cluster, ring, heads * run.tp)
+    return exposed_ring_seconds(group, call, _key_elements(call) * run.element_bytes, attention_seconds)
+
+
+def ring_slices(call: AttentionCall, num_ranks: int) -> float:
+    """Return how many slices of keys and values a rank sends, in the mean over the ranks.
+
+    There are two slices for each rank. In causal attention, all ranks need the first slice of a rank, and
+    half of them the last one. A window reaches into few slices before a query's own.
+    """
+    if not call.is_causal:
+        return 2.0 * (num_ranks - 1)
+    slices = 1.5 * (num_ranks - 1)
+    if call.window is None:
+        return slices
+    length = call.keys / (2 * num_ranks)
+    return min(slices, 2.0 * -(-call.window // length) * (num_ranks - 1) / num_ranks)
+
+
+def exposed_ring_seconds(
+    group: Group, call: AttentionCall, bytes_per_token: float, attention_seconds: float
+) -> float:
+    """Return the seconds that a call of attention waits for messages.
+
+    Backward sends keys and values again, and as many gradients back. Messages run under the computation with
+    keys that have arrived; the first computation is with a rank's own keys.
+
+    Args:
+        bytes_per_token: bytes of a token's keys and values.
+        attention_seconds: seconds of the computation.
+    """
+    of_slice = bytes_per_token * call.keys / (2 * group.size)
+    num_bytes = ring_slices(call, group.size) * of_slice * (2 if call.is_backward else 1)
+    # An all-gather of n bytes sends n (size - 1) / size.
+    seconds = group.gather_seconds(num_bytes * group.size / (group.size - 1))
+    return max(0.0, seconds - attention_seconds)
+
+
+def _levels_seconds(run: PlannedRun, call: AttentionCall, attention_seconds: float) -> float:
+    """Exchange heads between neighbours, and pass keys and values around the ring of their groups."""
+    return _exchange_seconds(run, call, 0.0) + _ring_seconds(run, call, attention_seconds)
+
+
+def _levels(run: PlannedRun, call: AttentionCall) -> tuple[int, int]:
+    """Return how many ranks exchange heads for the call, and how many form a ring."""
+    assert call.cp_comm_type is not None
+    return run.config.parallel.cp_levels(call.cp_comm_type)
+
+
+def _key_elements(call: AttentionCall) -> int:
+    """Return the elements of a token's keys and values."""
+    return call.kv_heads * (call.size + call.value_size)
+
+
+CP_SECONDS: Mapping[CpCommType, Callable[[PlannedRun, AttentionCall, float], float]] = {
+    "all_gather": _gather_seconds,
+    "a2a": _exchange_seconds,
+    "p2p": _ring_seconds,
+    "a2a+p2p": _levels_seconds,
+}
+"""Seconds of the communication of a call of attention, by --cp-comm-type. A search tries these."""
+
+
 class ModelWork(NamedTuple):
     """Work of a model's units.
 
@@ -424,6 +386,8 @@ def work_key(run: PlannedRun) -> tuple[Hashable, ...]:
         parallel.requests_symmetric_memory,
         parallel.gradient_accumulation_fusion,
         _sum_bytes(run),
+        run.kernels,
+        run.stops_recomputing,
     )
 
 
@@ -436,7 +400,7 @@ def recomputation(run: PlannedRun, kinds: Sequence[int], work: ModelWork) -> Wor
     groups = [group for group, is_again in run.config.recompute.groups(len(kinds)) if is_again]
     again = Counter(kinds[i] for group in groups for i in group)
     seconds = total_work(work.layers[kind].forward * count for kind, count in again.items())
-    if run.program.stops_recomputing:
+    if run.stops_recomputing:
         last = Counter(kinds[group.stop - 1] for group in groups)
         seconds += total_work(work.last_gemms[kind] * -count for kind, count in last.items())
     return seconds
@@ -450,33 +414,3 @@ def _last_gemm(run: PlannedRun, layer: UnitRecord) -> WorkSeconds:
         _gemm(run, phase.gemms[last]),
         tp=sum(seconds for each, seconds in tp if each.gemm == last),
     )
-
-
-def offload_work(
-    run: PlannedRun, kinds: Sequence[int], works: Mapping[int, MicrobatchWork]
-) -> tuple[WorkSeconds, WorkSeconds]:
-    """Return how long a stage's forward and backward of one microbatch wait for copies of activations.
-
-    A group's copies overlap with the next group's computation, in the order of forward or backward. If all
-    groups are offloaded, nothing overlaps with the last group's copies back to the GPU.
-
-    Args:
-        kinds: kinds of the stage's layers.
-        works: work of each kind of layer.
-    """
-    recompute, gpu = run.config.recompute, run.cluster.gpu
-    if recompute.cpu_offload_activations == 0:
-        return WorkSeconds(), WorkSeconds()
-    bandwidth = gpu.host_link_bandwidth * gpu.link_share
-    groups = recompute.groups(len(kinds))
-    down = up = 0.0
-    for (group, is_again), size in zip(groups, group_bytes(run, kinds), strict=True):
-        if group.start >= recompute.cpu_offload_activations:
-            break
-        seconds = size / bandwidth
-        forward = sum(works[kinds[i]].forward.seconds for i in group)
-        backward = sum(works[kinds[i]].backward.seconds for i in group) + (forward if is_again else 0.0)
-        is_first_in_backward = group.stop == len(kinds)
-        down += max(0.0, seconds - forward)
-        up += max(0.0, seconds - (0.0 if is_first_in_backward else backward))
-    return WorkSeconds(offload=down), WorkSeconds(offload=up)

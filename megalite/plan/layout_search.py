@@ -17,13 +17,14 @@ from megalite.config.rules import parallel_rules
 from megalite.config.stage_layers import layers_per_stage
 from megalite.config.validate import RULES
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.plan.communication import CP_SECONDS
+from megalite.plan.communication import Cluster
 from megalite.plan.estimate import RunPlan
 from megalite.plan.iteration_time import least_layer_seconds, least_seconds
+from megalite.plan.layer_time import CP_SECONDS
 from megalite.plan.layout_fields import MIN_SLICE, changed_fields, with_even_stages, with_layout
-from megalite.plan.offloaded_state import NODE_MEMORY_GB
+from megalite.plan.optimizer_update import NODE_MEMORY_GB
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, PlannedRun, first_problem
+from megalite.plan.planned_run import PlannedRun, first_problem
 from megalite.plan.rank_memory import node_host_bytes
 from megalite.utils.errors import Problem, UserError
 
@@ -41,7 +42,7 @@ PIPELINE_FIELDS = {
 }
 """Fields that determine the pipeline, if any of them is set."""
 CHEAP_MODULES = ("layernorm", "mlp_act")
-"""Modules that are cheap to recompute. Core attention is too, if its scores are saved."""
+"""Modules that are cheap to recompute."""
 EXPERT_MODULES = ("layernorm", "mlp")
 """Modules of a model with experts, whose activations take most of its memory."""
 MAX_EXPERT_NODES = 8
@@ -374,10 +375,7 @@ def _recomputes(request: Request) -> list[dict[str, Any]]:
     if request.provider is not None:  # only a transformer's layers have the modules
         return ways
     sets = [EXPERT_MODULES, EXPERT_MODULES[:1]] if request.config.model.has_experts else [CHEAP_MODULES]
-    scores = ("core_attn",) if request.planned_run().program.keeps_scores else ()
-    return ways + [
-        {"recompute_granularity": "selective", "recompute_modules": (*modules, *scores)} for modules in sets
-    ]
+    return ways + [{"recompute_granularity": "selective", "recompute_modules": modules} for modules in sets]
 
 
 def _divisors(number: int) -> list[int]:

@@ -15,17 +15,9 @@ from megalite.config import Config
 from megalite.config.yaml_file import to_yaml
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path
-from megalite.plan.autotune.autotune import add_length, check_length, check_machine, trial_length
-from megalite.plan.autotune.trial import Length, Trial, read_measured, run_trial, trial_config
+from megalite.plan.autotune import add_length, check_length, check_machine, trial_length
 from megalite.plan.estimate import RunPlan
-from megalite.plan.launch.job_files import batch_script
-from megalite.plan.launch.write_job import (
-    add_slurm_flags,
-    as_word,
-    checked_warning,
-    slurm_job,
-    write_script,
-)
+from megalite.plan.job_files import batch_script
 from megalite.plan.plan_request import Request, planning_flags, read_request, training_tokens
 from megalite.plan.scaling import (
     ScaledRun,
@@ -35,6 +27,14 @@ from megalite.plan.scaling import (
     scaling_svg,
     scaling_title,
     table_lines,
+)
+from megalite.plan.trial import Length, Trial, read_measured, run_trial, trial_config
+from megalite.plan.write_job import (
+    add_slurm_flags,
+    as_word,
+    checked_warning,
+    slurm_job,
+    write_script,
 )
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError, counted

@@ -15,7 +15,7 @@ from megalite.pipeline.simulator import pairs_of_rank
 from megalite.plan.communication import CONTENTION
 from megalite.plan.layer_time import ModelWork, WorkSeconds, model_work, work_key
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import Kinds
+from megalite.plan.rank_memory import Kinds
 
 Savings = Mapping[tuple[int, int], float]
 """Seconds by which a pair is shorter than its two actions, by pipeline rank and the forward's chunk."""

@@ -1,11 +1,13 @@
-"""Options of a plan besides the cluster: failures, scaling tables, and options without effect."""
+"""Options of a plan: the cluster and its measured rates, failures, scaling tables, options without effect."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from megalite.config import Config
 from megalite.frontends.tool_parser import (
@@ -16,13 +18,128 @@ from megalite.frontends.tool_parser import (
     positive_number,
     whole_number,
 )
+from megalite.hardware.gpus import GPUS, Gpu, find_gpu
+from megalite.plan.communication import Cluster
 from megalite.plan.goodput_plan import NODE_STORAGE_GBPS, REPAIR_DAYS, RESTART_MINUTES, Reliability
-from megalite.plan.planned_run import Cluster
 from megalite.utils.commands import command_name
-from megalite.utils.errors import UserError, shortened
+from megalite.utils.errors import UserError, first_line, shortened
+from megalite.utils.files import parse_json, read_regular, replace_file
 
 ETHERNET_NODE_GBPS = 12.5
 """GB/s of the Ethernet of a node, one way, which its GPUs share: an adapter of 100 Gb/s."""
+_MAX_CALIBRATION_BYTES = 100_000
+
+
+def add_cluster(parser: ToolParser) -> None:
+    """Add the flags of the cluster."""
+    add = parser.add_argument
+    add("--gpu", help=f"type of GPU: {', '.join(GPUS)}")
+    add(
+        "--gpu-set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change figures of the GPU, for example tflops=400 memory_gib=96",
+    )
+    add("--calibrate", action="store_true", help="measure this machine, and plan for it")
+    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp x cp)")
+    add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
+    add(
+        "--node-gbps",
+        type=positive_number,
+        help="gigabytes/s from a GPU to others in its node, one way (default: as in usual servers)",
+    )
+    add(
+        "--network-gbps",
+        type=positive_number,
+        help="gigabytes/s from a GPU to other nodes, one way (default: as in usual servers)",
+    )
+
+
+def cluster_of(own: argparse.Namespace, config: Config) -> Cluster:
+    """Return the requested cluster: GPUs of a table, of a calibration file, or of this machine."""
+    file = config.parallel.calibration
+    if own.calibrate:
+        if own.gpu is not None:
+            raise UserError(
+                f"--calibrate plans for this machine, and --gpu {own.gpu} for another: remove one"
+            )
+        from megalite.plan.calibrate import measured_gpu  # imports torch
+
+        gpu = measured_gpu(config.model.params_dtype)
+        if file is not None:
+            write_calibration(file, gpu)
+    elif file is not None:
+        if own.gpu is not None:
+            raise UserError(f"--calibration {file} and --gpu {own.gpu} plan for different GPUs: remove one")
+        gpu = read_calibration(file)
+    elif own.gpu is None:
+        raise UserError(
+            f"--gpu is missing: pass one of {', '.join(GPUS)}, or --calibrate to measure this machine"
+        )
+    else:
+        gpu = find_gpu(own.gpu)
+    gpu = _changed(gpu, own.gpu_set)
+    return Cluster(
+        gpu,
+        own.world_size or config.parallel.mesh.smallest_world,
+        own.gpus_per_node or gpu.gpus_per_node,
+        own.node_gbps or gpu.node_gbps,
+        own.network_gbps or gpu.network_gbps,
+    )
+
+
+def _changed(gpu: Gpu, changes: Sequence[str]) -> Gpu:
+    """Return the GPU with --gpu-set's changes, each NAME=VALUE."""
+    kinds = {name: kind for name, kind in get_type_hints(Gpu).items() if kind in (int, float)}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in kinds:
+            raise UserError(
+                f"--gpu-set {change}: {name!r} is not a figure of a GPU; choose one of {', '.join(kinds)}"
+            )
+        try:
+            value = positive_number(text)
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"--gpu-set {change}: {error}") from None
+        gpu = replace(gpu, **{name: kinds[name](value)})
+    return gpu
+
+
+def write_calibration(file: str, gpu: Gpu) -> None:
+    """Write the figures as a JSON object.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with replace_file(file) as stream:
+            stream.write(json.dumps(asdict(gpu), indent=2).encode())
+    except OSError as error:
+        raise UserError(f"--calibration {file} cannot be written ({error.strerror}): pass another") from None
+
+
+def read_calibration(file: str) -> Gpu:
+    """Return the figures of a file that `write_calibration` wrote.
+
+    Raises:
+        UserError: the file cannot be read, or its figures are not all positive numbers.
+    """
+    write = f"{command_name('plan')} --calibrate --calibration {file} writes it"
+    try:
+        figures = parse_json(read_regular(Path(file), _MAX_CALIBRATION_BYTES, follow=True))
+        kinds = get_type_hints(Gpu)
+        if not isinstance(figures, dict) or figures.keys() != kinds.keys():
+            raise ValueError("it does not have the figures of a GPU")
+        for name, figure in figures.items():
+            allowed = (int, float) if kinds[name] is float else (kinds[name],)
+            if type(figure) not in allowed or not (kinds[name] is bool or 0 < figure < float("inf")):
+                raise ValueError(f"{name} is {figure!r}")
+        return Gpu(**figures)
+    except OSError as error:
+        raise UserError(f"--calibration {file} cannot be read ({error.strerror}): {write}") from None
+    except ValueError as error:
+        raise UserError(f"--calibration {file} is damaged ({first_line(error)}): {write}") from None
 
 
 @dataclass(frozen=True)

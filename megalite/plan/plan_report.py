@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.config.model_flops import CONVENTION
 from megalite.hardware.gpus import GPUS
-from megalite.plan.estimate import RunPlan, as_object, run_costs
+from megalite.plan.estimate import RunPlan, as_object, duration, large, plain, run_costs
 from megalite.plan.goodput_plan import GoodputPlan
 from megalite.plan.layout_fields import layout_name, legend_lines, routing_line
 from megalite.plan.layout_search import (
@@ -25,7 +25,7 @@ from megalite.plan.layout_search import (
     search_with_offload,
     watch_nothing,
 )
-from megalite.plan.offloaded_state import (
+from megalite.plan.optimizer_update import (
     NODE_MEMORY_GB,
     largest_offloaded_state,
     offload_seconds,
@@ -34,8 +34,6 @@ from megalite.plan.offloaded_state import (
 from megalite.plan.plan_options import Scaling
 from megalite.plan.plan_request import Request, read_request, start_command
 from megalite.plan.planned_run import PlannedRun, run_problems
-from megalite.plan.programs import OWN
-from megalite.plan.quantities import duration, large, plain
 from megalite.plan.rank_memory import (
     TIGHT_SHARE,
     RankMemory,
@@ -182,8 +180,6 @@ def _assumptions(request: Request) -> Iterator[str]:
         yield f"note: {text}"
     for text in request.assumed:
         yield f"assumed: {text}"
-    if request.program != OWN and request.provider is None:
-        yield f"note: --program {request.program} is planned; the command below starts megalite"
 
 
 def _memory_table(plan: RunPlan) -> Iterator[str]:
@@ -241,9 +237,9 @@ def _part_lines(kind: str, rank: str, parts: Mapping[str, float]) -> list[str]:
 
 
 def may_offload(request: Request) -> bool:
-    """Return whether a search may offload optimizer state: it may for megalite, unless a flag sets it."""
+    """Return whether a search may offload optimizer state: for megalite's models, unless a flag sets it."""
     fixed = {"optimizer_cpu_offload", "optimizer_nvme_offload"}
-    return request.program == OWN and not fixed & request.fixed_fields
+    return request.provider is None and not fixed & request.fixed_fields
 
 
 def _offload_lines(plan: RunPlan) -> Iterator[str]:

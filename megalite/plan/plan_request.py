@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
@@ -21,9 +21,8 @@ from megalite.config.stage_layers import num_stages
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import NEEDED_TO_TRAIN, TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, positive_int, positive_number
-from megalite.hardware.gpus import GPUS, Gpu, find_gpu
-from megalite.plan.calibration_file import read_calibration, write_calibration
-from megalite.plan.estimate import Costs
+from megalite.plan.communication import Cluster
+from megalite.plan.estimate import Costs, large
 from megalite.plan.goodput_plan import Reliability
 from megalite.plan.layout_fields import (
     changed_fields,
@@ -34,15 +33,15 @@ from megalite.plan.layout_fields import (
 from megalite.plan.own_program import SUFFIX, model_of
 from megalite.plan.plan_options import (
     Scaling,
+    add_cluster,
     add_failures,
     add_scaling,
+    cluster_of,
     reliability_of,
     scaling_of,
     unused_options,
 )
-from megalite.plan.planned_run import Cluster, PlannedRun, with_any_length
-from megalite.plan.programs import OWN, PROGRAMS, program_named
-from megalite.plan.quantities import large
+from megalite.plan.planned_run import PlannedRun, with_any_length
 from megalite.utils.commands import torchrun_arguments
 from megalite.utils.errors import ConfigError, UserError
 
@@ -70,7 +69,7 @@ class Request:
         fixed_fields: fields that a flag or a file sets: a search does not change them.
         assumed: the assumptions, one line each.
         top: number of layouts that a search prints; None to plan one layout.
-        program: the training program: OWN, one of PROGRAMS, or the file of a program with its own model.
+        program: file of a program with its own model; None for megalite's.
         provider: builds the stages of that model.
         reliability: how often nodes fail; None to plan a run without failures.
         layout: --layout; with auto, the plan searches the layout that training would choose.
@@ -87,7 +86,7 @@ class Request:
     notices: tuple[str, ...]
     top: int | None
     is_json: bool
-    program: str
+    program: str | None = None
     provider: Callable[..., Any] | None = None
     reliability: Reliability | None = None
     layout: LayoutSource | None = None
@@ -95,22 +94,19 @@ class Request:
 
     def planned_run(self, config: Config | None = None, cluster: Cluster | None = None) -> PlannedRun:
         """Return the requested run, or the run with another config and cluster."""
-        config, cluster = config or self.config, cluster or self.cluster
-        name = self.program if self.provider is None else OWN
-        program = program_named(name, config, cluster.gpu)
-        return PlannedRun(config, cluster, program, provider=self.provider)
+        return PlannedRun(config or self.config, cluster or self.cluster, provider=self.provider)
 
     @property
     def launched(self) -> str:
         """Return torchrun's arguments that start the program."""
-        if self.provider is not None:
+        if self.program is not None:
             return shlex.quote(self.program)
         return torchrun_arguments(TRAINED_BY[self.config.model.architecture])
 
     @property
     def program_arguments(self) -> tuple[str, ...]:
         """Return Python's arguments that start the program where megalite is installed."""
-        if self.provider is not None:
+        if self.program is not None:
             return (self.program,)
         return "-m", "megalite", TRAINED_BY[self.config.model.architecture]
 
@@ -152,15 +148,14 @@ def read_request(arguments: Sequence[str]) -> Request:
     if "seq_length" not in set_fields:
         presets = [" ".join(flag.values) for flag in flags if flag.flag == "--preset"]
         notices += _notices_of_length(config, presets)
-    provider = _provider_of(own.program)
+    provider = None if own.program is None else _provider_of(own.program)
     may_assume = not has_model and _is_gpt(provider)
     config, assumed, assumed_tokens = _complete(config, own, set_fields, may_assume)
-    if own.program not in PROGRAMS:
-        assigns_documents = parsed.parallel.dynamic_context_parallel
-        parallel = replace(config.parallel, dynamic_context_parallel=assigns_documents)
-        whole = replace(config, data=parsed.data, parallel=parallel)
-        _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
-    cluster = _cluster(own, config)
+    assigns_documents = parsed.parallel.dynamic_context_parallel
+    parallel = replace(config.parallel, dynamic_context_parallel=assigns_documents)
+    whole = replace(config, data=parsed.data, parallel=parallel)
+    _check_all_groups(whole, LAYOUT_OPTIONS - set_fields if own.search else ())
+    cluster = cluster_of(own, config)
     if own.calibrate:
         from megalite.plan.calibrate import with_local_defaults  # imports torch
 
@@ -223,27 +218,7 @@ def planning_flags() -> frozenset[str]:
 def _parser() -> ToolParser:
     parser = ToolParser(description=DESCRIPTION)
     add = parser.add_argument
-    add("--gpu", help=f"type of GPU: {', '.join(GPUS)}")
-    add(
-        "--gpu-set",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change figures of the GPU, for example tflops=400 memory_gib=96",
-    )
-    add("--calibrate", action="store_true", help="measure this machine, and plan for it")
-    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp x cp)")
-    add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
-    add(
-        "--node-gbps",
-        type=positive_number,
-        help="gigabytes/s from a GPU to others in its node, one way (default: as in usual servers)",
-    )
-    add(
-        "--network-gbps",
-        type=positive_number,
-        help="gigabytes/s from a GPU to other nodes, one way (default: as in usual servers)",
-    )
+    add_cluster(parser)
     add(
         "--padded-vocab-size",
         type=positive_int,
@@ -252,10 +227,8 @@ def _parser() -> ToolParser:
     add(
         "--program",
         type=_program,
-        default=OWN,
-        metavar="NAME|FILE.py",
-        help=f"plan the run of another program: {', '.join(PROGRAMS)}; or of your own, with the model that "
-        f"it passes to megalite.pretrain (default: {OWN})",
+        metavar="FILE.py",
+        help="plan your own program: the model that it passes to megalite.pretrain",
     )
     add("--train-tokens", type=positive_number, help="tokens of the whole run, such as 300e9, to show days")
     add("--watts", type=positive_number, help="power of a GPU with its part of the node, to show the energy")
@@ -269,16 +242,13 @@ def _parser() -> ToolParser:
 
 
 def _program(text: str) -> str:
-    if text not in (OWN, *PROGRAMS) and not text.endswith(SUFFIX):
-        names = ", ".join((OWN, *PROGRAMS))
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a Python file nor one of {names}")
+    if not text.endswith(SUFFIX):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a Python file")
     return text
 
 
-def _provider_of(program: str) -> Callable[..., Any] | None:
-    """Return the model of a program's file; None for a program with a name."""
-    if not program.endswith(SUFFIX):
-        return None
+def _provider_of(program: str) -> Callable[..., Any]:
+    """Return the model of a program's file."""
     from megalite.model.stage import check_model_provider  # imports torch
 
     provider = model_of(Path(program))
@@ -318,8 +288,7 @@ def _complete(
         raise UserError("the vocabulary size is unknown: pass --padded-vocab-size or --vocab-size")
     if own.padded_vocab_size is not None:
         tokens += ["--pad-vocab-size-to", str(own.padded_vocab_size)]
-    is_own = own.program == OWN or own.program.endswith(SUFFIX)
-    if is_own and "attention_dropout" not in set_fields and may_assume:
+    if "attention_dropout" not in set_fields and may_assume:
         why = _why_no_dropout(config)
         if why is not None:
             model = replace(model, attention_dropout=0.0)
@@ -352,55 +321,6 @@ def _why_no_dropout(config: Config) -> str | None:
     if recompute.recompute_granularity == "full" or "core_attn" in recompute.modules:
         return None  # recomputed attention saves memory with dropout too
     return "for PyTorch's attention kernels"
-
-
-def _cluster(own: argparse.Namespace, config: Config) -> Cluster:
-    file = config.parallel.calibration
-    if own.calibrate:
-        if own.gpu is not None:
-            raise UserError(
-                f"--calibrate plans for this machine, and --gpu {own.gpu} for another: remove one"
-            )
-        from megalite.plan.calibrate import measured_gpu  # imports torch
-
-        gpu = measured_gpu(config.model.params_dtype)
-        if file is not None:
-            write_calibration(file, gpu)
-    elif file is not None:
-        if own.gpu is not None:
-            raise UserError(f"--calibration {file} and --gpu {own.gpu} plan for different GPUs: remove one")
-        gpu = read_calibration(file)
-    elif own.gpu is None:
-        raise UserError(
-            f"--gpu is missing: pass one of {', '.join(GPUS)}, or --calibrate to measure this machine"
-        )
-    else:
-        gpu = find_gpu(own.gpu)
-    gpu = _changed(gpu, own.gpu_set)
-    return Cluster(
-        gpu,
-        own.world_size or config.parallel.mesh.smallest_world,
-        own.gpus_per_node or gpu.gpus_per_node,
-        own.node_gbps or gpu.node_gbps,
-        own.network_gbps or gpu.network_gbps,
-    )
-
-
-def _changed(gpu: Gpu, changes: Sequence[str]) -> Gpu:
-    """Return the GPU with --gpu-set's changes, each NAME=VALUE."""
-    kinds = {name: kind for name, kind in get_type_hints(Gpu).items() if kind in (int, float)}
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in kinds:
-            raise UserError(
-                f"--gpu-set {change}: {name!r} is not a figure of a GPU; choose one of {', '.join(kinds)}"
-            )
-        try:
-            value = positive_number(text)
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"--gpu-set {change}: {error}") from None
-        gpu = replace(gpu, **{name: kinds[name](value)})
-    return gpu
 
 
 def training_tokens(request: Request, config: Config) -> list[str]:

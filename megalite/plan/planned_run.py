@@ -1,4 +1,4 @@
-"""A planned run: config, cluster and program, from which everything else is estimated."""
+"""A planned run: config and cluster, from which everything else is estimated."""
 
 from __future__ import annotations
 
@@ -6,40 +6,18 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megalite.config import Config, ModelConfig, TrainingConfig
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, Rule, problems_of
 from megalite.distributed.axes import MODEL, Factoring
 from megalite.hardware.gpus import Gpu
-from megalite.observe.unit_record import UnitKey, WeightRecord
+from megalite.observe.unit_record import Phase, UnitKey, WeightRecord
 from megalite.pipeline.schedules import SCHEDULES, StageMap
-from megalite.plan.programs import MAX_TRITON_HEAD, Program
+from megalite.plan.communication import Cluster, Group
 from megalite.plan.units import ModelUnits, RankUnits, Sizes, UnitsKey, units_of
 from megalite.utils.errors import Problem
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Cluster of equal nodes with equal GPUs. Ranks fill one node after the other.
-
-    Attributes:
-        node_gbps: gigabytes per second from a GPU to others in its node, one way.
-        network_gbps: gigabytes per second from a GPU to other nodes, one way, while all GPUs of its node
-            send.
-    """
-
-    gpu: Gpu
-    world_size: int
-    gpus_per_node: int
-    node_gbps: float
-    network_gbps: float
-
-    @property
-    def num_nodes(self) -> int:
-        """Return the number of nodes. The last node may be used only in part."""
-        return -(-self.world_size // self.gpus_per_node)
 
 
 class Replicas(NamedTuple):
@@ -55,22 +33,86 @@ class Replicas(NamedTuple):
     num_shards: int
 
 
+FusedKernel = Literal["flash", "cudnn", "triton"]
+"""Kernels of fused attention: FlashAttention-2, cuDNN, and megalite's own in Triton."""
+MAX_TRITON_HEAD = 256
+"""Largest head size of megalite's Triton kernels, and of FlashAttention and cuDNN."""
+
+
 @dataclass(frozen=True)
-class PlannedRun:
-    """Planned run: the config, the program, and the cluster.
+class Kernels:
+    """Kernels of a run's attention and recurrences on its GPU.
 
     Attributes:
-        program: the training program.
+        attention: kernel of attention over whole samples. Unfused attention stores the scores.
+        attention_in_blocks: kernel of blocks of context-parallel ranks' queries and keys.
+        has_triton: with dropout, ALiBi or documents, fused attention is Triton's.
+        triton_recurrence: recurrences are computed by Triton's kernels, not in plain PyTorch.
+        slowdown: time of fused attention, relative to the published rate of its kernel.
+    """
+
+    attention: FusedKernel | Literal["unfused"]
+    attention_in_blocks: FusedKernel = "flash"
+    has_triton: bool = False
+    triton_recurrence: bool = False
+    slowdown: float = 1.0
+
+
+def kernels_of(config: Config, gpu: Gpu) -> Kernels:
+    """Return the kernels that a GPU runs for a model."""
+    model = config.model
+    is_large = model.max_head_dim > MAX_TRITON_HEAD
+    has_triton = gpu.has_triton and model.params_dtype != "fp64" and not is_large
+    is_unfused = model.attention_backend in ("unfused", "local") or is_large
+    is_unfused |= model.attention_dropout > 0.0 and not has_triton
+    if config.parallel.mesh.is_zigzag and not has_triton:
+        is_unfused |= config.masks_documents or not _has_flash_blocks(model)
+    fused: FusedKernel = "flash" if model.attention_backend in ("flash", "efficient") else "cudnn"
+    return Kernels(
+        attention="unfused" if is_unfused else fused,
+        attention_in_blocks="triton" if has_triton and not _has_flash_blocks(model) else "flash",
+        has_triton=has_triton,
+        triton_recurrence=gpu.has_triton and _fits_recurrence_kernels(model),
+    )
+
+
+def _fits_recurrence_kernels(model: ModelConfig) -> bool:
+    """Return whether Triton's kernels compute the recurrences of a model that has some."""
+    if not model.has_recurrent_layers or model.params_dtype == "fp64":
+        return False
+    heads = (
+        (model.mamba.state_dim, model.mamba.head_dim)
+        if model.has_mamba
+        else (model.delta_net.key_dim, model.delta_net.value_dim)
+    )
+    return max(heads) <= MAX_TRITON_HEAD
+
+
+def _has_flash_blocks(model: ModelConfig) -> bool:
+    """Return whether FlashAttention computes the blocks, for whole samples as documents."""
+    has_bias = model.position_embedding_type == "alibi" or model.attn_logit_softcapping is not None
+    attention = (spec.attention for spec in model.layer_specs)
+    has_bias |= any(spec is not None and spec.window is not None for spec in attention)
+    sizes = {spec.head_dim for spec in model.head_specs}
+    return not has_bias and sizes == {model.value_dim} and model.value_dim % 8 == 0
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Run of megalite on a cluster. A subclass describes what another program does differently.
+
+    Attributes:
         full_weights_fit: in a pipeline with ZeRO stage 3, whether a stage's full weights fit. Set by
             `choose_gathering`.
         provider: builds the stages of the program's own model; None for the model of the architecture.
+        stops_recomputing: a recomputed forward ends where backward reads nothing more, before its last GEMM.
     """
 
     config: Config
     cluster: Cluster
-    program: Program
     full_weights_fit: bool = False
     provider: Callable[..., Any] | None = None
+    stops_recomputing: ClassVar[bool] = True
 
     def with_sharding(self, sharded: PlannedRun, *, full_weights_fit: bool = False) -> PlannedRun:
         """Return the run with ZeRO's options of another one, and all that has been found about both.
@@ -79,7 +121,7 @@ class PlannedRun:
             sharded: has the same sizes of all axes.
         """
         config = replace(self.config, parallel=sharded.config.parallel)
-        run = PlannedRun(config, self.cluster, self.program, full_weights_fit, self.provider)
+        run = replace(self, config=config, full_weights_fit=full_weights_fit)
         vars(run).update({name: getattr(self, name) for name in _UNSHARDED})
         vars(run).update({name: getattr(sharded, name) for name in _SHARDED})
         return run
@@ -168,7 +210,7 @@ class PlannedRun:
     @property
     def tp_comm_chunks(self) -> int:
         """Return the number of parts in which tensor-parallel collectives overlap with GEMMs."""
-        return self.config.parallel.tp_comm_chunks(self.tokens, "cuda") if self.program.overlaps_tp else 1
+        return self.config.parallel.tp_comm_chunks(self.tokens, "cuda")
 
     @cached_property
     def zero_stage(self) -> int:
@@ -184,8 +226,7 @@ class PlannedRun:
     @property
     def gathers_under_forward(self) -> bool:
         """Return whether updated weights, if they are gathered, are gathered under the next forward."""
-        requested = self.config.parallel.overlap_param_gather
-        return self.program.gathers_under_forward if requested is None else requested
+        return self.config.parallel.gathers_under_forward("cuda")
 
     @property
     def num_sequence_shards(self) -> int:
@@ -202,12 +243,56 @@ class PlannedRun:
         return layers_per_stage(self.config)
 
     @cached_property
+    def kernels(self) -> Kernels:
+        return kernels_of(self.config, self.cluster.gpu)
+
+    def exposed_tp_share(self, phase: Phase) -> float:
+        """Return the share of tensor-parallel collectives that a phase of a layer waits for.
+
+        Unless the weight gradients are computed later, their GEMMs hide half of the collectives in backward.
+        """
+        return 0.5 if phase == "backward" and not self.splits_backward else 1.0
+
+    def expert_bytes(self, group: Group, num_bytes: float) -> tuple[float, float]:
+        """Return the bytes that a rank sends inside its node and to other nodes for the rows of its experts.
+
+        Args:
+            group: the ranks that hold the experts.
+            num_bytes: size of the rows, one for each expert of a token.
+        """
+        part, near = num_bytes / group.size, group.ranks_per_node
+        return (near - 1) * part, (group.size - near) * part
+
+    def message_seconds(self) -> tuple[float, float]:
+        """Return the tensor-parallel and pipeline communication of a message between stages, in seconds."""
+        group = Group(self.cluster, self.pp, self.tp * self.num_sharing)
+        return 0.0, group.message_seconds(self.message_bytes / self.num_sequence_shards)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes per element of the gradient sums."""
+        return max(4, self.element_bytes)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Return the bytes per parameter of main weights, two moments, and an average of the weights."""
+        return (12 if self.element_bytes == 2 else 2 * self.element_bytes) + self.average_bytes
+
+    def buffer_bytes(self, units: RankUnits) -> float:
+        """Return the bytes of a pipeline rank's communication buffers besides its gradient sums."""
+        return 0.0
+
+    @cached_property
     def units(self) -> ModelUnits:
         """Return the records of the model's units."""
+        return units_of(self.units_key)
+
+    @property
+    def units_key(self) -> UnitsKey:
+        """Return what the records depend on."""
         config, model = self.config, self.config.model
-        # Attention is one call in the record, and the program says how it is computed. megalite writes
-        # attention out if a head is too large for its kernel with dropout.
-        drops = model.attention_dropout > 0.0
+        # Attention is one call in the record, whichever kernel computes it. It is unfused if a head is too
+        # large for the kernel with dropout.
         recorded = 0.0 if model.max_head_dim > MAX_TRITON_HEAD else model.attention_dropout
         key = UnitKey(
             _recorded_model(model, recorded),
@@ -223,12 +308,12 @@ class PlannedRun:
             cross_entropy_chunks=config.recompute.cross_entropy_chunks,
             **self._expert_axes,
             mlp_chunks=config.recompute.mlp_chunks,
-            triton_recurrence=self.program.triton_recurrence,
+            triton_recurrence=self.kernels.triton_recurrence,
             provider=self.provider,
         )
         parallel = config.parallel
         levels = tuple((each, parallel.cp_levels(each)) for each in parallel.properties_by_comm_type)
-        return units_of(UnitsKey(key, self.program, self.cp, drops, parallel.cp_comm_type, levels))
+        return UnitsKey(key, self.cp, parallel.cp_comm_type, levels)
 
     @property
     def _expert_axes(self) -> dict[str, Any]:

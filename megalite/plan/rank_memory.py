@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from megalite.config.stage_layers import hides_expert_messages
-from megalite.pipeline.schedules import SCHEDULES
-from megalite.plan.iteration_time import peak_of_last_stage, peaks_deferred, peaks_in_flight
-from megalite.plan.offloaded_state import offloaded_state
+from megalite.observe.unit_record import INPUT
+from megalite.pipeline.schedules import SCHEDULES, ScheduleName, StageMap, peak_deferred, peak_in_flight
+from megalite.pipeline.simulator import MAX_ROUNDS, training_actions
+from megalite.plan.optimizer_update import offloaded_state
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.saved_activations import (
-    deferred_input_bytes,
-    embedding_bytes,
-    later_token_bytes,
-    offloaded_bytes,
-    part_bytes,
-    stage_bytes,
-)
 from megalite.plan.units import RankUnits, sizes_of
 
+Kinds = Sequence[int]
+"""The kinds of a stage's layers, in order."""
+OF_LOGITS = ("head", "loss")
+"""Parts of the head that are not modules of multi-token prediction."""
 FRAGMENTS = 0.06
 """Memory lost to fragmentation, as a share of the memory in tensors."""
 TIGHT_SHARE = 0.94
@@ -159,6 +158,43 @@ def _microbatch_memory(run: PlannedRun) -> _MicrobatchMemory:
     return run.units.shared(key, find)
 
 
+@lru_cache(maxsize=256)
+def _peaks(
+    schedule: ScheduleName, stages: StageMap, num_microbatches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return, for each rank, the microbatches in flight, and those with deferred weight gradients."""
+    actions = training_actions(schedule, stages, num_microbatches)
+    return tuple(map(peak_in_flight, actions)), tuple(map(peak_deferred, actions))
+
+
+def peaks_in_flight(run: PlannedRun) -> tuple[int, ...]:
+    """Return, per pipeline rank, the peak number of microbatches in flight, summed over its chunks."""
+    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))[0]
+
+
+def peaks_deferred(run: PlannedRun) -> tuple[int, ...]:
+    """Return, per pipeline rank, the peak number of deferred weight gradients, summed over its chunks."""
+    return _peaks(run.config.parallel.schedule, run.stages, _num_counted(run))[1]
+
+
+def peak_of_last_stage(run: PlannedRun) -> int:
+    """Return the peak number of microbatches in flight in the last stage alone."""
+    rank, chunk = next(
+        (rank, chunk)
+        for rank in range(run.pp)
+        for chunk, stage in enumerate(run.stages.stages_of(rank))
+        if stage == run.stages.num_stages - 1
+    )
+    actions = training_actions(run.config.parallel.schedule, run.stages, _num_counted(run))[rank]
+    return peak_in_flight([action for action in actions if action.chunk == chunk])
+
+
+def _num_counted(run: PlannedRun) -> int:
+    """Return a number of microbatches after which no more of them are in flight."""
+    keeps_all = SCHEDULES[run.config.parallel.schedule].keeps_all_microbatches
+    return run.num_microbatches if keeps_all else min(run.num_microbatches, MAX_ROUNDS * run.pp)
+
+
 def _activations(run: PlannedRun) -> list[float]:
     """Return the activations on the device of all microbatches in flight, of each pipeline rank.
 
@@ -197,7 +233,7 @@ def _lasting_memory(run: PlannedRun, units: RankUnits, work: _MicrobatchMemory) 
     logits = work.logits if units.is_last else 0.0
     # They never exist at the same time, except for gathered weights of multi-token prediction.
     workspace = max(_gathered_at_loss(run, units), work.workspace + _gathered_bytes(run, units) - logits)
-    return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + _buffers(run, units), 0.0)
+    return RankMemory(weights, gradients, optimizer, 0.0, logits, workspace + run.buffer_bytes(units), 0.0)
 
 
 def _gathered_at_loss(run: PlannedRun, units: RankUnits) -> float:
@@ -212,19 +248,9 @@ def _rank_memory(run: PlannedRun, lasting: RankMemory, activations: float) -> Ra
     return held._replace(residual=run.cluster.gpu.residual_gb * 1e9 + FRAGMENTS * held.total)
 
 
-def _buffers(run: PlannedRun, units: RankUnits) -> float:
-    """Return the bytes of communication buffers."""
-    program, count = run.program, units.size
-    buckets = min(program.buffer_bytes, 3 * run.element_bytes * count)
-    return buckets + (min(program.sum_buffer_bytes, 4 * count) if run.num_sharing > 1 else 0.0)
-
-
 def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
     """Return weights, gradients and optimizer state, sharded by the ZeRO stage."""
     zero, element = run.zero_stage, run.element_bytes
-    main = 12 if element == 2 else 2 * element
-    summed = run.program.gradient_bytes if element == 2 else element
-    main += run.program.shared_copy_bytes + run.average_bytes
     # ZeRO stage 2 keeps the gradient of a tied embedding full until both stages' parts are added.
     is_shared = zero == 2 and run.pp > 1 and (units.is_first or units.is_last)
     full = run.units.tied_size if is_shared else 0
@@ -235,8 +261,8 @@ def _state(run: PlannedRun, units: RankUnits) -> tuple[float, float, float]:
         weights += element * (units.size if run.gathers_once else _kept_edge(run, units))
     return (
         weights + _fp8_copies(run, units),
-        summed * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
-        main * run.sharded(units.sizes, from_stage=1) - second_moments,
+        run.gradient_bytes * (run.sharded(units.sizes, from_stage=2) + full * (1 - 1 / run.num_shards)),
+        run.optimizer_bytes * run.sharded(units.sizes, from_stage=1) - second_moments,
     )
 
 
@@ -283,3 +309,85 @@ def _gathered_parameters(run: PlannedRun, units: RankUnits) -> float:
     if run.pp > 1:
         return 2 * layer + max(layer, _kept_edge(run, units))
     return 3 * layer + 2 * run.units.head_size
+
+
+def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
+    """Return the bytes that each group of a stage's layers saves per microbatch."""
+    recompute, layers = run.config.recompute, run.units.layers
+    is_sliced = recompute.distribute_saved_activations and run.num_sequence_shards == 1
+    return [
+        layers[kinds[group.start]].input_bytes / (run.tp if is_sliced else 1)
+        + sum(shared_key_bytes(run, kinds[i]) for i in group)
+        if is_again
+        else sum(layers[kinds[i]].saved_bytes for i in group)
+        for group, is_again in recompute.groups(len(kinds))
+    ]
+
+
+def shared_key_bytes(run: PlannedRun, kind: int) -> float:
+    """Return the bytes of the keys and values that a layer gives to later ones, which keep them as inputs."""
+    model = run.config.model
+    spec = model.layer_spec(kind).attention
+    if spec is None or not spec.gives_keys:
+        return 0.0
+    num_tokens = model.seq_length // run.cp * run.config.training.micro_batch_size
+    return 2 * num_tokens * max(1, spec.num_kv_heads // run.tp) * spec.head_dim * run.element_bytes
+
+
+def part_bytes(run: PlannedRun, kinds: Kinds) -> dict[str, float]:
+    """Return the bytes that a stage's layers save per microbatch, by the part of a layer that makes them.
+
+    Of a group that is recomputed in full, this is its input, and the keys that it gives to later layers.
+    """
+    found = dict[str, float]()
+    groups = zip(run.config.recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)
+    for (group, is_again), size in groups:
+        saved = [run.units.layers[kinds[i]].saved for i in group]
+        for part, num_bytes in [(INPUT, size)] if is_again else chain(*saved):
+            found[part] = found.get(part, 0.0) + num_bytes
+    return found
+
+
+def stage_bytes(run: PlannedRun, kinds: Kinds) -> float:
+    """Return the bytes that a stage's layers save per microbatch."""
+    return sum(group_bytes(run, kinds))
+
+
+def offloaded_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:
+    """Return the bytes that each offloaded group of a stage's layers saves per microbatch."""
+    recompute = run.config.recompute
+    if recompute.cpu_offload_activations == 0:
+        return []
+    groups = zip(recompute.groups(len(kinds)), group_bytes(run, kinds), strict=True)
+    return [size for (group, _), size in groups if group.start < recompute.cpu_offload_activations]
+
+
+def later_token_bytes(run: PlannedRun) -> float:
+    """Return the bytes that the modules of multi-token prediction save per microbatch."""
+    if run.config.model.mtp_num_layers == 0:
+        return 0.0
+    return sum(each.num_bytes for each in run.units.head.saved if each.part not in (INPUT, *OF_LOGITS))
+
+
+def embedding_bytes(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of embeddings for each layer that a stage keeps per microbatch.
+
+    The first stage keeps what their backward reads, and each other one what it has received.
+    """
+    model = run.config.model
+    if model.hidden_size_per_layer_input is None:
+        return 0.0
+    if stage > 0:
+        of_token = model.num_layers * model.hidden_size_per_layer_input * run.element_bytes
+        return run.tokens * of_token / run.num_sequence_shards
+    return sum(each.num_bytes for each in run.units.embedding.saved if each.part != INPUT)
+
+
+def deferred_input_bytes(run: PlannedRun, kind: int) -> float:
+    """Return the bytes of a layer's activations that its deferred weight gradients read."""
+    phase = run.units.layers[kind].weight
+    gathered = {each.gemm for each in phase.collectives if each.call.kind == "all-gather"}
+    return sum(
+        gemm.k * gemm.n * gemm.element_bytes / (run.tp if number in gathered else 1)
+        for number, gemm in enumerate(phase.gemms)
+    )

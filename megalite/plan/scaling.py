@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megalite.config import Config
-from megalite.plan.estimate import RunPlan
+from megalite.plan.communication import Cluster
+from megalite.plan.estimate import RunPlan, large
 from megalite.plan.plan_request import Request
-from megalite.plan.planned_run import Cluster, run_problems
-from megalite.plan.quantities import large
+from megalite.plan.planned_run import run_problems
 from megalite.plan.units import whole_model
 from megalite.utils.errors import UserError, counted
 

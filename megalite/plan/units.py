@@ -1,4 +1,4 @@
-"""The units of a planned run (embedding, layers, head): their records, as the run's program executes them."""
+"""The units of a planned run (embedding, layers, head): their records on one tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megalite.config.parallel import CpCommType, CpCommTypes, comm_type_of_layer
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.observe.records import kinds_of_layers, unit_record
 from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey, UnitRecord, WeightRecord
-from megalite.plan.programs import Program
 
 T = TypeVar("T")
 Sizes = Counter[str]
@@ -27,15 +26,12 @@ class UnitsKey(NamedTuple):
         any_unit: key of the units' records; its `unit` has no meaning, and its settings of recomputation are
             those of the run.
         cp: context-parallel size: a rank's queries attend to the keys of all ranks.
-        drops_weights: attention weights are dropped.
         cp_comm_type: how queries reach the keys of other context-parallel ranks, in all layers or in each.
         cp_levels: by communication type, how many ranks exchange heads, and how many groups form a ring.
     """
 
     any_unit: UnitKey
-    program: Program
-    cp: int
-    drops_weights: bool
+    cp: int = 1
     cp_comm_type: CpCommTypes = "all_gather"
     cp_levels: tuple[tuple[CpCommType, tuple[int, int]], ...] = ()
 
@@ -150,15 +146,6 @@ class RankUnits:
         return self.sizes.total()
 
 
-OWN_LOSS_ACCESSES = (1, 2)
-"""Reads and writes of each logit by megalite's own loss in forward and backward, which are in the record."""
-SEPARATE_ACCESSES = 3
-"""Reads and writes of the hidden states that a layer's forward needs besides megalite's if dropout, additions
-and norms are separate kernels."""
-COPIES_IN_BACKWARD = 1.5
-"""Ratio of copies in backward to copies in forward."""
-
-
 def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None = None) -> ModelUnits:
     """Return the records of a whole model on one rank, for one sample; its vocabulary is padded as for `tp`.
 
@@ -176,7 +163,7 @@ def whole_model(model: ModelConfig, tp: int, provider: Callable[..., Any] | None
         splits_backward=False,
         provider=provider,
     )
-    return units_of(UnitsKey(key, Program(fused_attention=True), cp=1, drops_weights=False))
+    return units_of(UnitsKey(key))
 
 
 _NO_EXPERT_AXES: dict[str, Any] = {
@@ -201,10 +188,10 @@ def units_of(key: UnitsKey) -> ModelUnits:
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
         unit_record(replace(edge, unit=EMBEDDING, splits_backward=False, cross_entropy_chunks=1)),
-        head_as_executed(unit_record(head), key),
+        _with_all_keys(unit_record(head), key, whole.model.num_layers),
         kinds,
         {
-            kind: as_executed(
+            kind: _with_all_keys(
                 unit_record(replace(layer, unit=recorded[kind], cp=_exchanging_ranks(key, kind))), key, kind
             )
             for kind in set(kinds)
@@ -240,69 +227,12 @@ def _whole_vocabulary(model: ModelConfig) -> ModelConfig:
     return replace(model, pad_vocab_size_to=None)
 
 
-def as_executed(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
-    """Return the record of a layer, with what a program other than megalite does differently.
-
-    Args:
-        number: number of the layer in the whole model.
-    """
-    if key.cp > 1:
-        layer = _with_all_keys(layer, key, number)
-    program = key.program
-    if program.is_own:
-        return layer
-    model, modules = key.any_unit.model, key.any_unit.recomputed_modules
-    (call, *_) = layer.forward.attention or (None,)
-    saved, moved = Counter[str](), 0.0
-    element = layer.forward.gemms[0].element_bytes
-    if call is not None:
-        rotated = (call.heads * call.queries + call.kv_heads * call.queries) * call.size
-        saves_rotated = model.position_embedding_type == "rope" and "core_attn" not in modules
-        if program.fused_elementwise and saves_rotated:
-            saved["core_attn"] -= element * rotated
-        if program.keeps_scores and "core_attn" not in modules:
-            scores = call.heads * call.queries * call.keys * (2 if key.drops_weights else 1)
-            saved["core_attn"] += element * (scores + call.heads * call.queries * call.value_size)
-    recomputes_gate = key.any_unit.mlp_chunks > 1 or {"mlp", "mlp_act"} & set(modules)
-    if program.keeps_gate and model.is_gated and not recomputes_gate:
-        last = layer.forward.gemms[-1]
-        saved["mlp_act"] += element * last.m * last.k * last.batch
-    if program.copies_heads and call is not None:
-        moved = 4 * element * (call.heads + call.kv_heads) * call.queries * call.size
-    if not program.fused_elementwise:
-        moved += SEPARATE_ACCESSES * layer.input_bytes
-    forward, backward = (
-        replace(phase, kernel_bytes=phase.kernel_bytes + copies * moved)
-        for phase, copies in ((layer.forward, 1.0), (layer.backward, COPIES_IN_BACKWARD))
-    )
-    return replace(layer, forward=forward, backward=backward).saving(saved)
-
-
-def head_as_executed(head: UnitRecord, key: UnitsKey) -> UnitRecord:
-    """Return the record of a head, with the loss of a program that converts the logits to fp32.
-
-    `saved` has the copies at the loss' peak.
-    """
-    program = key.program
-    if key.cp > 1 and head.forward.attention:  # of multi-token prediction
-        head = _with_all_keys(head, key, key.any_unit.model.num_layers)
-    if program.logit_copy_bytes == 0:
-        return head
-    gemm = head.forward.gemms[-1]
-    logits = gemm.m * gemm.n
-    phases = zip((head.forward, head.backward), program.loss_bytes, OWN_LOSS_ACCESSES, strict=True)
-    forward, backward = (
-        replace(phase, kernel_bytes=phase.kernel_bytes + logits * (size - own * gemm.element_bytes))
-        for phase, size, own in phases
-    )
-    copies = {"loss": logits * program.logit_copy_bytes}
-    return replace(head, forward=forward, backward=backward).saving(copies)
-
-
 def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
     """Return the record of layer `number` whose queries attend to the keys of all context-parallel ranks."""
-    is_own, comm_type = key.program.is_own, comm_type_of_layer(key.cp_comm_type, number)
-    neighbours, ring = dict(key.cp_levels)[comm_type] if is_own else (1, 1)
+    if key.cp == 1 or not layer.forward.attention:
+        return layer
+    comm_type = comm_type_of_layer(key.cp_comm_type, number)
+    neighbours, ring = dict(key.cp_levels)[comm_type]
 
     def exchanged(call: AttentionCall) -> AttentionCall:
         """Return a call with the tokens of all ranks that exchange heads, and a part of the heads."""
@@ -322,7 +252,7 @@ def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
         for phase in (layer.forward, layer.backward)
     )
     extended_layer = replace(layer, forward=forward, backward=backward)
-    if not is_own or "core_attn" in key.any_unit.recomputed_modules:
+    if "core_attn" in key.any_unit.recomputed_modules:
         return extended_layer
     # Backward needs the keys and values that attention read, instead of the rank's own. A ring keeps those of
     # this rank, and receives the others again.

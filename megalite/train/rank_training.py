@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
-import torch
 from torch.distributed import Store
 
 from megalite.checkpoint.lease import hold_folder
@@ -21,31 +18,14 @@ from megalite.data.samples import Samples
 from megalite.data.tokenizers.tokenizer import configured_tokenizer
 from megalite.distributed.rendezvous import (
     Launch,
-    check_start,
-    open_store,
     refusal_reported,
     several_by_other_launcher,
 )
 from megalite.distributed.topology import Topology
 from megalite.dry_run.dry_run import dry_run
 from megalite.frontends.command_line import ParsedRun
-from megalite.hardware.node_hardware import NodeHardware, inspect_node
 from megalite.model.stage import StageProvider, is_own_model
-from megalite.plan.auto_layout import (
-    LayoutChoice,
-    OutOfMemoryNote,
-    add_note,
-    agreed_layout,
-    choose_layout,
-    read_notes,
-)
-from megalite.plan.out_of_memory import (
-    MemoryExhausted,
-    check_host_memory,
-    explain_out_of_memory,
-    warn_of_planned_memory,
-)
-from megalite.plan.weight_gathering import choose_weight_gathering
+from megalite.plan.rank_plan import LayoutTrial, RankPlan, train_in_chosen_layout
 from megalite.train.callbacks import default_callbacks
 from megalite.train.loop import Callback, check_callbacks, train
 from megalite.train.own_model import warn_if_unverified
@@ -100,8 +80,19 @@ def train_parsed_run(
         # Exit inside the block, so that later signals do not change the exit status.
         if config.parallel.layout == "manual":
             raise SystemExit(train_rank(config, launch, signals, callbacks, providers))
-        parsed = parsed._replace(config=config)
-        raise SystemExit(_train_in_chosen_layout(parsed, launch, signals, callbacks, providers))
+
+        def train_in(trial: LayoutTrial) -> int:
+            unused = _unused(trial.config, launch.world_size)
+            prepare_process(trial.config, [*parsed.notices, *unused], trial.launch)
+            for line in trial.lines:
+                log.info("%s", line)
+            return train_rank(trial.config, trial.launch, signals, callbacks, providers, trial.store)
+
+        configure_logging(launch.rank)
+        settings = settings_of(config)
+        raise SystemExit(
+            train_in_chosen_layout(config, parsed.set_fields, launch, settings, _with_vocabulary, train_in)
+        )
 
 
 def _unused(config: Config, world_size: int | None) -> list[str]:
@@ -141,87 +132,6 @@ def _with_layout_source(parsed: ParsedRun, providers: Providers, launch: Launch)
     elif source == "auto" and (problems := problems_in_any_layout(config)):
         raise ConfigError(problems)
     return replace(config, parallel=replace(config.parallel, layout=source))
-
-
-def _train_in_chosen_layout(
-    parsed: ParsedRun,
-    launch: Launch,
-    signals: StopSignals,
-    callbacks: Sequence[Callback],
-    providers: Providers,
-) -> int:
-    """Train in the layout that the planner chooses, and return the exit status.
-
-    If a rank runs out of memory, the next start chooses a smaller layout. A run of one rank starts again at
-    once, but only once.
-    """
-    save = parsed.config.checkpoint.save
-    choice, store = _choose(parsed, launch)
-    try:
-        return train_rank(choice.apply(parsed.config), launch, signals, callbacks, providers, store)
-    except MemoryExhausted as error:
-        explanation = str(error)
-    # Here the traceback is gone, and with it the tensors of the trainer.
-    gc.collect()
-    torch.cuda.empty_cache()
-    note_file = add_note(save, choice.note)
-    if launch.world_size > 1:
-        advice = (
-            f"the next start chooses a layout that needs less memory ({note_file})"
-            if note_file
-            else "pass --save, so that the next start chooses a layout that needs less memory"
-        )
-        raise MemoryExhausted(f"{explanation}\n{advice}")
-    for line in explanation.splitlines():
-        log.warning("%s", line)
-    log.warning("starting once more, in a layout that needs less memory")
-    smaller, store = _choose(parsed, launch, [choice.note])
-    if smaller.values == choice.values:
-        raise MemoryExhausted(explanation)
-    again = replace(launch, restarts=launch.restarts + 1)  # resumes from this start's checkpoints
-    try:
-        return train_rank(smaller.apply(parsed.config), again, signals, callbacks, providers, store)
-    except MemoryExhausted:
-        add_note(save, smaller.note)
-        raise
-
-
-def _choose(
-    parsed: ParsedRun, launch: Launch, notes: Sequence[OutOfMemoryNote] = ()
-) -> tuple[LayoutChoice, Store]:
-    """Choose the layout together with the other ranks, check the config in it, and log the choice.
-
-    Returns:
-        The choice, and the store of this start.
-    """
-    config, set_fields = parsed.config, parsed.set_fields
-    configure_logging(launch.rank)
-    store = open_store(launch, timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    hardware = inspect_node(
-        config.parallel.distributed_backend,
-        launch.local_rank,
-        launch.local_world_size,
-        shares_gpus=config.parallel.ranks_share_gpus,
-    )
-    check_start(launch, store, settings_of(config), hardware.device_type)
-
-    def choose(weakest: NodeHardware) -> LayoutChoice:
-        known = [*notes, *read_notes(config.checkpoint.save)]
-        return choose_layout(
-            _with_vocabulary(config),
-            set_fields,
-            launch.world_size,
-            weakest,
-            known,
-            must_fit="layout" in set_fields,
-        )
-
-    choice = agreed_layout(launch, store, hardware, choose)
-    chosen = choice.apply(config)
-    prepare_process(chosen, [*parsed.notices, *_unused(chosen, launch.world_size)], launch)
-    for line in choice.lines:
-        log.info("%s", line)
-    return choice, store
 
 
 def _with_vocabulary(config: Config) -> Config:
@@ -268,16 +178,14 @@ def train_rank(
             run = resolve_run(config, topology, lease=lease, providers=providers)
             check_load_folder(run.config.checkpoint, launch, topology)
             evaluates_tasks = task_evaluation(run)
-            check_host_memory(run.config, topology, launch.local_world_size, providers.model)
-            if not is_own_model(providers.model):
-                warn_of_planned_memory(run.config, topology, launch.local_world_size)
+            plan = RankPlan(run.config, topology, providers.model, max(launch.local_world_size, 1))
+            plan.check_host_memory()
+            plan.warn_of_memory()
             datasets = build_data(run)
             with (
                 open_writers(run) as writers,
-                explain_out_of_memory(run.config, topology, providers.model),
-                Trainer(
-                    run, datasets, choose_weight_gathering(run.config, topology, providers.model)
-                ) as trainer,
+                plan.explains_out_of_memory(),
+                Trainer(run, datasets, plan.weight_gathering()) as trainer,
             ):
                 announce(trainer)
                 warn_if_unverified(run)

@@ -64,7 +64,7 @@ class Trainer:
         run: objects that all parts of the run share.
         datasets: datasets of the run; the training split must exist.
         gathering: how long ZeRO stage 3 keeps gathered weights, such as the result of
-            `choose_weight_gathering`; by default only as long as the config says.
+            `RankPlan.weight_gathering`; by default only as long as the config says.
 
     Attributes:
         config: the run's config; resuming may change it.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.plan.autotune.autotune import autotune
-from megalite.plan.autotune.trial import DONE, OUT_OF_MEMORY
+from megalite.plan.autotune import autotune
+from megalite.plan.trial import DONE, OUT_OF_MEMORY
 from megalite.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -32,7 +32,7 @@ from megalite.distributed.axis import observing
 from megalite.distributed.topology import Topology
 from megalite.optim.flat_buffers import ALIGNMENT
 from megalite.pipeline.schedules import Action
-from megalite.plan.weight_gathering import choose_weight_gathering
+from megalite.plan.rank_plan import RankPlan
 from megalite.train.trainer import Trainer, start_trainer
 from megalite.verify.compare_runs import TOLERANCES, compare
 from tests.live_bytes import LiveBytes
@@ -257,7 +257,7 @@ def kept(topology: Topology, config: Config) -> dict[str, list[bool]]:
     found = {}
     for choice in ("always", "never", "default"):
         chosen = replace(config, parallel=replace(config.parallel, fsdp_reshard_after_forward=choice))
-        plans = None, choose_weight_gathering(chosen, topology)
+        plans = None, RankPlan(chosen, topology).weight_gathering()
         trainers = [start_trainer(chosen, topology, gathering=plan) for plan in plans]
         found[choice] = [trainer.optimizer.gatherer.keeps_layers for trainer in trainers]
     return found

@@ -12,7 +12,7 @@ from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, Opti
 from megalite.config.model_flops import flops_per_token_by_convention
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
-from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import whole_model
 from megalite.train.callbacks.module_profile import file_of_rank
 from megalite.train.callbacks.profiler import profiler

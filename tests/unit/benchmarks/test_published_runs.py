@@ -17,11 +17,13 @@ from benchmarks.published_runs import (
     CHANGES,
     OTHER_NETWORKS,
     PROGRAM_NAMES,
+    TRITON_SLOWDOWN,
     program_of,
     split_by_cost,
 )
 from megalite.hardware.gpus import Gpu
 from megalite.plan.estimate import RunPlan
+from megalite.plan.planned_run import Kernels
 
 
 @pytest.fixture(scope="module")
@@ -148,14 +150,14 @@ def test_programs_of_published_runs() -> None:
     assert not programs["lf_h100_70b_64_mbs8"].stops_recomputing
     assert programs["tt_8b_8gpu_compile"].fused_elementwise
     assert not programs["tt_8b_8gpu_eager"].fused_elementwise
-    assert programs["lf_h100_70b_64_mbs8"].attention_slowdown > 1.5
+    assert programs["lf_h100_70b_64_mbs8"].kernels.slowdown > 1.5
 
 
 def test_a_slower_kernel_of_attention(held_out: list[Comparison]) -> None:
     (run,) = (each.run.planned_run for each in held_out if each.run.name == "lf_h100_70b_64_mbs8")
-    as_fast = replace(run, program=replace(run.program, attention_slowdown=1.0))
+    as_fast = replace(run, program=replace(run.program, kernels=Kernels("flash")))
     slow, fast = (RunPlan(each).time.work.attention for each in (run, as_fast))
-    assert slow == pytest.approx(run.program.attention_slowdown * fast)
+    assert slow == pytest.approx(TRITON_SLOWDOWN * fast)
 
 
 def test_a_kind_of_gpu_has_a_dozen_constants() -> None:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megalite.train.build_optimizer import build_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,8 +37,8 @@ from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
-from megalite.plan.layer_time import FUSED_BACKWARD, fused_attention_seconds
-from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer
+from megalite.plan.kernel_time import FUSED_BACKWARD, fused_attention_seconds
+from megalite.train.model_chunks import ChunkResources, build_chunks
 from megalite.utils.errors import UserError
 
 MODEL, H200 = PRESETS["gpt-1.3b"], GPUS["h200"]

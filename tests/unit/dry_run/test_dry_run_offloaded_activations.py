@@ -11,9 +11,9 @@ import pytest
 from megalite.dry_run.dry_run import dry_run
 from megalite.frontends.command_line import parse
 from megalite.hardware.gpus import GPUS
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
-from megalite.plan.saved_activations import offloaded_bytes
+from megalite.plan.communication import Cluster
+from megalite.plan.planned_run import PlannedRun
+from megalite.plan.rank_memory import offloaded_bytes
 
 LINE = (
     "--dry-run --mock-data --num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 256 "
@@ -30,7 +30,7 @@ def moved(flags: str, rank: int, folder: Path) -> tuple[dict[str, int], list[flo
     config, notices = parse(shlex.split(f"{LINE} {flags} --rank {rank} --dry-run-json {folder}/dry.json"))
     dry_run(config, notices)
     gpu = GPUS["a100-80"]
-    run = PlannedRun(config, Cluster(gpu, 2, 8, 300, 25), own_program(config.model, gpu))
+    run = PlannedRun(config, Cluster(gpu, 2, 8, 300, 25))
     groups = offloaded_bytes(run, run.stage_kinds[rank])
     return json.loads((folder / "dry.json").read_text())["copied_bytes"], groups
 

@@ -10,9 +10,9 @@ import pytest
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
 from megalite.observe.collectives import CollectiveCall
+from megalite.plan.communication import Cluster
 from megalite.plan.iteration_time import exchange_seconds, gradient_bytes, sharing_of
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 from megalite.verify.layouts import Layout
 from tests.ranks.dry_run.test_dry_run import MICROBATCHES, config_of
@@ -28,7 +28,7 @@ def planned(name: str, dtype: str, messages: str | None = "bf16") -> PlannedRun:
     config = config_of(layout, dtype, {"attention_dropout": 0.0}, grad_communication_dtype=messages)
     config = replace(config, parallel=replace(config.parallel, ddp_bucket_size=None))
     cluster = Cluster(gpu, layout.world_size, 4, gpu.node_gbps, gpu.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model, gpu))
+    return PlannedRun(config, cluster)
 
 
 def bytes_of(calls: Counter[CollectiveCall], axis: str) -> dict[str, int]:

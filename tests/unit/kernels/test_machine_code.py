@@ -12,7 +12,7 @@ from benchmarks import cuda_kernels, kernel_limits, triton_kernels
 from benchmarks.kernel_limits import Limits, Row, cuda_problems, read_tables, triton_problems
 from benchmarks.machine_code import TARGETS, Code, Counts, Instruction, Kernel, has_cuobjdump
 from megalite.kernels.flash_attention import SIZES, BlockSizes, has_triton
-from megalite.plan.layer_time import DROPOUT_INSTRUCTIONS
+from megalite.plan.kernel_time import DROPOUT_INSTRUCTIONS
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
 needs_nvcc = pytest.mark.skipif(

@@ -11,9 +11,9 @@ from megalite.config import Config
 from megalite.frontends.command_line import parse
 from megalite.hardware.gpus import GPUS
 from megalite.plan.advice import NUM_REMEDIES, Device, advise, changes, divided_further
+from megalite.plan.communication import Cluster
 from megalite.plan.layout_fields import with_layout
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
 
 RUN = "--mock-data --train-iters 10 --lr 1e-4 --attention-dropout 0 --bf16"
@@ -28,7 +28,7 @@ def config_of(line: str) -> Config:
 def totals(config: Config, world_size: int) -> list[float]:
     """Return the planned memory of each pipeline rank."""
     gpu = replace(GPUS["a100-80"], residual_gb=DEVICE.residual_bytes / 1e9)
-    run = PlannedRun(config, Cluster(gpu, world_size, 8, 300, 25), own_program(config.model, gpu))
+    run = PlannedRun(config, Cluster(gpu, world_size, 8, 300, 25))
     return [memory.total for memory in rank_memories(run)]
 
 

@@ -19,15 +19,15 @@ from megalite.plan.auto_layout import (
     NOTE,
     LayoutChoice,
     add_note,
-    agreed_layout,
     choose_layout,
     read_notes,
 )
-from megalite.plan.calibration_file import read_calibration, write_calibration
 from megalite.plan.layout_fields import changed_fields
 from megalite.plan.layout_search import fastest, search, simplest
+from megalite.plan.plan_options import read_calibration, write_calibration
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
+from megalite.plan.rank_plan import agreed_layout
 from megalite.utils.errors import UserError
 
 H100 = NodeHardware(

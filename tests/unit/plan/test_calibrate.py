@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.plan.calibrate import measured_gpu
-from megalite.plan.calibration_file import read_calibration
+from megalite.plan.plan_options import read_calibration
 from megalite.plan.plan_report import answer
 
 

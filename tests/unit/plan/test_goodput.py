@@ -21,9 +21,9 @@ from megalite.plan.goodput import (
     young_interval,
 )
 from megalite.plan.goodput_plan import GoodputPlan
-from megalite.plan.launch.write_job import write_job
 from megalite.plan.plan_report import answer, goodput_of
 from megalite.plan.plan_request import read_request
+from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 from tests.programs import run_program
 

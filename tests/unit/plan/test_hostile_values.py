@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megalite.config.arguments import split_tokens
-from megalite.plan.launch import job_files
-from megalite.plan.launch.job_files import Kubernetes, Slurm, batch_script, pytorch_job
-from megalite.plan.launch.write_job import write_job
+from megalite.plan import job_files
+from megalite.plan.job_files import Kubernetes, Slurm, batch_script, pytorch_job
+from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 
 PIECES = [

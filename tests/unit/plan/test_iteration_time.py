@@ -9,32 +9,26 @@ import pytest
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.hardware.gpus import GPUS
 from megalite.pipeline.schedules import ActionKind
-from megalite.plan.communication import CONTENTION, PROTOCOLS, Group
+from megalite.plan.communication import CONTENTION, PROTOCOLS, Cluster, Group
 from megalite.plan.iteration_time import (
     _stages,
     exchange_seconds,
     gradient_bytes,
     least_seconds,
     makespan,
+    offload_work,
     replicas_of,
     sharing_of,
     time_iteration,
     time_step,
     zero3_communication,
 )
-from megalite.plan.layer_time import (
-    MicrobatchWork,
-    WorkSeconds,
-    alignment_rate,
-    gemm_seconds,
-    model_work,
-    offload_work,
-)
-from megalite.plan.layer_time import attention_seconds as seconds_of_call
+from megalite.plan.kernel_time import alignment_rate, gemm_seconds
+from megalite.plan.kernel_time import attention_seconds as seconds_of_call
+from megalite.plan.layer_time import MicrobatchWork, WorkSeconds, model_work
 from megalite.plan.plan_request import read_request
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import Program, own_program
-from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.planned_run import Kernels, PlannedRun
+from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import Sizes
 
 GPU = GPUS["a100-80"]
@@ -50,7 +44,14 @@ def run_of(cluster: Cluster = CLUSTER, batch: int = 256, **parallel) -> PlannedR
         parallel=ParallelConfig(**parallel),
         training=TrainingConfig(train_iters=1, global_batch_size=batch),
     )
-    return PlannedRun(config, cluster, Program(fused_attention=True))
+    return PlannedRun(config, cluster)
+
+
+def with_kernels(run: PlannedRun, kernels: Kernels) -> PlannedRun:
+    """Return the run as if its GPU ran these kernels."""
+    run = replace(run)
+    vars(run)["kernels"] = kernels
+    return run
 
 
 def attention_seconds(run: PlannedRun) -> tuple[float, float]:
@@ -137,7 +138,7 @@ def test_choices_change_time_as_they_should() -> None:
     assert time_iteration(run_of(replace(CLUSTER, network_gbps=2.0))).seconds > base
     assert time_iteration(run_of(zero_stage=3)).seconds > base
     assert time_iteration(run_of(tensor_model_parallel_size=8)).work.tp > 0
-    written_out = replace(run_of(), program=Program(fused_attention=False))
+    written_out = with_kernels(run_of(), Kernels("unfused"))
     assert time_iteration(written_out).work.attention > time_iteration(run_of()).work.attention
 
 
@@ -189,26 +190,11 @@ def test_two_nodes_sum_over_trees_at_twice_a_ring_s_rate() -> None:
     assert 1.7 * two < four < 2.0 * two
 
 
-def test_a_ring_over_one_adapter_has_its_rate() -> None:
-    whole, one = Group(CLUSTER, 64, 1), Group(CLUSTER, 64, 1, one_adapter=True)
-    assert whole.bytes_per_second == 8 * one.bytes_per_second
-    assert Group(CLUSTER, 8, 1, one_adapter=True).bytes_per_second == Group(CLUSTER, 8, 1).bytes_per_second
-
-
-def test_messages_between_stages_are_split_over_tp() -> None:
-    whole = run_of(tensor_model_parallel_size=8, pipeline_model_parallel_size=4)
-    split = replace(whole, program=replace(whole.program, splits_messages=True))
-    assert time_iteration(split).work.pp < time_iteration(whole).work.pp / 4
-    assert time_iteration(split).work.tp > time_iteration(whole).work.tp  # they are gathered again
-    one = run_of(tensor_model_parallel_size=8)
-    assert time_iteration(replace(one, program=split.program)).seconds == time_iteration(one).seconds
-
-
 @pytest.mark.parametrize(("length", "measured"), [(2048, 298), (4096, 319), (8192, 333)])
 def test_fused_attention_has_the_measured_rate(length: int, measured: float) -> None:
     """Compare with FlashAttention-2's causal forward on an H100, heads of 128: Shah et al. 2024, figure 5."""
     run = run_of(H100_CLUSTER)
-    config = replace(run.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
+    config = with_model(run, seq_length=length, attention_backend="flash").config
     forward, backward = attention_seconds(replace(run, config=config))
     operations = 4 * MODEL.num_attention_heads * length**2 * MODEL.head_dim / 2
     assert operations / forward / 1e12 == pytest.approx(measured, rel=0.15)
@@ -218,7 +204,7 @@ def test_fused_attention_has_the_measured_rate(length: int, measured: float) -> 
 def test_short_samples_do_not_reach_the_rate_of_fused_attention() -> None:
     def rate(length: int) -> float:
         run = run_of(H100_CLUSTER)
-        config = replace(run.config, model=replace(MODEL, seq_length=length, max_position_embeddings=None))
+        config = with_model(run, seq_length=length, attention_backend="flash").config
         return length**2 / attention_seconds(replace(run, config=config))[0]
 
     assert rate(512) / rate(16384) == pytest.approx(191 / 335, rel=0.15)  # as in figure 5
@@ -229,14 +215,14 @@ def test_cudnn_is_faster_on_hopper_alone() -> None:
     amd = replace(H100_CLUSTER, gpu=GPUS["mi300x"])
     for cluster, gain in ((CLUSTER, 1.0), (H100_CLUSTER, 1.6), (amd, 1.0)):
         run = run_of(cluster)
-        cudnn = replace(run, program=Program(fused_attention=True, cudnn_attention=True))
-        assert attention_seconds(run)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
+        flash, cudnn = (with_kernels(run, Kernels(name)) for name in ("flash", "cudnn"))
+        assert attention_seconds(flash)[0] == pytest.approx(gain * attention_seconds(cudnn)[0])
 
 
 def with_model(run: PlannedRun, **fields: object) -> PlannedRun:
     """Megalite's own run of a changed model."""
     model = replace(MODEL, max_position_embeddings=None, **{"attention_dropout": 0.0, **fields})
-    return replace(run, config=replace(run.config, model=model), program=own_program(model, run.cluster.gpu))
+    return replace(run, config=replace(run.config, model=model))
 
 
 def test_megalite_runs_cudnn_on_hopper() -> None:
@@ -278,20 +264,20 @@ def written_out(run: PlannedRun) -> PlannedRun:
 )
 def test_attention_is_written_out_where_the_kernel_does_not_serve(fields: dict[str, object]) -> None:
     own = with_model(run_of(), attention_dropout=0.1, **fields)
-    assert not own.program.fused_attention
-    assert attention_seconds(own) == attention_seconds(replace(own, program=Program(fused_attention=False)))
+    assert own.kernels.attention == "unfused"
+    assert attention_seconds(own) == attention_seconds(with_kernels(own, Kernels("unfused")))
 
 
 def test_a_gpu_that_cannot_run_triton_writes_attention_with_dropout_out() -> None:
     run = run_of(replace(H100_CLUSTER, gpu=GPUS["v100-32"]))
-    assert with_model(run).program.fused_attention
-    assert not with_model(run, attention_dropout=0.1).program.fused_attention
+    assert with_model(run).kernels.attention == "cudnn"
+    assert with_model(run, attention_dropout=0.1).kernels.attention == "unfused"
 
 
 def test_attention_to_both_sides_computes_all_scores() -> None:
     run = with_model(run_of(H100_CLUSTER))
     both = replace(run, config=replace(run.config, model=replace(run.config.model, architecture="bert")))
-    both = replace(both, program=replace(both.program, triton_attention=False))
+    both = with_kernels(both, replace(run.kernels, has_triton=False))
     assert attention_seconds(both)[0] == pytest.approx(2 * attention_seconds(run)[0])
 
 
@@ -317,58 +303,26 @@ def test_a_short_sum_costs_a_fast_gpu_more() -> None:
 
 
 def test_sums_of_gradients_hide_under_the_product_that_makes_them() -> None:
-    run = run_of()
-    fused = replace(run, program=replace(run.program, fused_accumulation=True))
-    fused_seconds, seconds = (layer_work(each).backward_weight.memory_bound for each in (fused, run))
-    assert fused_seconds < 0.01 * seconds  # biases and norms are left
-    config = run_of(gradient_accumulation_fusion=False).config
-    assert layer_work(replace(fused, config=config)).backward_weight.memory_bound == pytest.approx(seconds)
-
-
-def test_a_loss_in_fp32_replaces_megalites_own() -> None:
-    run = run_of()
     fused, plain = (
-        replace(run, program=replace(run.program, logit_copy_bytes=size, loss_bytes=(14, 22))).units.head
-        for size in (0, 4)
+        layer_work(run_of(gradient_accumulation_fusion=is_fused)).backward_weight.memory_bound
+        for is_fused in (True, False)
     )
-    logits = fused.forward.gemms[0].m * fused.forward.gemms[0].n
-    assert plain.forward.kernel_bytes - fused.forward.kernel_bytes == (14 - 2) * logits
-    assert plain.backward.kernel_bytes - fused.backward.kernel_bytes == (22 - 4) * logits
+    assert fused < 0.01 * plain  # biases and norms are left
 
 
 @pytest.mark.parametrize(
-    ("dp", "zero_stage", "gradient_bytes", "num_bytes"),
+    ("dp", "zero_stage", "num_bytes"),
     [
-        (4, 1, 4, 2 + 4 + 4),  # read the gradient, read and write the sum
-        (4, 1, 2, 2 + 2 + 2),  # sums in 16 bits
-        (4, 3, 4, 2 + 4),  # copied into the message of each microbatch
-        (64, 1, 4, 2 + 4),  # one microbatch
+        (4, 1, 2 + 4 + 4),  # read the gradient, read and write the sum
+        (4, 3, 2 + 4),  # copied into the message of each microbatch
+        (64, 1, 2 + 4),  # one microbatch
     ],
 )
-def test_no_gemm_adds_the_gradient_of_an_embedding(
-    dp: int, zero_stage: int, gradient_bytes: int, num_bytes: int
-) -> None:
+def test_no_gemm_adds_the_gradient_of_an_embedding(dp: int, zero_stage: int, num_bytes: int) -> None:
     run = run_of(replace(CLUSTER, world_size=dp), 64, zero_stage=zero_stage)
-    program = replace(run.program, fused_accumulation=True, gradient_bytes=gradient_bytes)
-    run = replace(run, program=program)
     size = sum(weight.size for weight in run.units.embedding.weights)
     expected = num_bytes * size / (2039e9 * 0.8)
     assert model_work(run).embedding.backward_weight.memory_bound == pytest.approx(expected)
-
-
-def test_old_programs_wait_for_all_of_tp_in_backward() -> None:
-    run = run_of(tensor_model_parallel_size=8)
-    old = replace(run, program=replace(run.program, tp_hidden_share=0.0))
-    assert layer_work(old).backward_input.tp == pytest.approx(2 * layer_work(run).backward_input.tp)
-
-
-def test_slices_for_every_replica_cost_the_host() -> None:
-    run = run_of(zero_stage=1)
-    slices = replace(run, program=replace(run.program, copies_slices=True))
-    assert exchange_seconds(run, 1.0).launch == 0
-    tensors = 12 * MODEL.num_layers  # weights and biases of four linear layers and two norms
-    expected = tensors * 64 * 14e-6
-    assert exchange_seconds(slices, 1.0).launch == pytest.approx(expected)
 
 
 def test_the_last_bucket_is_never_hidden() -> None:
@@ -379,14 +333,10 @@ def test_the_last_bucket_is_never_hidden() -> None:
 
 def test_megalite_hides_the_gathering_of_weights_unless_it_is_told() -> None:
     run = run_of(zero_stage=1)
-    own = replace(run, program=own_program(MODEL, run.cluster.gpu))
     hidden, exposed = (
         exchange_seconds(run_of(zero_stage=1, overlap_param_gather=on), 1.0).dp for on in (True, False)
     )
-    assert hidden < exposed == exchange_seconds(run, 1.0).dp  # other programs gather after the update
-    assert exchange_seconds(own, 1.0).dp == hidden
-    told = replace(own, config=run_of(zero_stage=1, overlap_param_gather=False).config)
-    assert exchange_seconds(told, 1.0).dp == exposed
+    assert exchange_seconds(run, 1.0).dp == hidden < exposed
 
 
 def test_recomputation_hides_the_gathering_of_weights() -> None:

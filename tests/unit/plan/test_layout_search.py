@@ -15,8 +15,7 @@ from megalite.plan.layout_search import fastest, search
 from megalite.plan.plan_report import answer
 from megalite.plan.plan_request import read_request
 from megalite.plan.planned_run import first_problem
-from megalite.plan.rank_memory import host_activations
-from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.rank_memory import host_activations, stage_bytes
 from megalite.plan.units import units_of
 from megalite.utils.errors import Problem
 
@@ -65,7 +64,7 @@ def test_the_text_says_so_and_its_command_offloads() -> None:
     [
         "--untie-embeddings-and-output-weights --pp 2 --micro-batch-size 1",
         "--cpu-offload-activations 1 --tp-comm-overlap-chunks 2 --sequence-parallel --tp 2",
-        "--program megatron-core --micro-batch-size 1 --optimizer-cpu-offload",
+        "--micro-batch-size 1 --optimizer-cpu-offload",
     ],
 )
 def test_layouts_share_only_what_is_the_same_in_each(flags: str) -> None:

@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megalite.pipeline.simulator import pairs_of_rank, training_actions
-from megalite.plan.communication import CONTENTION
+from megalite.plan.communication import CONTENTION, Cluster
 from megalite.plan.iteration_time import _stages, least_seconds, makespan, time_step
 from megalite.plan.layer_time import model_work
 from megalite.plan.paired_actions import LayerSeconds, hidden_seconds, pair_savings
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import rank_memories
-from tests.unit.plan.test_communication_exchange_time import GPU, MODEL, config_of
+from tests.unit.plan.test_layer_time_exchange import GPU, MODEL, config_of
 
 
 def run_of(batch: int = 64, network_gbps: float = 50.0, **changes) -> PlannedRun:
@@ -25,7 +24,7 @@ def run_of(batch: int = 64, network_gbps: float = 50.0, **changes) -> PlannedRun
         training=replace(config.training, global_batch_size=2 * 4 * batch),
         parallel=replace(config.parallel, **changes),
     )
-    return PlannedRun(config, Cluster(GPU, 8, 2, 450.0, network_gbps), own_program(config.model, GPU))
+    return PlannedRun(config, Cluster(GPU, 8, 2, 450.0, network_gbps))
 
 
 def test_the_shorter_of_messages_and_computation_is_hidden() -> None:

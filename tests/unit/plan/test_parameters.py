@@ -13,8 +13,8 @@ from megalite.config.presets import PRESETS
 from megalite.config.stage_layers import layers_of_stages
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.communication import Cluster
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.units import whole_model
 from tests.stages import build_stage
 
@@ -27,7 +27,7 @@ def run_of(model: ModelConfig, tp: int, pp: int) -> PlannedRun:
         model=model, parallel=parallel, training=TrainingConfig(train_iters=1, global_batch_size=8)
     )
     cluster = Cluster(GPU, tp * pp, 8, GPU.node_gbps, GPU.network_gbps)
-    return PlannedRun(config, cluster, own_program(model, cluster.gpu))
+    return PlannedRun(config, cluster)
 
 
 def _built(run: PlannedRun, rank: int) -> int:

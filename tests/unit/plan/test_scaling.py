@@ -11,11 +11,11 @@ import pytest
 
 from megalite.frontends.command_line import parse
 from megalite.plan import measure_scaling as measuring
-from megalite.plan.autotune.autotune import autotune
-from megalite.plan.autotune.trial import FAILED, Length, Trial
-from megalite.plan.launch.write_job import write_job
+from megalite.plan.autotune import autotune
 from megalite.plan.measure_scaling import measure_scaling
 from megalite.plan.plan_report import answer
+from megalite.plan.trial import FAILED, Length, Trial
+from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 
 MODEL = "--preset llama2-7b --gpu a100-80 --tp 2 --zero-stage 1 --bf16 --recompute-granularity full"

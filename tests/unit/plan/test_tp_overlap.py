@@ -10,16 +10,11 @@ import pytest
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
 from megalite.config.parallel import OVERLAP_CHUNKS
 from megalite.hardware.gpus import GPUS
-from megalite.plan.communication import CONTENTION
-from megalite.plan.layer_time import (
-    gemm_seconds,
-    model_work,
-    overlapped_seconds,
-    recomputation,
-)
+from megalite.plan.communication import CONTENTION, Cluster
+from megalite.plan.kernel_time import gemm_seconds
+from megalite.plan.layer_time import model_work, overlapped_seconds, recomputation
 from megalite.plan.layer_time import tp_seconds as seconds_of_phase
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
+from megalite.plan.planned_run import PlannedRun
 
 LLAMA = {"position_embedding_type": "rope", "activation": "swiglu", "add_bias_linear": False}
 MODELS = {
@@ -41,7 +36,7 @@ def run_of(model: str, tp: int, num_tokens: int, gpu: str = "h100-80", **paralle
         training=TrainingConfig(train_iters=1, micro_batch_size=1, global_batch_size=64),
     )
     cluster = Cluster(chip, 64, 8, chip.node_gbps, chip.network_gbps)
-    return PlannedRun(config, cluster, own_program(config.model, chip))
+    return PlannedRun(config, cluster)
 
 
 class TpSeconds(NamedTuple):
@@ -113,12 +108,6 @@ def test_symmetric_memory_hides_what_multiplies_as_long() -> None:
     assert sum(tp_seconds(slow).forward) > 5 * sum(tp_seconds(run).forward)
 
 
-def test_other_programs_do_not_overlap() -> None:
-    run = run_of("llama-70b", 8, 16384)
-    other = replace(run, program=replace(run.program, overlaps_tp=False))
-    assert tp_seconds(other) == tp_seconds(run_of("llama-70b", 8, 16384, tp_comm_overlap=False))
-
-
 @pytest.mark.parametrize("gpu", ["a100-80", "h100-80", "h200"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_training_overlaps_by_default_where_it_pays(sequence_parallel: bool, gpu: str) -> None:
@@ -150,5 +139,3 @@ def test_a_recomputed_group_ends_before_its_last_gemm() -> None:
     last = gemm_seconds(run.cluster.gpu, run.tokens, 8192, 28672 // 8)
     assert again.gemms == pytest.approx(4 * layer.forward.gemms - 2 * last)
     assert again.tp == pytest.approx(4 * layer.forward.tp - 2 * tp_seconds(run).forward[-1])
-    whole = replace(run, program=replace(run.program, stops_recomputing=False))
-    assert recomputation(whole, (0,) * 4, model_work(whole)) == layer.forward * 4

@@ -25,7 +25,7 @@ from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.kernels import CausalSoftmax, flash_attention, recurrence
 from megalite.kernels.weight_gradient import add_weight_gradient_
-from megalite.plan.saved_activations import stage_bytes
+from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import whole_model
 from megalite.train.callbacks.module_profile import check_file, log_module_profile, profile_tables
 from megalite.train.module_costs import NUM_TIMED, FlopCounter, ModuleCosts, Phase, module_costs

@@ -1,12 +1,15 @@
-"""Estimate optimizer state outside of the GPU: its bytes on each rank, and the time of its update."""
+"""Estimate the update: Muon's matrices, and optimizer state outside of the GPU, by bytes and seconds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megalite.optim.offload_sizes import NUM_SLOTS, NUM_STAGED, RANGE_SIZE
+from megalite.plan.communication import Group
+from megalite.plan.kernel_time import gemm_seconds
+from megalite.plan.layer_time import WorkSeconds
 from megalite.plan.planned_run import PlannedRun
-from megalite.plan.units import RankUnits
+from megalite.plan.units import RankUnits, sizes_of
 
 NODE_MEMORY_GB = 1000.0
 """Host memory of a usual node with 8 GPUs, in GB. A search does not offload more."""
@@ -127,3 +130,29 @@ def offload_seconds(run: PlannedRun, state: OffloadedState) -> OffloadSeconds:
         update=update_bytes * ranks / (NODE_MEMORY_GBPS * 1e9),
         disk=state.disk * ranks / (NODE_DISK_GBPS * 1e9),
     )
+
+
+def muon_seconds(run: PlannedRun) -> WorkSeconds:
+    """Return the time to exchange and orthogonalize the matrices of the pipeline rank with the most of them.
+
+    The ranks of a stage share the matrices out, so no rank is faster than the largest matrix. Two all-to-alls
+    move the elements that a rank updates.
+    """
+    weights = max((run.matrices_of(units) for units in run.ranks), key=len)
+    if not weights:
+        return WorkSeconds()
+    group = Group(run.cluster, run.tp * run.num_sharing, 1)
+    seconds = [_orthogonalization_seconds(run, *shape) for each in weights for shape in each.matrices]
+    elements = run.sharded(sizes_of(weights), from_stage=1)
+    return WorkSeconds(
+        gemms=max(sum(seconds) / group.size, *seconds),
+        dp=2 * group.gather_seconds(elements * run.element_bytes) if group.size > 1 else 0.0,
+    )
+
+
+def _orthogonalization_seconds(run: PlannedRun, rows: int, columns: int) -> float:
+    """Return the seconds of the three GEMMs of each step of Newton-Schulz iteration."""
+    small, large = sorted((rows, columns))
+    sizes = (small, small, large), (small, small, small), (small, large, small)
+    gemms = sum(gemm_seconds(run.cluster.gpu, *each, element_bytes=run.element_bytes) for each in sizes)
+    return run.config.optimizer.muon_num_ns_steps * gemms

@@ -17,7 +17,7 @@ from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.hardware.gpus import find_gpu
 from megalite.plan.estimate import RunPlan, run_costs
-from megalite.plan.launch.job_files import Kubernetes, Slurm, batch_script, pytorch_job, slurm_limit
+from megalite.plan.job_files import Kubernetes, Slurm, batch_script, pytorch_job, slurm_limit
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import search, simplest
 from megalite.plan.plan_options import refuse_scaling

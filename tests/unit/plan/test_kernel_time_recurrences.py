@@ -11,10 +11,10 @@ from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.presets import PRESETS
 from megalite.hardware.gpus import GPUS
 from megalite.observe.recurrence_call import RecurrenceCall
-from megalite.plan.layer_time import memory_bandwidth, phase_work
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import own_program
-from megalite.plan.recurrence_time import recurrence_seconds
+from megalite.plan.communication import Cluster
+from megalite.plan.kernel_time import memory_bandwidth, recurrence_seconds
+from megalite.plan.layer_time import phase_work
+from megalite.plan.planned_run import PlannedRun, kernels_of
 
 GPU = GPUS["h100-80"]
 DELTA_NET = {
@@ -36,7 +36,7 @@ CALL = RecurrenceCall(256, 256, 4096, 128, 128, 64, 32, 2, is_delta=True, is_bac
 )
 def test_kernels_are_planned_where_they_run(gpu: str, options: dict[str, Any], expected: bool) -> None:
     model = replace(PRESETS["llama-tiny"], **DELTA_NET | options)
-    assert own_program(model, GPUS[gpu]).triton_recurrence == expected
+    assert kernels_of(Config(model=model), GPUS[gpu]).triton_recurrence == expected
 
 
 def _run(model: ModelConfig, *, triton: bool) -> PlannedRun:
@@ -45,8 +45,8 @@ def _run(model: ModelConfig, *, triton: bool) -> PlannedRun:
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1, micro_batch_size=3, global_batch_size=3),
     )
-    program = replace(own_program(model, GPU), triton_recurrence=triton)
-    return PlannedRun(config, Cluster(GPU, 1, 1, GPU.node_gbps, GPU.network_gbps), program)
+    gpu = replace(GPU, has_triton=triton)
+    return PlannedRun(config, Cluster(gpu, 1, 1, GPU.node_gbps, GPU.network_gbps))
 
 
 def test_kernels_save_their_inputs_instead_of_the_chunks() -> None:
@@ -63,14 +63,14 @@ def test_kernels_save_their_inputs_instead_of_the_chunks() -> None:
 
 
 def test_kernels_take_the_time_of_their_products_or_of_memory() -> None:
-    bandwidth = memory_bandwidth(GPU)
-    seconds = recurrence_seconds(GPU, CALL, bandwidth)
-    assert seconds > sum(kernel.num_bytes for kernel in CALL.kernels) / bandwidth
-    assert recurrence_seconds(GPU, CALL, 1.0) == pytest.approx(sum(each.num_bytes for each in CALL.kernels))
+    seconds, num_bytes = recurrence_seconds(GPU, CALL), sum(each.num_bytes for each in CALL.kernels)
+    assert seconds > num_bytes / memory_bandwidth(GPU)
+    slow = replace(GPU, memory_gbps=1e-9, memory_share=1.0)
+    assert recurrence_seconds(slow, CALL) == pytest.approx(num_bytes)
     # A head on few multiprocessors takes more than its share of the time of many heads.
     few = CALL._replace(heads=4, key_heads=4)
-    assert recurrence_seconds(GPU, few, bandwidth) > 2 * 4 / 256 * seconds
-    assert recurrence_seconds(GPU, CALL._replace(is_backward=True), bandwidth) > 1.5 * seconds
+    assert recurrence_seconds(GPU, few) > 2 * 4 / 256 * seconds
+    assert recurrence_seconds(GPU, CALL._replace(is_backward=True)) > 1.5 * seconds
 
 
 def test_a_layer_counts_the_time_of_its_recurrence() -> None:
@@ -78,4 +78,4 @@ def test_a_layer_counts_the_time_of_its_recurrence() -> None:
     phase = run.units.layers[0].forward
     without = replace(phase, recurrences=())
     more = phase_work(run, phase, "forward").memory_bound - phase_work(run, without, "forward").memory_bound
-    assert more == pytest.approx(recurrence_seconds(GPU, phase.recurrences[0], memory_bandwidth(GPU)))
+    assert more == pytest.approx(recurrence_seconds(GPU, phase.recurrences[0]))

@@ -15,12 +15,12 @@ from megalite.dry_run.counts import Counts
 from megalite.dry_run.dry_run import dry_run_of
 from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import CollectiveCall
-from megalite.plan.communication import PROTOCOLS, Group, ep_seconds
+from megalite.plan.communication import PROTOCOLS, Cluster, Group
 from megalite.plan.iteration_time import time_iteration
-from megalite.plan.layer_time import attention_seconds, model_work, phase_work
+from megalite.plan.kernel_time import attention_seconds
+from megalite.plan.layer_time import ep_seconds, model_work, phase_work
 from megalite.plan.layout_fields import layout_flags, layout_name
-from megalite.plan.planned_run import Cluster, PlannedRun
-from megalite.plan.programs import OWN, own_program, program_named
+from megalite.plan.planned_run import PlannedRun
 from megalite.plan.rank_memory import RankMemory, rank_memories
 from megalite.verify.layouts import Layout
 
@@ -57,7 +57,7 @@ def both(layout: str, imbalance: float = 1.0, model: ModelConfig = MODEL) -> tup
     """Return the plan of a run, and the counts of its rank in the last stage."""
     config, world_size = config_of(layout, imbalance, model)
     cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
-    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    run = PlannedRun(config, cluster)
     return run, dry_run_of(config, world_size, world_size - 1).counts
 
 
@@ -124,8 +124,7 @@ def test_later_tokens_in_documents_are_planned_for_recurrent_layers_over_cp() ->
     cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
     data = replace(config.data, reset_attention_mask=True)
     plain, packed = (
-        rank_memories(PlannedRun(each, cluster, own_program(each.model, GPU)))[0]
-        for each in (config, replace(config, data=data))
+        rank_memories(PlannedRun(each, cluster))[0] for each in (config, replace(config, data=data))
     )
     assert packed.activations >= plain.activations > 0
 
@@ -138,7 +137,7 @@ def dense_of(comm_types: CpCommType | tuple[CpCommType, ...]) -> tuple[PlannedRu
     data, optimizer = DataConfig(mock_data=True), OptimizerConfig(lr=1e-3)
     config = Config(model=model, optimizer=optimizer, data=data, parallel=parallel, training=training)
     cluster = Cluster(GPU, 4, 8, GPU.node_gbps, GPU.network_gbps)
-    return PlannedRun(config, cluster, program_named(OWN, config, GPU)), dry_run_of(config, 4, 1).counts
+    return PlannedRun(config, cluster), dry_run_of(config, 4, 1).counts
 
 
 def test_each_layer_is_planned_by_its_comm_type() -> None:
@@ -173,7 +172,8 @@ def test_each_layer_is_planned_by_its_comm_type() -> None:
 @pytest.mark.parametrize(("comm_type", "in_blocks"), [("p2p", True), ("all_gather", True), ("a2a", False)])
 def test_blocks_of_queries_are_not_timed_as_cudnn(comm_type: CpCommType, in_blocks: bool) -> None:
     run, _ = dense_of(comm_type)
-    without = replace(run, program=replace(run.program, cudnn_attention=False))
+    config = replace(run.config, model=replace(run.config.model, attention_backend="flash"))
+    without = replace(run, config=config)
     (call,) = run.units.layers[0].forward.attention
     assert (attention_seconds(run, call) == attention_seconds(without, call)) == in_blocks
 
@@ -220,7 +220,7 @@ def test_a_layer_sends_its_rows_there_and_back() -> None:
     """Each of a token's two experts gets its hidden state and its weight, and returns the output."""
     config, world_size = config_of("dp4ep4")
     cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
-    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    run = PlannedRun(config, cluster)
     rows = 2 * 2 * MODEL.seq_length
     group = Group(cluster, 4, 1)
     sizes = (8 * 4, 2 * 256 * rows, 2 * rows, 2 * 256 * rows)  # counts are int32
@@ -233,7 +233,7 @@ def test_a_layer_gathers_tokens_and_reduce_scatters_outputs() -> None:
     """Each rank gets the hidden states of four ranks' tokens, with two weights and numbers of experts."""
     config, world_size = config_of("dp4ep4+allgather")
     cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
-    run = PlannedRun(config, cluster, own_program(config.model, GPU))
+    run = PlannedRun(config, cluster)
     tokens = 4 * 2 * MODEL.seq_length
     sizes = (2 * 256 * tokens, 2 * 2 * tokens, 8 * 2 * tokens, 2 * 256 * tokens)
     work = phase_work(run, run.units.layers[1].forward, "forward")
@@ -247,7 +247,7 @@ def test_experts_of_one_rank_are_not_summed() -> None:
     for layout in ("dp4", "dp4ep2", "dp4ep4"):
         config, world_size = config_of(layout)
         cluster = Cluster(GPU, world_size, 8, GPU.node_gbps, GPU.network_gbps)
-        run = PlannedRun(config, cluster, own_program(config.model, GPU))
+        run = PlannedRun(config, cluster)
         work = time_iteration(run).work
         seconds.append(work.ep)
         reduced.append(work.dp)

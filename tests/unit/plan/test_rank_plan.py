@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -19,15 +20,10 @@ from megalite.config import (
 )
 from megalite.distributed.topology import Topology
 from megalite.kernels import dropout
-from megalite.plan import out_of_memory
+from megalite.plan import rank_plan
 from megalite.plan.advice import Device, planned_run_on
-from megalite.plan.out_of_memory import (
-    check_host_memory,
-    device_of,
-    explain_out_of_memory,
-    warn_of_planned_memory,
-)
 from megalite.plan.rank_memory import rank_memories
+from megalite.plan.rank_plan import RankPlan, device_of
 from megalite.utils.errors import UserError
 
 CONFIG = Config(
@@ -53,8 +49,12 @@ def rank_6():
         yield topology
 
 
+def explained(topology: Topology) -> AbstractContextManager[None]:
+    return RankPlan(CONFIG, topology).explains_out_of_memory()
+
+
 def test_a_gpus_error_names_the_rank_the_memory_and_three_flags(rank_6: Topology) -> None:
-    with pytest.raises(UserError) as caught, explain_out_of_memory(CONFIG, rank_6):
+    with pytest.raises(UserError) as caught, explained(rank_6):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total …")
     assert caught.value.on_one_rank
     first, estimate, *remedies = str(caught.value).splitlines()
@@ -82,10 +82,10 @@ def test_the_steps_tensors_are_free_before_the_plan(
         assert held[0]() is None
         raise UserError("it was called")
 
-    monkeypatch.setattr(out_of_memory, "advise", advise)
+    monkeypatch.setattr(rank_plan, "advise", advise)
     with (
         pytest.raises(UserError, match="there is no advice: it was called"),
-        explain_out_of_memory(CONFIG, rank_6),
+        explained(rank_6),
     ):
         step()
 
@@ -93,27 +93,33 @@ def test_the_steps_tensors_are_free_before_the_plan(
 def test_a_real_allocation_that_fails(rank_6: Topology) -> None:
     with (
         pytest.raises(UserError, match=r"when it requested 1125899\.91 GB more"),
-        explain_out_of_memory(CONFIG, rank_6),
+        explained(rank_6),
     ):
         torch.empty(1 << 50, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("shape", [(2**31 - 1, 2**31 - 1), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
 def test_a_size_that_no_memory_has(rank_6: Topology, shape: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
+    with (
+        pytest.raises(UserError, match="ran out of memory"),
+        explained(rank_6),
+    ):
         torch.empty(shape)
 
 
 def test_one_of_a_compiled_kernel(rank_6: Topology) -> None:
     """Test an allocation through torch's stable ABI, whose error does not name the cause."""
     x = torch.empty(1, dtype=torch.float64).as_strided((1 << 24, 1, 1 << 24), (0, 0, 0))
-    with pytest.raises(UserError, match="ran out of memory"), explain_out_of_memory(CONFIG, rank_6):
+    with (
+        pytest.raises(UserError, match="ran out of memory"),
+        explained(rank_6),
+    ):
         dropout(x, 0.5, 1, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyError("x")])
 def test_other_errors_are_left_alone(rank_6: Topology, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explain_out_of_memory(CONFIG, rank_6):
+    with pytest.raises(type(error)) as caught, explained(rank_6):
         raise error
     assert caught.value is error
 
@@ -131,19 +137,19 @@ def test_host_memory_for_offloaded_activations_is_checked_before_training(
     rank_6: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloading = replace(CONFIG, recompute=RecomputeConfig(cpu_offload_activations=12))
-    monkeypatch.setattr("megalite.plan.out_of_memory.free_bytes", lambda: 10_000_000_000)
-    check_host_memory(CONFIG, rank_6, 4)
+    monkeypatch.setattr("megalite.plan.rank_plan.free_bytes", lambda: 10_000_000_000)
+    RankPlan(CONFIG, rank_6, num_local=4).check_host_memory()
     with pytest.raises(UserError) as caught:
-        check_host_memory(offloading, rank_6, 4)
+        RankPlan(offloading, rank_6, num_local=4).check_host_memory()
     text = str(caught.value)
     assert text.startswith("--cpu-offload-activations 12 needs ")
     assert text.endswith("of a machine, of which 10.0 GB are free: pass a smaller --cpu-offload-activations")
     both = replace(offloading, optimizer=replace(CONFIG.optimizer, optimizer_cpu_offload=True))
     with pytest.raises(UserError) as caught:
-        check_host_memory(both, rank_6, 4)
+        RankPlan(both, rank_6, num_local=4).check_host_memory()
     assert str(caught.value).startswith("--cpu-offload-activations 12 and offloaded optimizer state need ")
-    monkeypatch.setattr("megalite.plan.out_of_memory.free_bytes", lambda: 10**15)
-    check_host_memory(offloading, rank_6, 4)
+    monkeypatch.setattr("megalite.plan.rank_plan.free_bytes", lambda: 10**15)
+    RankPlan(offloading, rank_6, num_local=4).check_host_memory()
 
 
 @pytest.mark.parametrize(
@@ -157,11 +163,11 @@ def test_a_layout_that_does_not_fit_is_told_before_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = float(num_gigabytes) * 4e9  # of 4 ranks
-    monkeypatch.setattr(out_of_memory, "device_of", lambda _: Device(memory, 0.0, is_host=True))
+    monkeypatch.setattr(rank_plan, "device_of", lambda _: Device(memory, 0.0, is_host=True))
     config = replace(CONFIG, parallel=replace(CONFIG.parallel, layout=layout))
     config = replace(config, training=replace(config.training, micro_batch_size=32, global_batch_size=64))
     with Topology.fake(CONFIG.parallel.mesh, 8, 0, device="cpu") as topology:
-        warn_of_planned_memory(config, topology, 4)
+        RankPlan(config, topology, num_local=4).warn_of_memory()
     planned = planned_run_on(config, 8, Device(memory, 0.0), None)
     total = max(each.total for each in rank_memories(planned)) / 1e9
     assert (f"planned {total:.1f} GB of {num_gigabytes}.0 per rank" in caplog.text) == warns

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megalite.attention.ring import ring_steps, slices_of_ranks
+from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.distributed.held_positions import HeldPositions
 from megalite.hardware.gpus import GPUS
 from megalite.observe.unit_record import AttentionCall
-from megalite.plan.communication import ring_slices
-from megalite.plan.programs import own_program
+from megalite.plan.layer_time import ring_slices
+from megalite.plan.planned_run import kernels_of
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
@@ -41,10 +42,14 @@ def test_ranks_of_a_causal_ring_compute_the_same_number_of_blocks(num_ranks: int
 def test_a_ring_is_planned_with_the_kernels_of_its_blocks(
     preset: str, has_documents: bool, needs_triton: bool
 ) -> None:
-    model, gpu = PRESETS[preset], GPUS["h100-80"]
+    gpu = GPUS["h100-80"]
+
+    def config_of(cp: int) -> Config:
+        parallel = ParallelConfig(context_parallel_size=cp, cp_comm_type="p2p")
+        data = DataConfig(mock_data=True, reset_attention_mask=has_documents)
+        return Config(model=PRESETS[preset], parallel=parallel, data=data)
+
     for has_triton in (False, True):
-        case = {"has_documents": has_documents}
-        program = own_program(model, replace(gpu, has_triton=has_triton), has_blocks=True, **case)
-        assert program.fused_attention == (has_triton or not needs_triton)
-    alone = own_program(model, gpu, has_documents=has_documents)
-    assert alone.fused_attention and alone.cudnn_attention
+        ring = kernels_of(config_of(2), replace(gpu, has_triton=has_triton))
+        assert (ring.attention != "unfused") == (has_triton or not needs_triton)
+    assert kernels_of(config_of(1), gpu).attention == "cudnn"

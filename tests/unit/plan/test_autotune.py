@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import shlex
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli.plan import autotune as autotune_command
+from megalite.cli import autotune as tool
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
-from megalite.plan.autotune import autotune as tuning
-from megalite.plan.autotune.autotune import autotune
-from megalite.plan.autotune.trial import DONE, Length, Trial, trial_config
+from megalite.plan import autotune as tuning
+from megalite.plan.autotune import autotune
 from megalite.plan.layout_fields import layout_flags, with_layout
 from megalite.plan.plan_request import read_request, training_tokens
+from megalite.plan.trial import DONE, Length, Trial, trial_config
 from megalite.utils.errors import UserError
 
 LENGTH = Length(iterations=10, warmup=3, timeout=900.0)
@@ -25,7 +24,8 @@ TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-ba
 
 
 def examples() -> list[str]:
-    lines = (inspect.getdoc(autotune_command) or "").replace("\\\n", " ").splitlines()
+    assert tool.__doc__
+    lines = tool.__doc__.replace("\\\n", " ").splitlines()
     return [line.partition("autotune")[2] for line in lines if line.startswith("megalite autotune")]
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megalite.frontends.command_line import parse
-from megalite.plan.launch.write_job import write_job
+from megalite.plan.write_job import write_job
 from megalite.utils.errors import UserError
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--kubernetes", "registry/megalite:1")

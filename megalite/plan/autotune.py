@@ -14,13 +14,13 @@ import megalite
 from megalite.config.yaml_file import to_yaml
 from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int, positive_number, whole_number
-from megalite.plan.autotune.trial import DONE, Length, Results, Trial, run_trial
 from megalite.plan.estimate import RunPlan
 from megalite.plan.layout_fields import layout_flags
 from megalite.plan.layout_search import fastest, search
 from megalite.plan.plan_options import refuse_scaling
 from megalite.plan.plan_report import nothing_fits
 from megalite.plan.plan_request import Request, planning_flags, read_request, start_command, training_tokens
+from megalite.plan.trial import DONE, Length, Results, Trial, run_trial
 from megalite.utils.commands import command_name
 from megalite.utils.errors import UserError
 from megalite.utils.files import replace_file

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from megalite.frontends.command_line import parse
-from megalite.plan.launch.job_files import seconds_of, slurm_limit
-from megalite.plan.launch.write_job import duration_text, write_job, write_script
+from megalite.plan.job_files import seconds_of, slurm_limit
+from megalite.plan.write_job import duration_text, write_job, write_script
 from megalite.utils.errors import ConfigError, UserError
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 CLUSTER = ("--nodes", "2", "--gpu", "a100-80", "--gpus-per-node", "4", "--time", "20:00:00")
 RUN = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megalite.plan.offloaded_state import OffloadSeconds
+from megalite.plan.optimizer_update import OffloadSeconds
 from megalite.plan.plan_report import answer
 from megalite.utils.errors import UserError
 

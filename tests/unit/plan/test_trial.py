@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config
-from megalite.plan.autotune import local_run
-from megalite.plan.autotune.trial import (
+from megalite.plan.trial import (
     DONE,
     FAILED,
     FILE,
@@ -85,7 +84,7 @@ def test_failures_are_named(tmp_path: Path, source: str, status: str, reason: st
 
 def test_ranks_that_wait_for_a_dead_one_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that rank 0, which ignores SIGTERM, and its child are killed."""
-    monkeypatch.setattr(local_run, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("megalite.plan.trial.GRACE_SECONDS", 0.3)
     source = (
         "import signal, subprocess\n"
         "if rank == 1:\n"

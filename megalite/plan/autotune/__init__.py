@@ -1,1 +1,0 @@
-"""Run the planner's fastest layouts for a few iterations, and compare them."""
