@@ -181,7 +181,7 @@ class EventStack:
     """Events of this process that have begun and not ended; it can observe any event.
 
     Only one thread posts at a time: the main thread, or one that it waits for (autograd's, or a thread of
-    `Turns`). Other threads can read.
+    `OverlapSlots`). Other threads can read.
     """
 
     def __init__(self) -> None:

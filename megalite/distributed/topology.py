@@ -27,10 +27,10 @@ from megalite.distributed.axes import MODEL, Factoring, MeshOptions
 from megalite.distributed.axis import DEVICE, STORE_BARRIER, WORLD, Axis, AxisSet, EventStack, Observer
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
-from megalite.distributed.network import choose_interface
 from megalite.distributed.rendezvous import (
     Launch,
     check_start,
+    choose_interface,
     open_store,
     refusal_reported,
     rendezvous_explained,

@@ -131,7 +131,7 @@ class AllToAllDispatcher(Dispatcher):
         rows = sent.of_tokens(x.flatten(0, 1))
         of_rows = weights.unsqueeze(-1).expand(*weights.shape, num_copies).flatten()[sent.order]
         of_weights = sizes.read(len(sent.order), self.context.moe_imbalance)
-        of_hidden = replace(of_weights, turns=self.context.turns)
+        of_hidden = replace(of_weights, overlap_slots=self.context.overlap_slots)
         wait_for_weights, wait_for_rows = of_weights.start(of_rows.unsqueeze(1)), of_hidden.start(rows)
 
         def wait() -> Dispatched:
@@ -163,7 +163,7 @@ class AllGatherDispatcher(Dispatcher):
         assert axes is not None
         ep, holders = axes.axes["ep"], axes.over("ep", "etp")
         num_own = self.num_experts // ep.size
-        of_hidden = TokenGather(holders, self.context.turns)
+        of_hidden = TokenGather(holders, self.context.overlap_slots)
         numbers = start_all_gather(experts, holders, of="numbers of experts")
         wait_for_weights, wait_for_tokens = TokenGather(holders).start(weights), of_hidden.start(x)
 

@@ -22,7 +22,7 @@ from megalite.distributed.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megalite.distributed.turns import Turns
+from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.hardware.host_memory import AsyncValues
 from megalite.model.grouped_linear import even_sizes
 
@@ -35,11 +35,11 @@ class Transfer(ABC):
     """Moves a tensor between the ranks of an axis, and its gradient back.
 
     Attributes:
-        turns: lets another action of the pipeline run before a wait for the tensor; None without.
+        overlap_slots: lets another action of the pipeline run before a wait for the tensor; None without.
     """
 
     axis: Axis
-    turns: Turns | None = None
+    overlap_slots: OverlapSlots | None = None
 
     @abstractmethod
     def begin(self, x: Tensor) -> Pending:
@@ -96,7 +96,7 @@ class TokenGather(Transfer):
         return start_all_gather(x, self.axis, of=_OF_EXPERTS)
 
     def reverse(self) -> TokenReduceScatter:
-        return TokenReduceScatter(self.axis, self.turns)
+        return TokenReduceScatter(self.axis, self.overlap_slots)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class TokenReduceScatter(Transfer):
         return start_reduce_scatter(x, self.axis, of=_OF_EXPERTS)
 
     def reverse(self) -> TokenGather:
-        return TokenGather(self.axis, self.turns)
+        return TokenGather(self.axis, self.overlap_slots)
 
 
 class ExchangeSizes:
@@ -161,8 +161,8 @@ class _MessagesInFlight:
         """Wait for what the rank receives, and return it."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        if self.transfer.turns is not None:
-            self.transfer.turns.yield_turn()
+        if self.transfer.overlap_slots is not None:
+            self.transfer.overlap_slots.yield_slot()
         return pending.wait()
 
 

@@ -31,7 +31,7 @@ from megalite.model.mlp import activation_of
 from megalite.model.recompute_region import recompute_output
 from megalite.model.routing_record import ChoiceObserver, RoutingStatistics, choose
 from megalite.model.shared_expert import SharedExpert
-from megalite.tensor_parallel.jitter import Jitter
+from megalite.tensor_parallel.counter_random import Jitter
 from megalite.tensor_parallel.linear import depth_scaled_std
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_buffer, new_parameter
 from megalite.tensor_parallel.placement import Cut

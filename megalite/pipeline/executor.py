@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.batch.loss_terms import LossTerm, Terms, WithTerms, add_terms
-from megalite.distributed.turns import Turns
+from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.pipeline.messages import Batch, Direction, Step, direction_of, plan_rank, reader_of, source_of
 from megalite.pipeline.point_to_point import PointToPoint
 from megalite.pipeline.schedules import (
@@ -241,7 +241,7 @@ class Pipeline(Generic[M]):
         exchange: PointToPoint,
         schedule: ScheduleName,
         store: WeightGradientStore | None = None,
-        turns: Turns | None = None,
+        overlap_slots: OverlapSlots | None = None,
     ) -> None:
         """Build the pipeline without communication.
 
@@ -251,8 +251,8 @@ class Pipeline(Generic[M]):
             schedule: a key of SCHEDULES.
             store: collects the weight-gradient GEMMs of the chunks' layers, for a schedule with split
                 backward.
-            turns: runs the pairs of actions of a schedule that overlaps them; by default, they run one after
-                the other.
+            overlap_slots: runs the pairs of actions of a schedule that overlaps them; by default, they run
+                one after the other.
         """
         self._chunks = chunks
         self._exchange, self._pp = exchange, exchange.pp
@@ -260,7 +260,7 @@ class Pipeline(Generic[M]):
         self.stages = self._schedule.stage_map(self._pp.size, len(chunks))
         assert self.stages.num_chunks == len(chunks), (schedule, len(chunks))
         self._store = store or WeightGradientStore()
-        self.turns = turns
+        self.overlap_slots = overlap_slots
         self._steps: dict[tuple[ScheduleFunction, int], list[Step]] = {}
 
     def train_step(
@@ -335,9 +335,9 @@ class Pipeline(Generic[M]):
 
     def _compute(self, actions: Sequence[Action], work: ScheduleRun[M]) -> Mapping[Direction, Tensor | None]:
         """Run an action, or two together, and return the outputs by their directions."""
-        if self.turns is not None and len(actions) == 2:
+        if self.overlap_slots is not None and len(actions) == 2:
             with self._observed(*actions):
-                outputs = self.turns.run(*(partial(work, action) for action in actions))
+                outputs = self.overlap_slots.run(*(partial(work, action) for action in actions))
         else:
             outputs = []
             for action in actions:

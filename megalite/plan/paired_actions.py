@@ -1,8 +1,8 @@
 """Estimate what a pair of actions hides: messages of experts under the computation of another microbatch.
 
 In a schedule that overlaps actions, a forward and an input gradient run in turns, which change while rows of
-experts are in flight (`megalite.distributed.turns`). The first layer with messages of one action runs beside
-the first one of the other, and so on. The messages of each hide under the computation of the other.
+experts are in flight (`megalite.distributed.overlap_slots`). The first layer with messages of one action runs
+beside the first one of the other, and so on. The messages of each hide under the computation of the other.
 """
 
 from __future__ import annotations

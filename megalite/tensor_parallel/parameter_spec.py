@@ -21,8 +21,8 @@ from megalite.config.parallel import (
 from megalite.distributed.axes import CONTEXT, EXPERTS, Slice
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.distributed.held_positions import cut_ranges, range_positions
+from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
-from megalite.distributed.turns import Turns
 from megalite.tensor_parallel.fp8 import Fp8Weights
 from megalite.tensor_parallel.gemm_collectives import SEPARATE, Overlap
 from megalite.tensor_parallel.placement import Box, Cut, ParameterAxes
@@ -179,7 +179,7 @@ class LayerContext:
             `for_layer` chooses for a layer.
         moe_imbalance: rows for this rank's experts, relative to even ones, if tensors have no values.
         moe_token_dispatcher_type: how tokens reach experts that are on axes of their own.
-        turns: lets another action of the pipeline run while rows of experts are in flight; None without.
+        overlap_slots: lets another action of the pipeline run while rows of experts are in flight, or None.
     """
 
     topology: Topology
@@ -197,7 +197,7 @@ class LayerContext:
     cp_comm_type: CpCommTypes = "all_gather"
     moe_imbalance: float = 1.0
     moe_token_dispatcher_type: str = "alltoall"
-    turns: Turns | None = None
+    overlap_slots: OverlapSlots | None = None
 
     def for_layer(self, layer: int) -> LayerContext:
         """Return the context of a layer, by its number in the whole model."""

@@ -13,8 +13,8 @@ from torch import nn
 from megalite.checkpoint.tensor_files import DTYPE_CODES
 from megalite.config import Config, ModelConfig
 from megalite.config.stage_layers import hides_expert_messages, layers_of_stages, layers_per_stage, stage_map
+from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
-from megalite.distributed.turns import Turns
 from megalite.kernels.weight_gradient import has_widening_gemm
 from megalite.model.activation_offload import ActivationOffload, apply_offload
 from megalite.model.architectures import STAGES
@@ -61,14 +61,14 @@ class ChunkResources:
         fuses_weight_gradients: linear layers add weight gradients to `weight.main_grad`.
         fp8_weights: holds weights in 8 bits during an iteration; None to hold none.
         offload: holds the activations that the config offloads; None without offload.
-        turns: lets another action run while rows of experts are in flight; None if no actions overlap.
+        overlap_slots: lets another action run while rows of experts are in flight, or None.
     """
 
     store: WeightGradientStore | None = None
     fuses_weight_gradients: bool = False
     fp8_weights: Fp8Weights | None = None
     offload: ActivationOffload | None = None
-    turns: Turns | None = None
+    overlap_slots: OverlapSlots | None = None
 
     @staticmethod
     def of(config: Config, topology: Topology) -> ChunkResources:
@@ -76,13 +76,13 @@ class ChunkResources:
         is_sharded = config.parallel.zero_stage_among(topology.replicas.shard.size) == 3
         is_offloaded = config.recompute.cpu_offload_activations > 0
         # Tensors without values have no messages.
-        has_turns = hides_expert_messages(config) and topology.device.type != "meta"
+        overlaps = hides_expert_messages(config) and topology.device.type != "meta"
         return ChunkResources(
             WeightGradientStore() if SCHEDULES[config.parallel.schedule].splits_backward else None,
             weight_gradient_fusion(config, topology).is_on,
             None if is_sharded else Fp8Weights(),  # ZeRO 3 does not keep full weights
             ActivationOffload(topology.device) if is_offloaded else None,
-            Turns(topology.device) if has_turns else None,
+            OverlapSlots(topology.device) if overlaps else None,
         )
 
 
@@ -162,7 +162,7 @@ def _layer_context(config: Config, topology: Topology, resources: ChunkResources
         cp_comm_type=config.parallel.cp_comm_type,
         moe_imbalance=config.parallel.planned_imbalance,
         moe_token_dispatcher_type=config.parallel.moe_token_dispatcher_type,
-        turns=resources.turns,
+        overlap_slots=resources.overlap_slots,
     )
 
 

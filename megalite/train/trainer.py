@@ -52,7 +52,7 @@ def build_pipeline(
     """
     resources = resources or ChunkResources()
     exchange = PointToPoint(topology.pp, DTYPES[config.model.params_dtype], topology.device)
-    return Pipeline(chunks, exchange, config.parallel.schedule, resources.store, resources.turns)
+    return Pipeline(chunks, exchange, config.parallel.schedule, resources.store, resources.overlap_slots)
 
 
 class Trainer:

@@ -413,7 +413,7 @@ def trace_rank(
         activations = ActivationRecorder(collectives)
         for chunk in trainer.chunks:
             activations.watch(chunk)
-        trainer.pipeline.turns = None  # a module that runs belongs to one action
+        trainer.pipeline.overlap_slots = None  # a module that runs belongs to one action
         steps = StepRecorder(trainer, collectives)
         steps.note_weights("weight before")
         steps.watch()

@@ -67,7 +67,6 @@ from megalite.pipeline.schedules import ActionKind
 from megalite.tensor_parallel import (
     counter_random,
     gemm_collectives,
-    jitter,
     linear,
     parameter_spec,
     uncut_linear,
@@ -879,7 +878,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          before(lambda self, numbers, _: (self, numbers, 0))),
         ("dropout is keyed by the position in the slice", "tp2+sp", LayerContext, "ranges_by_samples",
          after(lambda groups, self, length, *_: [(numbers, (range(length),)) for numbers, _ in groups])),
-        ("jitter is keyed by the position in the slice", "tp2+sp", jitter, "random_words",
+        ("jitter is keyed by the position in the slice", "tp2+sp", counter_random, "random_words",
          before(lambda first, *others: (first - first.min(), *others)), "dropping"),
         ("dropout is keyed by the index in the microbatch", "mbs1", batch_loader.BatchLoader, "__call__",
          _numbered(lambda self, numbers: torch.arange(len(numbers)))),

@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megalite.train.build_optimizer import build_optimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +37,7 @@ from megalite.config.presets import PRESETS
 from megalite.distributed.topology import Topology
 from megalite.hardware.gpus import GPUS
 from megalite.plan.kernel_time import FUSED_BACKWARD, fused_attention_seconds
-from megalite.train.model_chunks import ChunkResources, build_chunks
+from megalite.train.model_chunks import ChunkResources, build_chunks, build_optimizer
 from megalite.utils.errors import UserError
 
 MODEL, H200 = PRESETS["gpt-1.3b"], GPUS["h200"]

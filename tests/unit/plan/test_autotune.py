@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import autotune as tool
+from megalite.cli import plan as commands
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
 from megalite.plan import autotune as tuning
@@ -24,8 +24,8 @@ TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-ba
 
 
 def examples() -> list[str]:
-    assert tool.__doc__
-    lines = tool.__doc__.replace("\\\n", " ").splitlines()
+    assert commands.autotune.__doc__
+    lines = commands.autotune.__doc__.replace("\\\n", " ").splitlines()
     return [line.partition("autotune")[2] for line in lines if line.startswith("megalite autotune")]
 
 

@@ -10,8 +10,8 @@ import torch
 from megalite.batch.microbatch import AssignedSamples
 from megalite.config import ParallelConfig
 from megalite.distributed.topology import Topology
-from megalite.tensor_parallel import jitter
-from megalite.tensor_parallel.jitter import Jitter
+from megalite.tensor_parallel import counter_random
+from megalite.tensor_parallel.counter_random import Jitter
 from megalite.tensor_parallel.parameter_spec import LayerContext
 
 SAMPLES = torch.tensor([3, 2**40])
@@ -35,7 +35,7 @@ def test_a_slice_has_the_factors_of_its_positions(monkeypatch: pytest.MonkeyPatc
     with Topology.fake(ParallelConfig().mesh, 1, rank=0) as topology:
         whole = jitter_of(topology)(x, SAMPLES)
         assert torch.equal(jitter_of(topology)(x[:, 1:], SAMPLES[1:]), whole[:, 1:])
-    monkeypatch.setattr(jitter, "_PIECE", 24)  # two positions at a time
+    monkeypatch.setattr(counter_random, "_PIECE", 24)  # two positions at a time
     for rank in range(3):
         with Topology.fake(ParallelConfig(tensor_model_parallel_size=3).mesh, 3, rank=rank) as topology:
             own = slice(4 * rank, 4 * rank + 4)

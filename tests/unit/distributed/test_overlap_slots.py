@@ -5,42 +5,42 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.distributed.turns import Turns
+from megalite.distributed.overlap_slots import OverlapSlots
 
 CPU = torch.device("cpu")
 
 
 def test_they_change_places_in_give_alone() -> None:
-    turns, order = Turns(CPU), []
+    overlap_slots, order = OverlapSlots(CPU), []
 
     def count(name: str, number: int) -> str:
         for each in range(number):
             order.append(f"{name}{each}")
-            turns.yield_turn()
+            overlap_slots.yield_slot()
         return name
 
     for _ in range(2):
         order.clear()
-        assert turns.run(lambda: count("a", 2), lambda: count("b", 4)) == ["a", "b"]
+        assert overlap_slots.run(lambda: count("a", 2), lambda: count("b", 4)) == ["a", "b"]
         assert order == ["a0", "b0", "a1", "b1", "b2", "b3"]  # the longer one goes on alone
         order.clear()
-        assert turns.run(lambda: count("a", 3), lambda: count("b", 1)) == ["a", "b"]
+        assert overlap_slots.run(lambda: count("a", 3), lambda: count("b", 1)) == ["a", "b"]
         assert order == ["a0", "b0", "a1", "a2"]
 
 
 def test_give_does_nothing_alone() -> None:
-    Turns(CPU).yield_turn()
+    OverlapSlots(CPU).yield_slot()
 
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_an_error_is_raised(fails: int) -> None:
-    turns = Turns(CPU)
+    overlap_slots = OverlapSlots(CPU)
 
     def run(number: int) -> None:
-        turns.yield_turn()
+        overlap_slots.yield_slot()
         if number == fails:
             raise ValueError(f"computation {number}")
-        turns.yield_turn()
+        overlap_slots.yield_slot()
 
     with pytest.raises(ValueError, match=f"computation {fails}"):
-        turns.run(lambda: run(0), lambda: run(1))
+        overlap_slots.run(lambda: run(0), lambda: run(1))

@@ -7,74 +7,76 @@ import os
 
 import pytest
 
-from megalite.distributed import network
-from megalite.distributed.network import VARIABLE, choose_interface
+from megalite.distributed import rendezvous
+from megalite.distributed.rendezvous import GLOO_INTERFACE, choose_interface
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host of one cable that takes its own name for a loopback address."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(network, "_address_of_gloo", lambda: "127.0.1.1")
-    monkeypatch.setattr(network, "_interfaces", lambda: {"127.0.0.1": "lo", "10.0.0.2": "eth0"})
-    monkeypatch.setattr(network, "_address_towards", lambda master: "10.0.0.2")
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    monkeypatch.setattr(rendezvous, "_address_of_gloo", lambda: "127.0.1.1")
+    monkeypatch.setattr(rendezvous, "_interfaces", lambda: {"127.0.0.1": "lo", "10.0.0.2": "eth0"})
+    monkeypatch.setattr(rendezvous, "_address_towards", lambda master: "10.0.0.2")
     yield monkeypatch
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(GLOO_INTERFACE, None)
 
 
 def test_the_way_to_rank_0(host: pytest.MonkeyPatch) -> None:
     choose_interface("n0", many_hosts=True)
-    assert os.environ[VARIABLE] == "eth0"
+    assert os.environ[GLOO_INTERFACE] == "eth0"
 
 
 def test_the_only_way_out_of_rank_0_s_host(host: pytest.MonkeyPatch) -> None:
-    host.setattr(network, "_address_towards", lambda master: "127.0.1.1")
+    host.setattr(rendezvous, "_address_towards", lambda master: "127.0.1.1")
     choose_interface("n0", many_hosts=True)
-    assert os.environ[VARIABLE] == "eth0"
+    assert os.environ[GLOO_INTERFACE] == "eth0"
 
 
 def test_a_choice_that_nobody_can_make(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     both = {"127.0.0.1": "lo", "10.0.0.2": "eth0", "192.168.0.2": "ib0"}
-    host.setattr(network, "_interfaces", lambda: both)
-    host.setattr(network, "_address_towards", lambda master: "127.0.1.1")
+    host.setattr(rendezvous, "_interfaces", lambda: both)
+    host.setattr(rendezvous, "_address_towards", lambda master: "127.0.1.1")
     with caplog.at_level(logging.WARNING, logger="megalite"):
         choose_interface("n0", many_hosts=True)
-    assert VARIABLE not in os.environ
-    assert f"set {VARIABLE}" in caplog.text and "(eth0 has 10.0.0.2, ib0 has 192.168.0.2)" in caplog.text
+    assert GLOO_INTERFACE not in os.environ
+    assert (
+        f"set {GLOO_INTERFACE}" in caplog.text and "(eth0 has 10.0.0.2, ib0 has 192.168.0.2)" in caplog.text
+    )
 
 
 def test_two_launchers_on_one_machine_stay_on_loopback(host: pytest.MonkeyPatch) -> None:
     choose_interface("localhost", many_hosts=True)
-    assert VARIABLE not in os.environ
+    assert GLOO_INTERFACE not in os.environ
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "::1", "127.0.1.1"])
 def test_ranks_of_one_machine_listen_on_its_loopback(host: pytest.MonkeyPatch, master: str) -> None:
-    host.setattr(network, "_address_of_gloo", lambda: "192.168.0.2")
+    host.setattr(rendezvous, "_address_of_gloo", lambda: "192.168.0.2")
     choose_interface(master, many_hosts=False)
-    assert os.environ[VARIABLE] == "lo"
+    assert os.environ[GLOO_INTERFACE] == "lo"
 
 
 def test_what_the_user_says_stays(host: pytest.MonkeyPatch) -> None:
-    host.setenv(VARIABLE, "ib0")
+    host.setenv(GLOO_INTERFACE, "ib0")
     choose_interface("n0", many_hosts=True)
-    assert os.environ[VARIABLE] == "ib0"
+    assert os.environ[GLOO_INTERFACE] == "ib0"
 
 
 def test_a_host_whose_name_others_can_use(host: pytest.MonkeyPatch) -> None:
-    host.setattr(network, "_address_of_gloo", lambda: "192.168.0.2")
+    host.setattr(rendezvous, "_address_of_gloo", lambda: "192.168.0.2")
     choose_interface("n0", many_hosts=True)
-    assert VARIABLE not in os.environ
+    assert GLOO_INTERFACE not in os.environ
 
 
 def test_one_host_needs_nothing(host: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    host.setattr(network, "_address_towards", lambda master: "127.0.0.1")
+    host.setattr(rendezvous, "_address_towards", lambda master: "127.0.0.1")
     with caplog.at_level(logging.INFO, logger="megalite"):
         choose_interface("127.0.0.1", many_hosts=False)
-    assert VARIABLE not in os.environ and not caplog.text
+    assert GLOO_INTERFACE not in os.environ and not caplog.text
 
 
 def test_this_machine_s_own_interfaces() -> None:
-    assert network._interfaces().get("127.0.0.1", "lo") == "lo"
-    assert network._address_towards("127.0.0.1") == "127.0.0.1"
-    assert network._address_towards("no.such.host.invalid") == "127.0.0.1"
+    assert rendezvous._interfaces().get("127.0.0.1", "lo") == "lo"
+    assert rendezvous._address_towards("127.0.0.1") == "127.0.0.1"
+    assert rendezvous._address_towards("no.such.host.invalid") == "127.0.0.1"

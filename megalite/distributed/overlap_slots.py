@@ -1,4 +1,4 @@
-"""Run two computations in turns: one computes while messages of the other are in flight."""
+"""Overlap two computations: one computes while messages of the other are in flight."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 T = TypeVar("T")
 
 
-class Turns:
-    """Two computations in turns; each calls `yield_turn` before it waits for messages in flight.
+class OverlapSlots:
+    """Two computations that alternate: each calls `yield_slot` before it waits for messages in flight.
 
-    Only one of them runs at a time, and they change places only in `yield_turn` and when one ends. So every
+    Only one of them runs at a time. They switch only in `yield_slot` and when one ends, so every
     rank launches its collectives in the same order, and a GPU runs the kernels of both on one stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turn = 0  # whose turn it is
+        self._slot = 0  # number of the computation that runs
         self._may_run = (Semaphore(0), Semaphore(0))
         self._are_two = False
 
@@ -42,7 +42,7 @@ class Turns:
             self._end()
 
         thread = Thread(target=run_second, daemon=True)
-        self._turn, self._may_run, self._are_two = 0, (Semaphore(0), Semaphore(0)), True
+        self._slot, self._may_run, self._are_two = 0, (Semaphore(0), Semaphore(0)), True
         thread.start()
         try:
             own = first()
@@ -53,14 +53,14 @@ class Turns:
             raise results[0]
         return [own, results[0]]
 
-    def yield_turn(self) -> None:
-        """Let the other computation run until it gives back or ends; without another one, do nothing."""
+    def yield_slot(self) -> None:
+        """Let the other computation run until it yields or ends; without another one, do nothing."""
         if self._are_two:
-            mine, self._turn = self._turn, 1 - self._turn
-            self._may_run[self._turn].release()
+            mine, self._slot = self._slot, 1 - self._slot
+            self._may_run[self._slot].release()
             self._may_run[mine].acquire()
 
     def _end(self) -> None:
         """Let the other computation run to its end."""
-        self._turn, self._are_two = 1 - self._turn, False
-        self._may_run[self._turn].release()
+        self._slot, self._are_two = 1 - self._slot, False
+        self._may_run[self._slot].release()

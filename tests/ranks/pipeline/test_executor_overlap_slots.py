@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megalite.config import ParallelConfig
 from megalite.config.presets import PRESETS
+from megalite.distributed.overlap_slots import OverlapSlots
 from megalite.distributed.topology import Topology
-from megalite.distributed.turns import Turns
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.pipeline.executor import Pipeline
 from megalite.pipeline.point_to_point import PointToPoint
@@ -27,23 +27,23 @@ SHAPE = (6, 1, CONFIG.hidden_size)
 NUM_MICROBATCHES = 4
 
 
-class NotedTurns(Turns):
+class NotedSlots(OverlapSlots):
     """Notes which of two computations gives the other one a turn."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.given = ""
 
-    def yield_turn(self) -> None:
+    def yield_slot(self) -> None:
         if self._are_two:
             self.given += "F" if threading.current_thread() is threading.main_thread() else "B"
-        super().yield_turn()
+        super().yield_slot()
 
 
-def _step(topology: Topology, turns: Turns | None) -> list[Tensor]:
+def _step(topology: Topology, overlap_slots: OverlapSlots | None) -> list[Tensor]:
     """Return the losses and the gradients of two chunks on one pipeline rank."""
     store = WeightGradientStore()
-    context = LayerContext(topology, torch.float64, weight_gradient_store=store, turns=turns)
+    context = LayerContext(topology, torch.float64, weight_gradient_store=store, overlap_slots=overlap_slots)
     blocks = [MixtureOfExperts(CONFIG, context, Router(CONFIG, context, layer)) for layer in range(2)]
     for seed, block in enumerate(blocks):
         initialize(block, seed, topology)
@@ -57,15 +57,15 @@ def _step(topology: Topology, turns: Turns | None) -> list[Tensor]:
         lambda x, hidden: (hidden + blocks[1](hidden).x - x).square().sum(),
     ]
     exchange = PointToPoint(topology.pp, torch.float64, topology.device)
-    pipeline = Pipeline(chunks, exchange, "dualpipev", store, turns)
+    pipeline = Pipeline(chunks, exchange, "dualpipev", store, overlap_slots)
     losses = pipeline.train_step(NUM_MICROBATCHES, load, SHAPE)
     gradients = [weight.grad for block in blocks for weight in block.parameters()]
     return [*(each["lm_loss"] for each in losses), *(each for each in gradients if each is not None)]
 
 
 def _both(topology: Topology) -> tuple[list[Tensor], list[Tensor], str]:
-    turns = NotedTurns(topology.device)
-    return _step(topology, turns), _step(topology, None), turns.given
+    overlap_slots = NotedSlots(topology.device)
+    return _step(topology, overlap_slots), _step(topology, None), overlap_slots.given
 
 
 def test_actions_change_places_while_rows_are_in_flight() -> None:
