@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalite.config import ParallelConfig
-from megalite.distributed.axes import MODEL, AxisEntry, Factoring, MeshOptions
+from megalite.distributed.axes import MODEL, AxisEntry, MeshOptions, MeshSpec
 
 TRIAL = AxisEntry("trial", "trial-parallel", "trial")
 INNERMOST = replace(MODEL, axes=(*MODEL.axes, TRIAL))
@@ -17,7 +17,7 @@ TWO_CUTTING_AXES = replace(
     MODEL, axes=(*MODEL.axes[:-1], SECOND_TP, MODEL.axes[-1]), groups=((SECOND_TP.name, "tp"),)
 )
 """Parameters may be cut over tq and tp."""
-EXPERTS = Factoring(
+EXPERTS = MeshSpec(
     "experts",
     (
         MODEL.axes[0],
@@ -25,12 +25,12 @@ EXPERTS = Factoring(
         AxisEntry("edp", "replicas of experts", "edp", frozenset({"replicas"}), takes_rest=True),
     ),
 )
-"""A second factoring: experts are cut over ranks that replicate other parameters, and the other way round."""
+"""A second mesh: experts are cut over ranks that replicate other parameters, and the other way round."""
 
 
-def with_trial(mesh: MeshOptions, factoring: Factoring, size: int = 2) -> MeshOptions:
+def with_trial(mesh: MeshOptions, mesh_spec: MeshSpec, size: int = 2) -> MeshOptions:
     """Return the options with a trial axis of this size."""
-    return replace(mesh, table=(factoring,), sizes={**mesh.sizes, TRIAL.name: size})
+    return replace(mesh, table=(mesh_spec,), sizes={**mesh.sizes, TRIAL.name: size})
 
 
 SECOND_DP = AxisEntry("dpx", "further data-parallel", "dpx", frozenset({"samples", "losses", "replicas"}))
@@ -47,16 +47,16 @@ class TwoDataAxesConfig(ParallelConfig):
 
 
 class TrialConfig(ParallelConfig):
-    """A layout in which two ranks stand in each place of another; `factoring` says where the axis is."""
+    """A layout in which two ranks stand in each place of another; `mesh_spec` says where the axis is."""
 
-    factoring = OUTSIDE_TP
+    mesh_spec = OUTSIDE_TP
 
     @property
     def mesh(self) -> MeshOptions:
-        return with_trial(super().mesh, self.factoring)
+        return with_trial(super().mesh, self.mesh_spec)
 
 
 class OutermostTrialConfig(TrialConfig):
     """The same with the trial axis outermost."""
 
-    factoring = OUTERMOST
+    mesh_spec = OUTERMOST

@@ -389,7 +389,7 @@ def _file_name(topology: Topology) -> str:
     """Return a unique name for this rank's file; readers do not interpret it."""
     parts = [
         f"{entry.name}_{topology.axes[entry.name].rank:0{entry.file_digits}d}"
-        for entry in topology.model.factoring.weights_first
+        for entry in topology.model.mesh_spec.weights_first
         if entry.always_named or topology.axes[entry.name].size > 1
     ]
     return f"{'_'.join(parts)}.safetensors"

@@ -20,7 +20,7 @@ from megalite.config.option import (
     Setting,
     option,
 )
-from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, Factoring, MeshOptions
+from megalite.distributed.axes import AXES, CONTEXT, EXPERTS, MeshOptions, MeshSpec
 from megalite.pipeline.schedules import ScheduleName
 
 GradCommunicationDtype = Literal["fp32", "bf16", "fp16"]
@@ -48,7 +48,7 @@ _BUCKETS = Setting("zero_stage", (0, 1, 2), "with --zero-stage 3 each layer redu
 class ParallelConfig:
     """Layout of the ranks (world size = tp x pp x dp x cp) and their communication."""
 
-    table: ClassVar[tuple[Factoring, ...]] = AXES
+    table: ClassVar[tuple[MeshSpec, ...]] = AXES
     """The axes whose sizes are fields."""
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE

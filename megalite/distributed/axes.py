@@ -82,7 +82,7 @@ class AxisEntry:
 
 
 @dataclass(frozen=True)
-class Factoring:
+class MeshSpec:
     """Division of the number of a rank into coordinates along its axes.
 
     The rank is ``(first * size of second + second) * size of third + third`` and so on.
@@ -148,7 +148,7 @@ class Factoring:
         """Return names of axes in the table's order.
 
         Raises:
-            KeyError: a name is not an axis of this factoring.
+            KeyError: a name is not an axis of this mesh.
         """
         wanted = set(names)
         if unknown := wanted - set(self.names):
@@ -184,7 +184,7 @@ class Factoring:
 _DIFFERENT_WEIGHTS: frozenset[Role] = frozenset({"weights"})
 _ALL_OF_DATA: frozenset[Role] = frozenset({"samples", "losses", "replicas"})
 
-MODEL = Factoring(
+MODEL = MeshSpec(
     "model",
     (
         AxisEntry(
@@ -216,7 +216,7 @@ MODEL = Factoring(
 )
 """The axes that divide the model and its data."""
 
-EXPERTS = Factoring(
+EXPERTS = MeshSpec(
     "experts",
     (
         MODEL.axes[0],
@@ -229,7 +229,7 @@ EXPERTS = Factoring(
 """The axes that divide experts: the ranks of a stage, dp x cp x tp for other weights, are edp x ep x etp for
 those of experts (parallel folding, Liu et al. 2025, arXiv 2504.14960)."""
 
-CONTEXT = Factoring(
+CONTEXT = MeshSpec(
     "context",
     tuple(
         replace(axis, roles=frozenset())
@@ -245,7 +245,7 @@ CONTEXT = Factoring(
 form a ring. They have no roles, because the axes of `MODEL` have them."""
 
 AXES = (MODEL,)
-"""The table: the model's factoring of the ranks comes first. Others, such as `EXPERTS`, divide the same ranks
+"""The table: the model's mesh of the ranks comes first. Others, such as `EXPERTS`, divide the same ranks
 in another way. An axis that has the same name in two of them must have the same ranks in both."""
 
 
@@ -257,7 +257,7 @@ class MeshOptions:
 
     Attributes:
         sizes: size of each axis by name; None or missing for the default.
-        table: the axes; the first factoring is the model's.
+        table: the axes; the first mesh is the model's.
         shard_degree: number of neighbouring replicas that ZeRO shards over: None for all of them, 0 for the
             replicas of a node.
         num_shard_groups: number of groups of replicas within which ZeRO shards, instead of `shard_degree`.
@@ -274,7 +274,7 @@ class MeshOptions:
     """
 
     sizes: Mapping[str, int | None] = field(default_factory=dict)
-    table: tuple[Factoring, ...] = AXES
+    table: tuple[MeshSpec, ...] = AXES
     shard_degree: int | None = None
     num_shard_groups: int | None = None
     zero_stage: int = 0
@@ -288,8 +288,8 @@ class MeshOptions:
     assigns_documents: bool = False
 
     @property
-    def model(self) -> Factoring:
-        """Return the model's factoring."""
+    def model(self) -> MeshSpec:
+        """Return the model's mesh."""
         return self.table[0]
 
     def num_ranks(self, role: Role, world_size: int | None) -> int | None:
@@ -307,14 +307,14 @@ class MeshOptions:
         return math.prod(self.sizes.get(name) or 1 for name in self.model.with_role("positions"))
 
     def sizes_in(self, world_size: int) -> dict[str, int]:
-        """Return the size of each axis of all factorings in a world of this many ranks.
+        """Return the size of each axis of all meshes in a world of this many ranks.
 
         Raises:
-            UserError: the product of a factoring is not the world size.
+            UserError: the product of a mesh is not the world size.
         """
         found: dict[str, int] = {}
-        for factoring in self.table:
-            found |= factoring.sizes_in(world_size, {**self.sizes, **found})
+        for mesh_spec in self.table:
+            found |= mesh_spec.sizes_in(world_size, {**self.sizes, **found})
         return found
 
     @property

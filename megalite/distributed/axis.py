@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from megalite.distributed.axes import Factoring, Role, Slice
+from megalite.distributed.axes import MeshSpec, Role, Slice
 
 WORLD = "world"
 """Name of the axis of all ranks; it is not an axis of the mesh."""
@@ -80,22 +80,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class AxisSet:
-    """Axes of one factoring of the ranks, seen from one rank.
+    """Axes of one mesh of the ranks, seen from one rank.
 
     Attributes:
-        factoring: its entry in the table.
+        mesh_spec: its entry in the table.
         axes: each axis by name, in the table's order.
         combined: several axes as one, by their names in the table's order.
     """
 
-    factoring: Factoring
+    mesh_spec: MeshSpec
     axes: Mapping[str, Axis]
     combined: Mapping[tuple[str, ...], Axis]
 
     @property
     def named(self) -> dict[str, Axis]:
         """Return the axes that messages name, in the table's order; see `AxisEntry.is_named`."""
-        entries = {entry.name: entry for entry in self.factoring.axes}
+        entries = {entry.name: entry for entry in self.mesh_spec.axes}
         return {name: axis for name, axis in self.axes.items() if entries[name].is_named(axis.size)}
 
     @property
@@ -109,9 +109,9 @@ class AxisSet:
         It is one of the axes if the others have a single rank.
 
         Raises:
-            KeyError: no process group spans the axes: declare them in `Factoring.groups`.
+            KeyError: no process group spans the axes: declare them in `MeshSpec.groups`.
         """
-        ordered = self.factoring.ordered(names)
+        ordered = self.mesh_spec.ordered(names)
         large = tuple(name for name in ordered if self.axes[name].size > 1)
         if len(large) < 2:
             return self.axes[(large or ordered)[0]]
@@ -122,13 +122,13 @@ class AxisSet:
     def slice_along(self, *names: str) -> Slice:
         """Return the slice that this rank holds of what these axes cut together, the outermost first."""
         index, count = 0, 1
-        for name in self.factoring.ordered(names):
+        for name in self.mesh_spec.ordered(names):
             index, count = index * self.axes[name].size + self.axes[name].rank, count * self.axes[name].size
         return Slice(index, count)
 
     def with_role(self, role: Role) -> Axis:
         """Return the ranks that have a role, in the order of their coordinates."""
-        return self.over(*self.factoring.with_role(role))
+        return self.over(*self.mesh_spec.with_role(role))
 
     def is_first_outside(self, *axes: Axis) -> bool:
         """Return whether this rank is the first of the ranks that differ only along other axes than these."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megalite.distributed.axes import REPLICATE, SHARD, Factoring, MeshOptions
+from megalite.distributed.axes import REPLICATE, SHARD, MeshOptions, MeshSpec
 from megalite.distributed.axis import Axis, AxisSet
 from megalite.utils.torch_private import without_cpp_warnings
 
@@ -21,10 +21,10 @@ from megalite.utils.torch_private import without_cpp_warnings
 def build_axes(
     options: MeshOptions, sizes: Mapping[str, int], shard_degree: int, rank: int, device_type: str
 ) -> tuple[DeviceMesh, dict[str, AxisSet]]:
-    """Return the mesh of the model's axes, and the axes of each factoring; every rank must call it.
+    """Return the mesh of the model's axes, and the axes of each mesh; every rank must call it.
 
     Args:
-        sizes: size of each axis of all factorings.
+        sizes: size of each axis of all meshes.
         shard_degree: number of replicas of the model that ZeRO shards over.
     """
     mesh = _build_mesh(options.model, sizes, device_type)
@@ -35,18 +35,18 @@ def build_axes(
             group = new_groups(device_type, lines, f"{entry.name}_backward")
             known[entry.name] = replace(known[entry.name], backward_group=group)
     found: dict[str, AxisSet] = {}
-    for factoring in options.table:
-        axes = _axis_set(factoring, sizes, known, rank, device_type)
-        if factoring is options.model:
+    for mesh_spec in options.table:
+        axes = _axis_set(mesh_spec, sizes, known, rank, device_type)
+        if mesh_spec is options.model:
             axes = _divided(axes, sizes, shard_degree, rank, device_type)
-        found[factoring.name] = axes
+        found[mesh_spec.name] = axes
         known |= axes.axes
     return mesh, found
 
 
-def _build_mesh(factoring: Factoring, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    names = factoring.names
-    replicas = [name for name in factoring.with_role("replicas") if sizes[name] > 1]
+def _build_mesh(mesh_spec: MeshSpec, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    names = mesh_spec.names
+    replicas = [name for name in mesh_spec.with_role("replicas") if sizes[name] > 1]
     options = group_options(device_type, len(replicas) + 1, *replicas)
     return init_device_mesh(
         device_type,
@@ -67,10 +67,10 @@ def group_options(device_type: str, dp: int, *names: str) -> dict[int | str, Any
     return {name: dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) for name in names}
 
 
-def lines_along(factoring: Factoring, sizes: Mapping[str, int], names: Sequence[str]) -> list[list[int]]:
+def lines_along(mesh_spec: MeshSpec, sizes: Mapping[str, int], names: Sequence[str]) -> list[list[int]]:
     """Return all lines of ranks along these axes together, each in the order of its coordinates."""
-    shape = [sizes[name] for name in factoring.names]
-    dims = [factoring.names.index(name) for name in factoring.ordered(names)]
+    shape = [sizes[name] for name in mesh_spec.names]
+    dims = [mesh_spec.names.index(name) for name in mesh_spec.ordered(names)]
     ranks = torch.arange(math.prod(shape)).view(shape).movedim(dims, list(range(-len(dims), 0)))
     return ranks.reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
 
@@ -101,24 +101,24 @@ def _axis(line: DeviceMesh, name: str) -> Axis:
 
 
 def _axis_set(
-    factoring: Factoring, sizes: Mapping[str, int], known: Mapping[str, Axis], rank: int, device_type: str
+    mesh_spec: MeshSpec, sizes: Mapping[str, int], known: Mapping[str, Axis], rank: int, device_type: str
 ) -> AxisSet:
-    """Create the axes of a factoring that are not known yet, and its combinations of axes."""
-    replicas = set(factoring.with_role("replicas"))
+    """Create the axes of a mesh that are not known yet, and its combinations of axes."""
+    replicas = set(mesh_spec.with_role("replicas"))
 
     def axis_over(*names: str) -> Axis:
-        lines = lines_along(factoring, sizes, names)
+        lines = lines_along(mesh_spec, sizes, names)
         group = new_groups(device_type, lines, "_".join(names), is_urgent=replicas.issuperset(names))
         return _axis_of(lines, rank, "_".join(names), names, group)
 
     axes = {}
-    for name in factoring.names:
+    for name in mesh_spec.names:
         axes[name] = known[name] if name in known else axis_over(name)
-        line = next(line for line in lines_along(factoring, sizes, (name,)) if rank in line)
-        assert axes[name].ranks == tuple(line), f"{name} has other ranks in {factoring.name}"
-    large = [tuple(name for name in names if sizes[name] > 1) for names in factoring.combinations()]
+        line = next(line for line in lines_along(mesh_spec, sizes, (name,)) if rank in line)
+        assert axes[name].ranks == tuple(line), f"{name} has other ranks in {mesh_spec.name}"
+    large = [tuple(name for name in names if sizes[name] > 1) for names in mesh_spec.combinations()]
     combined = {names: axis_over(*names) for names in dict.fromkeys(large) if len(names) > 1}
-    return AxisSet(factoring, axes, combined)
+    return AxisSet(mesh_spec, axes, combined)
 
 
 def _divided(
@@ -129,7 +129,7 @@ def _divided(
     if shard_degree == whole.size:
         return found
     parts = []
-    lines = lines_along(found.factoring, sizes, whole.spans)
+    lines = lines_along(found.mesh_spec, sizes, whole.spans)
     groups = [line[i : i + shard_degree] for line in lines for i in range(0, whole.size, shard_degree)]
     across = [line[i::shard_degree] for line in lines for i in range(shard_degree)]
     for suffix, part in ((REPLICATE, across), (SHARD, groups)):

@@ -23,7 +23,7 @@ from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from megalite.distributed.agreement import RankRecord, check_agreement
-from megalite.distributed.axes import MODEL, Factoring, MeshOptions
+from megalite.distributed.axes import MODEL, MeshOptions, MeshSpec
 from megalite.distributed.axis import DEVICE, STORE_BARRIER, WORLD, Axis, AxisSet, EventStack, Observer
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.mesh import build_axes
@@ -49,7 +49,7 @@ class Topology:
     Attributes:
         mesh: the mesh of the model's axes.
         world: all ranks as one axis.
-        factorings: axes of each factoring of the ranks by name, the model's first.
+        meshes: axes of each mesh of the ranks by name, the model's first.
         is_zigzag: ranks hold positions in zigzag order; see `HeldPositions`.
         assigns_documents: each sample's documents are assigned to the ranks; see `HeldPositions`.
         events: this rank's open events, posted here and observed by the watchdog.
@@ -60,13 +60,13 @@ class Topology:
     device: torch.device
     mesh: DeviceMesh
     world: Axis
-    factorings: Mapping[str, AxisSet] = field(hash=False)
+    meshes: Mapping[str, AxisSet] = field(hash=False)
     is_zigzag: bool = False
     assigns_documents: bool = False
     events: EventStack = field(default_factory=EventStack, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for each in self.factorings.values():
+        for each in self.meshes.values():
             for axis in (*each.axes.values(), *each.combined.values()):
                 for part in axis.parts:
                     object.__setattr__(part, "observers", self.world.observers)  # one list for all axes
@@ -156,7 +156,7 @@ class Topology:
         return Topology(0, 1, torch.device("meta"), cast(DeviceMesh, None), world, only)
 
     @staticmethod
-    def on_paper(sizes: Mapping[str, int], table: tuple[Factoring, ...] = (MODEL,)) -> Topology:
+    def on_paper(sizes: Mapping[str, int], table: tuple[MeshSpec, ...] = (MODEL,)) -> Topology:
         """Return the first rank of a world with axes of these sizes, on meta tensors.
 
         Its groups exist in this process only, beside a running process group's. Their collectives do
@@ -164,7 +164,7 @@ class Topology:
 
         Args:
             sizes: sizes of the axes by name; 1 for axes that are missing.
-            table: the factorings of the ranks, the model's first.
+            table: the meshes of the ranks, the model's first.
         """
 
         def axis_over(name: str, *spans: str) -> Axis:
@@ -172,20 +172,20 @@ class Topology:
             return Axis(name, size, 0, tuple(range(size)), fake_group(name, size), spans=spans)
 
         found = {}
-        for factoring in table:
+        for mesh_spec in table:
             large = [
-                tuple(each for each in names if sizes.get(each, 1) > 1) for names in factoring.combinations()
+                tuple(each for each in names if sizes.get(each, 1) > 1) for names in mesh_spec.combinations()
             ]
             combined = {names: axis_over("_".join(names), *names) for names in large if len(names) > 1}
-            axes = {name: axis_over(name, name) for name in factoring.names}
-            found[factoring.name] = AxisSet(factoring, axes, combined)
+            axes = {name: axis_over(name, name) for name in mesh_spec.names}
+            found[mesh_spec.name] = AxisSet(mesh_spec, axes, combined)
         world = axis_over(WORLD, *MODEL.names)
         return FakeTopology(0, world.size, torch.device("meta"), cast(DeviceMesh, None), world, found)
 
     @property
     def model(self) -> AxisSet:
         """Return the model's axes."""
-        return next(iter(self.factorings.values()))
+        return next(iter(self.meshes.values()))
 
     @property
     def axes(self) -> Mapping[str, Axis]:
@@ -221,7 +221,7 @@ class Topology:
     @property
     def positions(self) -> HeldPositions:
         """Return the positions of each sample's tokens that this rank holds."""
-        own = self.model.slice_along(*self.model.factoring.with_role("positions"))
+        own = self.model.slice_along(*self.model.mesh_spec.with_role("positions"))
         return HeldPositions(own.index, own.count, self.is_zigzag, self.assigns_documents)
 
     @property
@@ -257,7 +257,7 @@ class Topology:
     def groups(self) -> tuple[Axis, ...]:
         """Return all that has a process group: axes, several axes as one, parts of an axis, and the world."""
         found: dict[str, Axis] = {}
-        for each in self.factorings.values():
+        for each in self.meshes.values():
             for axis in (*each.axes.values(), *each.combined.values()):
                 found |= {part.name: part for part in axis.parts}
         return (*found.values(), self.world)
@@ -383,13 +383,11 @@ def _from_mesh(
     timeout: timedelta | None = None,
     kind: type[Topology] = Topology,
 ) -> Topology:
-    mesh, factorings = build_axes(
-        options, sizes, shard_degree, rank, "cuda" if device.type == "cuda" else "cpu"
-    )
+    mesh, meshes = build_axes(options, sizes, shard_degree, rank, "cuda" if device.type == "cuda" else "cpu")
     size = mesh.size()
     assert dist.group.WORLD is not None
     world = Axis(WORLD, size, rank, tuple(range(size)), dist.group.WORLD, spans=options.model.names)
-    topology = kind(rank, size, device, mesh, world, factorings, options.is_zigzag, options.assigns_documents)
+    topology = kind(rank, size, device, mesh, world, meshes, options.is_zigzag, options.assigns_documents)
     if timeout is not None:  # new groups have torch's default
         for axis in topology.groups():
             for group in (axis.group, axis.backward_group):

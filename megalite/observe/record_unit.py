@@ -18,7 +18,7 @@ from megalite.attention.core import StageCore
 from megalite.batch.loss_terms import LossTerm, SharedKeys
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.distributed.axes import EXPERTS, MODEL, Factoring
+from megalite.distributed.axes import EXPERTS, MODEL, MeshSpec
 from megalite.distributed.topology import Topology
 from megalite.kernels.flash_attention import MAX_HEAD_DIM
 from megalite.model.architectures import STAGES
@@ -77,8 +77,8 @@ def layer_kinds(key: UnitKey) -> tuple[int, ...]:
     return tuple(first.setdefault(_signature(layer), int(number)) for number, layer in stage.layers.items())
 
 
-def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[Factoring, ...]]:
-    """Return the sizes of the axes of a key, and their factorings."""
+def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[MeshSpec, ...]]:
+    """Return the sizes of the axes of a key, and their meshes."""
     sizes = {"tp": key.tp, "cp": key.cp}
     if key.etp is None:
         return sizes, (MODEL,)
@@ -317,7 +317,7 @@ class _Run:
                 spec.dim_cut_over("tp") is not None,
                 parameter is tied,
                 tuple(matrix.shape for matrix in matrices_of(spec)) if spec.is_matrix else (),
-                spec.parameter_axes.axes(self._topology).factoring.name,
+                spec.parameter_axes.axes(self._topology).mesh_spec.name,
             )
 
 

@@ -201,7 +201,7 @@ class WeightRecord(NamedTuple):
         is_cut: whether tensor parallelism cuts it.
         is_tied: the head uses it too, and it is recorded with the embedding and with the head.
         matrices: shapes of its matrices for Muon; none if it is not made of matrices.
-        factoring: name of the factoring of the ranks whose axes cut and replicate it.
+        mesh: name of the mesh of the ranks whose axes cut and replicate it.
     """
 
     name: str
@@ -210,7 +210,7 @@ class WeightRecord(NamedTuple):
     is_cut: bool
     is_tied: bool
     matrices: tuple[tuple[int, int], ...] = ()
-    factoring: str = MODEL.name
+    mesh: str = MODEL.name
 
 
 INPUT = "input"
@@ -280,8 +280,8 @@ def from_json(found: dict[str, Any]) -> UnitRecord:
         KeyError, TypeError, ValueError: it is not such an object.
     """
     weights = tuple(
-        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices), factoring)
-        for name, shape, size, is_cut, is_tied, matrices, factoring in found.pop("weights")
+        WeightRecord(name, tuple(shape), size, is_cut, is_tied, tuple((m, n) for m, n in matrices), mesh)
+        for name, shape, size, is_cut, is_tied, matrices, mesh in found.pop("weights")
     )
     forward, backward, weight = (_phase(found.pop(name)) for name in PHASES)
     saved = tuple(SavedPart(*each) for each in found.pop("saved"))

@@ -194,11 +194,11 @@ def holders_of(parameter_axes: ParameterAxes, topology: Topology, *, is_sharded:
         is_sharded: whether ZeRO shards the parameters.
     """
     axes, replicas = parameter_axes.axes(topology), parameter_axes.replicas(topology)
-    names = axes.factoring.ordered({*parameter_axes.cut_over, *axes.factoring.with_role("replicas")})
+    names = axes.mesh_spec.ordered({*parameter_axes.cut_over, *axes.mesh_spec.with_role("replicas")})
     degree = replicas.shard.size if is_sharded else 1
     for values in itertools.product(*(range(axes.axes[name].size) for name in names)):
         coordinates, replica = dict(zip(names, values, strict=True)), 0
-        for name in axes.factoring.with_role("replicas"):
+        for name in axes.mesh_spec.with_role("replicas"):
             replica = replica * axes.axes[name].size + coordinates[name]
         copy, shard = divmod(replica, degree)
         yield Holder(tuple(coordinates[name] for name in parameter_axes.cut_over), shard, copy)

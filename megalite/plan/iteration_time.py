@@ -269,15 +269,15 @@ UPDATE_BYTES = 36
 average of the weights adds itself twice, and the main weight."""
 
 
-def replicas_of(run: PlannedRun, factoring: str = MODEL.name) -> Group:
+def replicas_of(run: PlannedRun, mesh: str = MODEL.name) -> Group:
     """Return the group of ranks that hold the same weights."""
-    size, stride, _ = run.replicas[factoring]
+    size, stride, _ = run.replicas[mesh]
     return Group(run.cluster, size, stride)
 
 
-def sharing_of(run: PlannedRun, factoring: str = MODEL.name) -> tuple[Group, Group]:
+def sharing_of(run: PlannedRun, mesh: str = MODEL.name) -> tuple[Group, Group]:
     """Return the group of ranks that ZeRO shards over, and the group of ranks with the same shards."""
-    size, stride, degree = run.replicas[factoring]
+    size, stride, degree = run.replicas[mesh]
     return Group(run.cluster, degree, stride), Group(run.cluster, size // degree, stride * degree)
 
 
@@ -388,13 +388,13 @@ class ReplicaExchange(NamedTuple):
         return ReplicaExchange(*map(float.__add__, self, other))
 
 
-def _exchange(run: PlannedRun, factoring: str, count: int) -> ReplicaExchange:
+def _exchange(run: PlannedRun, mesh: str, count: int) -> ReplicaExchange:
     """Return the exchange of `count` parameters with the same replicas."""
-    (group, copies), zero = sharing_of(run, factoring), run.zero_stage
+    (group, copies), zero = sharing_of(run, mesh), run.zero_stage
     buckets = count / (run.config.parallel.ddp_bucket_size or USUAL_BUCKET) + 1
     gradients, weights = count * gradient_bytes(run), count * run.element_bytes
     if zero == 0:
-        reduced = replicas_of(run, factoring).reduce_seconds(gradients, buckets)
+        reduced = replicas_of(run, mesh).reduce_seconds(gradients, buckets)
         return ReplicaExchange(reduced, reduced / buckets)
     between = copies.reduce_seconds(gradients / group.size, buckets)
     within = group.gather_seconds(gradients, buckets)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from megalite.config import Config, ModelConfig, TrainingConfig
 from megalite.config.stage_layers import layers_of_stages, layers_per_stage, stage_map
 from megalite.config.validate import RULES, Rule, problems_of
-from megalite.distributed.axes import MODEL, Factoring
+from megalite.distributed.axes import MODEL, MeshSpec
 from megalite.hardware.gpus import Gpu
 from megalite.observe.unit_record import Phase, UnitKey, WeightRecord
 from megalite.pipeline.schedules import SCHEDULES, StageMap
@@ -146,12 +146,12 @@ class PlannedRun:
         sizes = self.sizes_in(model)
         return {axis.name: sizes[axis.name] for axis in model.by_flag if axis.is_named(sizes[axis.name])}
 
-    def sizes_in(self, factoring: Factoring) -> dict[str, int]:
-        """Return the size of each axis of a factoring of the ranks."""
+    def sizes_in(self, mesh_spec: MeshSpec) -> dict[str, int]:
+        """Return the size of each axis of a mesh of the ranks."""
         sizes = self.config.parallel.mesh.sizes
-        fixed = {axis.name: sizes[axis.name] or 1 for axis in factoring.axes if not axis.takes_rest}
+        fixed = {axis.name: sizes[axis.name] or 1 for axis in mesh_spec.axes if not axis.takes_rest}
         rest = self.cluster.world_size // math.prod(fixed.values())
-        return {name: fixed.get(name, rest) for name in factoring.names}
+        return {name: fixed.get(name, rest) for name in mesh_spec.names}
 
     @cached_property
     def dp(self) -> int:
@@ -161,16 +161,16 @@ class PlannedRun:
 
     @cached_property
     def replicas(self) -> dict[str, Replicas]:
-        """Return the ranks that hold the same weights, by the factoring whose axes cut the weights."""
+        """Return the ranks that hold the same weights, by the mesh whose axes cut the weights."""
         mesh = self.config.parallel.mesh
         return {each.name: self._replicas_in(each) for each in mesh.table}
 
-    def _replicas_in(self, factoring: Factoring) -> Replicas:
-        sizes, names = self.sizes_in(factoring), factoring.with_role("replicas")
-        inside = factoring.names[1 + max(map(factoring.names.index, names), default=-1) :]
+    def _replicas_in(self, mesh_spec: MeshSpec) -> Replicas:
+        sizes, names = self.sizes_in(mesh_spec), mesh_spec.with_role("replicas")
+        inside = mesh_spec.names[1 + max(map(mesh_spec.names.index, names), default=-1) :]
         size, stride = (math.prod(sizes[name] for name in some) for some in (names, inside))
         parallel = self.config.parallel
-        is_model = factoring is parallel.mesh.model
+        is_model = mesh_spec is parallel.mesh.model
         degree = parallel.shard_degree_among(size, self.cluster.gpus_per_node) if is_model else size
         return Replicas(size, stride, degree)
 

@@ -16,7 +16,7 @@ from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey
 
 T = TypeVar("T")
 Sizes = Counter[str]
-"""Elements on a rank, by the factoring of the ranks whose axes cut and replicate them."""
+"""Elements on a rank, by the mesh of the ranks whose axes cut and replicate them."""
 
 
 class UnitsKey(NamedTuple):
@@ -118,7 +118,7 @@ def sizes_of(weights: Iterable[WeightRecord]) -> Sizes:
     """Return the elements of weights on the rank."""
     sizes = Sizes()
     for weight in weights:
-        sizes[weight.factoring] += weight.size
+        sizes[weight.mesh] += weight.size
     return sizes
 
 

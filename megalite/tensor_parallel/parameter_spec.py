@@ -217,7 +217,7 @@ class LayerContext:
     @property
     def expert_axes(self) -> AxisSet | None:
         """Return the axes that cut experts; None if tp cuts them like an MLP."""
-        return self.topology.factorings.get(EXPERTS.name)
+        return self.topology.meshes.get(EXPERTS.name)
 
     @property
     def device(self) -> torch.device:
@@ -266,13 +266,13 @@ class LayerContext:
         if self.cp.size == 1:
             return None
         if self._cp_comm_properties.has_levels:
-            return self.topology.factorings[CONTEXT.name].axes[name]
+            return self.topology.meshes[CONTEXT.name].axes[name]
         return self.cp
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
         """Return the names of the axes along which hidden states are cut along the sequence."""
-        return (*self.topology.model.factoring.with_role("positions"), *self._axes_within_tokens)
+        return (*self.topology.model.mesh_spec.with_role("positions"), *self._axes_within_tokens)
 
     @property
     def _axes_within_tokens(self) -> tuple[str, ...]:
@@ -328,11 +328,11 @@ def new_parameter(
     Raises:
         UserError: a dim is not divisible into equal slices, or an axis cannot cut a parameter.
     """
-    factoring = spec.parameter_axes.axes(context.topology).factoring
+    mesh_spec = spec.parameter_axes.axes(context.topology).mesh_spec
     if spec.partial_over is None:
-        complete = {*spec.parameter_axes.cut_over, *factoring.with_role("replicas")}
+        complete = {*spec.parameter_axes.cut_over, *mesh_spec.with_role("replicas")}
         summed = (*context.sequence_axes, *(("tp",) if used_by_cut_heads else ()))
-        partial = [name for name in dict.fromkeys(summed) if name in set(factoring.names) - complete]
+        partial = [name for name in dict.fromkeys(summed) if name in set(mesh_spec.names) - complete]
         spec = replace(spec, partial_over=tuple(partial))
     shape = spec.box(context.topology).shape
     device = context.device if context.has_weights else "meta"

@@ -76,21 +76,21 @@ class ParameterAxes(NamedTuple):
     partial_over: tuple[str, ...] = ()
 
     def axes(self, topology: Topology) -> AxisSet:
-        """Return the axes that place the parameter: the first factoring of the ranks that has all of them.
+        """Return the axes that place the parameter: the first mesh of the ranks that has all of them.
 
         Raises:
-            UserError: no factoring has all of them, or an axis cannot cut or complete a parameter.
+            UserError: no mesh has all of them, or an axis cannot cut or complete a parameter.
         """
         wanted = {*self.cut_over, *self.partial_over}
-        found = next((each for each in topology.factorings.values() if wanted <= each.axes.keys()), None)
+        found = next((each for each in topology.meshes.values() if wanted <= each.axes.keys()), None)
         if found is None:
-            tables = " or ".join(str(list(each.axes)) for each in topology.factorings.values())
+            tables = " or ".join(str(list(each.axes)) for each in topology.meshes.values())
             raise UserError(
                 f"a parameter is cut or partial over {sorted(wanted)}: all axes must be among {tables}"
             )
-        for axis in found.factoring.axes:
+        for axis in found.mesh_spec.axes:
             if axis.name in self.cut_over and "weights" not in axis.roles:
-                cutting = " or ".join(found.factoring.with_role("weights"))
+                cutting = " or ".join(found.mesh_spec.with_role("weights"))
                 raise UserError(
                     f"a parameter is cut over {axis.name}, whose ranks hold the same parameters: cut it over "
                     f"{cutting}"
@@ -110,7 +110,7 @@ class ParameterAxes(NamedTuple):
     def holders(self, topology: Topology) -> Axis:
         """Return the ranks that together hold all boxes of the parameter, and their replicas."""
         axes = self.axes(topology)
-        return axes.over(*self.cut_over, *axes.factoring.with_role("replicas"))
+        return axes.over(*self.cut_over, *axes.mesh_spec.with_role("replicas"))
 
     def partial_axis(self, topology: Topology) -> Axis | None:
         """Return the ranks over which the sum of the replicas' gradients must be summed too, if any."""

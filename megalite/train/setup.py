@@ -83,8 +83,8 @@ _NAMED = ("dp", "tp", "pp")
 
 def startup_line(topology: Topology) -> str:
     """Return the line of the run's layout, in the format that parsers of Megatron-LM's logs read."""
-    entries = {entry.name: entry for each in topology.factorings.values() for entry in each.factoring.axes}
-    sizes = {name: axis.size for each in topology.factorings.values() for name, axis in each.named.items()}
+    entries = {entry.name: entry for each in topology.meshes.values() for entry in each.mesh_spec.axes}
+    sizes = {name: axis.size for each in topology.meshes.values() for name, axis in each.named.items()}
     more = [f", {entries[name].meaning} size: {size}" for name, size in sizes.items() if name not in _NAMED]
     return (
         f"using world size: {topology.world_size}, data-parallel-size: {topology.dp.size}, "

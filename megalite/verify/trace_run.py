@@ -99,7 +99,7 @@ class RankTrace:
 
     Attributes:
         coordinates, sizes: the rank's coordinate along each axis, and the number of ranks along it.
-        factorings: the rank's coordinates along the axes of each factoring of the ranks.
+        meshes: the rank's coordinates along the axes of each mesh of the ranks.
         positions: the slice of the sequence whose hidden states the rank holds, in the order of the ranks.
         replicas: names of the axes over which gradients are reduced.
         loss_collectives: which collectives of the rank sum the loss.
@@ -113,7 +113,7 @@ class RankTrace:
     rank: int
     coordinates: Mapping[str, int]
     sizes: Mapping[str, int]
-    factorings: Sequence[Mapping[str, int]]
+    meshes: Sequence[Mapping[str, int]]
     positions: Slice
     replicas: tuple[str, ...]
     loss_collectives: range
@@ -129,8 +129,8 @@ class RankTrace:
     held: HeldPositions = field(default_factory=lambda: HeldPositions(0, 1))
 
     def coordinates_outside(self, axes: Collection[str]) -> dict[str, int]:
-        """Return the rank's coordinates along the other axes of the factoring that has these axes."""
-        found = next(each for each in self.factorings if each.keys() >= set(axes))
+        """Return the rank's coordinates along the other axes of the mesh that has these axes."""
+        found = next(each for each in self.meshes if each.keys() >= set(axes))
         return {axis: rank for axis, rank in found.items() if axis not in axes}
 
 
@@ -426,7 +426,7 @@ def trace_rank(
             topology.rank,
             topology.coordinates,
             topology.sizes,
-            [{name: axis.rank for name, axis in each.axes.items()} for each in topology.factorings.values()],
+            [{name: axis.rank for name, axis in each.axes.items()} for each in topology.meshes.values()],
             trainer.chunks[0].context.sequence_slice,
             tuple(part.name for part in topology.replicas.parts),
             steps.loss_collectives,

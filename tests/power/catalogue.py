@@ -840,7 +840,7 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
          "sums_of_tokens", after(lambda y, self, rows: y / max(1, self.num_selected // 2)), "experts"),
         ("the norm counts the experts of one rank", "dp2ep2", ParameterAxes, "acts",
          lambda original, topology: lambda self, over: original(self, over) and not (
-             "ep" in self.cut_over and over.factorings["experts"].axes["ep"].rank > 0), "experts"),
+             "ep" in self.cut_over and over.meshes["experts"].axes["ep"].rank > 0), "experts"),
         ("the balance loss is that of a microbatch", "mbs1", experts.Router, "_balance_loss",
          before(lambda self, shares, selected, is_real: (
              self, shares.flatten(0, 1).unsqueeze(1), selected.flatten(0, 1).unsqueeze(1), is_real)),

@@ -132,19 +132,19 @@ def world(config: Config, world_size: int | None) -> Iterator[Problem]:
     if world_size is None:
         return
     mesh = config.parallel.mesh
-    for factoring in mesh.table:
-        if factoring is CONTEXT:  # it divides an axis of the model's
+    for mesh_spec in mesh.table:
+        if mesh_spec is CONTEXT:  # it divides an axis of the model's
             continue
         axes = [
             axis
-            for axis in factoring.by_flag
+            for axis in mesh_spec.by_flag
             if axis.is_named(mesh.sizes.get(axis.name) or 1)
             and (mesh.sizes.get(axis.name) or not axis.takes_rest)
         ]
         sizes = [mesh.sizes.get(axis.name) or 1 for axis in axes]
         product = math.prod(sizes)
         text = " x ".join(f"{axis.flag} {size}" for axis, size in zip(axes, sizes, strict=True))
-        is_whole = all(mesh.sizes.get(axis.name) for axis in factoring.axes if axis.takes_rest)
+        is_whole = all(mesh.sizes.get(axis.name) for axis in mesh_spec.axes if axis.takes_rest)
         if world_size != product if is_whole else world_size % product:
             start = product if is_whole else -(-world_size // product) * product
             yield Problem(

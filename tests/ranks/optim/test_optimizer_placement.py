@@ -1,4 +1,4 @@
-"""Parameters cut over several axes, and over an axis of a second factoring: the training of one rank."""
+"""Parameters cut over several axes, and over an axis of a second mesh: the training of one rank."""
 
 from __future__ import annotations
 

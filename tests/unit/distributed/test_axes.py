@@ -1,4 +1,4 @@
-"""The table of axes: coordinates, sizes, several axes as one, and a second factoring of the same ranks."""
+"""The table of axes: coordinates, sizes, several axes as one, and a second mesh of the same ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config import ParallelConfig
-from megalite.distributed.axes import AXES, MODEL, AxisEntry, Factoring, MeshOptions, Slice
+from megalite.distributed.axes import AXES, MODEL, AxisEntry, MeshOptions, MeshSpec, Slice
 from megalite.distributed.held_positions import HeldPositions
 from megalite.distributed.topology import Topology
 from megalite.observe.collectives import CollectiveCall, Traffic
@@ -20,7 +20,7 @@ from tests.trial_axis import INNERMOST, OUTERMOST, OUTSIDE_TP, with_trial
 
 PP, DP, CP, TP = MODEL.axes
 WITH_CP = MODEL
-EXPERTS = Factoring(
+EXPERTS = MeshSpec(
     "experts",
     (
         PP,
@@ -32,7 +32,7 @@ EXPERTS = Factoring(
 )
 
 
-def options(table: tuple[Factoring, ...] = AXES, **sizes: int) -> MeshOptions:
+def options(table: tuple[MeshSpec, ...] = AXES, **sizes: int) -> MeshOptions:
     return MeshOptions(sizes, table)
 
 
@@ -58,7 +58,7 @@ def test_an_axis_without_a_size_takes_the_rest_or_has_one_rank() -> None:
 
 
 @pytest.mark.parametrize("table", [(MODEL,), (WITH_CP,), (INNERMOST,), (OUTSIDE_TP,), (OUTERMOST,)])
-def test_every_rank_has_coordinates_of_its_own(table: tuple[Factoring, ...]) -> None:
+def test_every_rank_has_coordinates_of_its_own(table: tuple[MeshSpec, ...]) -> None:
     names = table[0].names
     size = 2 ** len(names)
     expected = [
@@ -131,7 +131,7 @@ def test_zero_shards_over_the_replicas_of_two_axes(rank: int) -> None:
 def test_a_second_factoring_of_the_same_ranks(rank: int) -> None:
     """Attention is cut over tp, and experts over etp and ep; the pipeline is the same."""
     with Topology.fake(options((WITH_CP, EXPERTS), tp=2, cp=2, pp=2, ep=3, etp=1), 24, rank) as topology:
-        experts = topology.factorings["experts"]
+        experts = topology.meshes["experts"]
         assert list(experts.coordinates) == ["pp", "edp", "ep"]  # a single rank is not named
         sizes = {name: axis.size for name, axis in experts.axes.items()}
         assert sizes == {"pp": 2, "edp": 4, "ep": 3, "etp": 1}

@@ -134,7 +134,7 @@ def test_the_tour_counts_the_concepts_of_the_training_step() -> None:
     concepts = re.sub(r"\.(?: \d\. |$)", ",", items[0])
     names = [each.split(":")[-1].strip() for each in concepts.split(",") if each.strip()]
     assert items[2].startswith(f"{len(names)} concepts")
-    qualified = {"factoring of the experts": "factoring", "parameter spec with its cuts": "parameter spec"}
+    qualified = {"mesh of the experts": "mesh", "parameter spec with its cuts": "parameter spec"}
     assert [name for name in names if qualified.get(name, name) not in glossary()] == []
 
 

@@ -320,10 +320,10 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
     whole = computed(build_core(config, context, "unfused"), parts, None, Drop(0.5, KEY, numbers))
     halves = []
     for rank in range(2):
-        (model,) = one_rank.factorings.values()
+        (model,) = one_rank.meshes.values()
         tp = dataclasses.replace(one_rank.tp, size=2, rank=rank)
         axes = dataclasses.replace(model, axes={**model.axes, "tp": tp})
-        topology = dataclasses.replace(one_rank, factorings={"model": axes})
+        topology = dataclasses.replace(one_rank, meshes={"model": axes})
         core = build_core(config, context_of(topology, torch.float64), "unfused")
         mine = [part.chunk(2, dim=1)[rank] for part in parts]
         base = rank * HEADS // 2 * s * s
@@ -334,10 +334,10 @@ def test_ranks_drop_what_one_rank_drops(case: str, one_rank: Topology) -> None:
 
 def with_cp(topology: Topology, size: int, rank: int) -> Topology:
     """Return the topology of one of several context-parallel ranks, with slices in zigzag order."""
-    (model,) = topology.factorings.values()
+    (model,) = topology.meshes.values()
     cp = dataclasses.replace(topology.axes["cp"], size=size, rank=rank)
     axes = dataclasses.replace(model, axes={**model.axes, "cp": cp})
-    return dataclasses.replace(topology, factorings={"model": axes}, is_zigzag=True)
+    return dataclasses.replace(topology, meshes={"model": axes}, is_zigzag=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Boxes, their copies and the sums of gradients, on every rank of a world with two factorings."""
+"""Boxes, their copies and the sums of gradients, on every rank of a world with two meshes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_gradient_is_partial_over_the_axis_of_the_sequence_unless_it_cuts_the_
 def test_each_factoring_has_its_own_replicas() -> None:
     with Topology.fake(MESH, WORLD_SIZE, 7) as topology:
         assert ParameterAxes(("tp", "tq")).replicas(topology) is topology.dp
-        assert ParameterAxes(("ep",)).replicas(topology) is topology.factorings["experts"].axes["edp"]
+        assert ParameterAxes(("ep",)).replicas(topology) is topology.meshes["experts"].axes["edp"]
 
 
 @pytest.mark.parametrize(
