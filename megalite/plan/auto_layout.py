@@ -31,7 +31,7 @@ from megalite.plan.plan_report import may_offload
 from megalite.plan.plan_request import Request
 from megalite.plan.planned_run import first_problem
 from megalite.plan.rank_memory import node_host_bytes
-from megalite.utils.errors import UserError, first_line
+from megalite.utils.errors import UserError, counted, first_line
 from megalite.utils.files import parse_json, read_regular, replace_file
 
 _GB = 1e9
@@ -161,7 +161,7 @@ def _described(plan: RunPlan, reason: str, hardware: NodeHardware, *, names_batc
         device += f", with the rates of {config.parallel.calibration}"
     elif hardware.device == CPU:
         device += ", with the rates of a usual core"
-    ranks, layout = _counted_ranks(plan.run.cluster.world_size), layout_name(plan.run)
+    ranks, layout = counted(plan.run.cluster.world_size, "rank"), layout_name(plan.run)
     lines = (
         f"layout: chosen for {ranks} of {_gb(hardware.memory_bytes)} ({device}): {layout}",
         f"layout: {reason}",
@@ -276,7 +276,7 @@ def _nothing_fits(
     """
     free = f"remove {', '.join(kept)} to let more be chosen, or " if kept else ""
     remedy = f"{free}use more ranks, a smaller model or shorter samples"
-    ranks, available = _counted_ranks(cluster.world_size), cluster.gpu.memory_bytes
+    ranks, available = counted(cluster.world_size, "rank"), cluster.gpu.memory_bytes
     nearest = found.nearest(NUM_NEAREST)
     if found.fitting:
         plan = min(found.fitting, key=lambda plan: node_host_bytes(plan.run))
@@ -300,10 +300,6 @@ def _nothing_fits(
 
 def _gb(num_bytes: float) -> str:
     return f"{num_bytes / _GB:.{1 if num_bytes >= 10 * _GB else 2}f} GB"
-
-
-def _counted_ranks(number: int) -> str:
-    return f"{number} rank{'s'[: number > 1]}"
 
 
 def read_notes(folder: str | None) -> list[OutOfMemoryNote]:

@@ -74,24 +74,16 @@ def time_iteration(run: PlannedRun) -> IterationTime:
 
 
 @dataclass(frozen=True)
-class Step:
-    """Time of forward and backward for all microbatches.
+class Step(IterationTime):
+    """Time of forward and backward for all microbatches, without the exchange and the update.
 
     Attributes:
-        seconds: time from the start of the first action to the end of the last one.
-        work: work of the busiest rank on all its microbatches.
-        median_work: work of the rank of median work; the lower of two.
         last_backward: backward of the busiest rank for one microbatch.
         first_forward: forward of the busiest rank for one microbatch.
-        bubble: seconds that the average rank waits for other stages.
     """
 
-    seconds: float
-    work: WorkSeconds
-    median_work: WorkSeconds
     last_backward: WorkSeconds
     first_forward: WorkSeconds
-    bubble: float
 
 
 def time_step(run: PlannedRun) -> Step:
@@ -110,9 +102,9 @@ def time_step(run: PlannedRun) -> Step:
         seconds,
         works[busiest],
         sorted(works, key=lambda work: work.seconds)[(run.pp - 1) // 2],
+        max(0.0, seconds - sum(work.seconds for work in works) / run.pp),
         of_microbatch[busiest] + forward * -1.0,
         forward,
-        max(0.0, seconds - sum(work.seconds for work in works) / run.pp),
     )
 
 
@@ -187,7 +179,8 @@ def _unsharded_stage(run: PlannedRun, units: ModelWork, key: _StageKey) -> _Unsh
     work = units.embedding * key.is_first + units.head * key.is_last
     for kind, count in Counter(key.kinds).items():
         work += units.layers[kind] * count
-    message = _message(run)
+    tp, pp = run.message_seconds()
+    message = WorkSeconds(tp=tp, pp=pp)  # to the next stage, or a gradient back
     again = recomputation(run, key.kinds, units)
     down, up = offload_work(run, key.kinds, units.layers)
     computed = {ActionKind.FORWARD: work.forward}
@@ -233,12 +226,6 @@ def offload_work(
         down += max(0.0, seconds - forward)
         up += max(0.0, seconds - (0.0 if is_first_in_backward else backward))
     return WorkSeconds(offload=down), WorkSeconds(offload=up)
-
-
-def _message(run: PlannedRun) -> WorkSeconds:
-    """Return the time of a message to the next stage, or of its gradient back."""
-    tp, pp = run.message_seconds()
-    return WorkSeconds(tp=tp, pp=pp)
 
 
 def makespan(run: PlannedRun, stages: Sequence[Stage], max_rounds: int = MAX_ROUNDS) -> float:

@@ -117,17 +117,14 @@ def phase_work(run: PlannedRun, phase: PhaseRecord, name: Phase) -> WorkSeconds:
     work = WorkSeconds(
         gemms=sum(_gemm(run, gemm) for gemm in phase.gemms),
         attention=sum(attention),
-        memory_bound=memory_seconds(run, phase.kernel_bytes) + _recurrences(run, phase),
+        memory_bound=memory_seconds(run, phase.kernel_bytes)
+        + sum(recurrence_seconds(run.cluster.gpu, call) for call in phase.recurrences),
         tp=sum(tp_seconds(run, phase, name)),
         cp=sum(cp_seconds(run, *each) for each in zip(phase.attention, attention, strict=True))
         + recurrent_cp_seconds(run, phase),
         ep=ep_seconds(run, phase),
     )
     return work._replace(launch=max(0.0, phase.num_operators * OPERATOR_SECONDS - work.seconds))
-
-
-def _recurrences(run: PlannedRun, phase: PhaseRecord) -> float:
-    return sum(recurrence_seconds(run.cluster.gpu, call) for call in phase.recurrences)
 
 
 def _gemm(run: PlannedRun, gemm: GemmCall) -> float:

@@ -299,16 +299,14 @@ def _layer_workspace(run: PlannedRun) -> float:
 
 def _gathered_bytes(run: PlannedRun, units: RankUnits) -> float:
     """Return the bytes of weights that ZeRO 3 gathers for two layers, and of gradients."""
-    return _gathered_parameters(run, units) * run.element_bytes if run.zero_stage == 3 else 0.0
-
-
-def _gathered_parameters(run: PlannedRun, units: RankUnits) -> float:
-    layer = run.units.largest_layer
+    if run.zero_stage != 3:
+        return 0.0
+    layer, gradients = run.units.largest_layer, max(run.units.largest_layer, _kept_edge(run, units))
     if run.gathers_once:
-        return max(layer, _kept_edge(run, units))  # only gradients: the weights stay gathered
+        return gradients * run.element_bytes  # the weights stay gathered
     if run.pp > 1:
-        return 2 * layer + max(layer, _kept_edge(run, units))
-    return 3 * layer + 2 * run.units.head_size
+        return (2 * layer + gradients) * run.element_bytes
+    return (3 * layer + 2 * run.units.head_size) * run.element_bytes
 
 
 def group_bytes(run: PlannedRun, kinds: Kinds) -> list[float]:

@@ -183,7 +183,8 @@ def units_of(key: UnitsKey) -> ModelUnits:
     if whole.model.mtp_num_layers:
         head = replace(whole, unit=HEAD, cp=_exchanging_ranks(key, whole.model.num_layers))
     one = replace(edge, unit=0, tp=1, micro_batch_size=1, sequence_parallel=False, splits_backward=False)
-    recorded = kinds_of_layers(replace(one, model=_whole_vocabulary(one.model), cross_entropy_chunks=1))
+    any_padding = replace(one.model, pad_vocab_size_to=None)  # any number of ranks accepts it
+    recorded = kinds_of_layers(replace(one, model=any_padding, cross_entropy_chunks=1))
     kinds = _kinds_by_comm_type(recorded, key)
     layer = replace(whole, cross_entropy_chunks=1, recomputes_head=False)
     return ModelUnits(
@@ -220,11 +221,6 @@ def _kinds_by_comm_type(kinds: Sequence[int], key: UnitsKey) -> tuple[int, ...]:
 def _exchanging_ranks(key: UnitsKey, layer: int) -> int:
     """Return `UnitKey.cp` of a layer."""
     return key.cp if key.any_unit.model.layer_spec(layer).recurrence is not None else 1
-
-
-def _whole_vocabulary(model: ModelConfig) -> ModelConfig:
-    """Return the model with a padding that any number of ranks accepts; layers do not depend on it."""
-    return replace(model, pad_vocab_size_to=None)
 
 
 def _with_all_keys(layer: UnitRecord, key: UnitsKey, number: int) -> UnitRecord:
