@@ -26,7 +26,9 @@ import megalite
 from megalite.checkpoint.folder import NAME
 from megalite.checkpoint.parameter_range import ParameterRange
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.utils.errors import UserError
+from megalite.config import Config
+from megalite.frontends.command_line import parse
+from megalite.utils.errors import ConfigError, UserError
 from megalite.utils.files import new_file, open_regular, parse_json, read_regular
 
 FORMAT, OLDEST_FORMAT = 5, 3
@@ -200,6 +202,19 @@ def read_manifest(folder: Path) -> Manifest:
     if unequal := digests.keys() ^ {*files, *TEXTS}:
         raise reader.damaged(f"{SUMS} and {INDEX} differ about {', '.join(sorted(unequal)[:3])}")
     return Manifest(folder, description, config_text, tensors, digests)
+
+
+def saved_config(manifest: Manifest) -> Config:
+    """Return the config of the run that saved the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: it is not valid.
+    """
+    try:
+        config, _ = parse(["--config", str(manifest.folder / CONFIG)])
+    except ConfigError as error:
+        raise DamagedCheckpoint(manifest.folder, error.problems) from None
+    return config
 
 
 def damage_of(manifest: Manifest, files: Sequence[str]) -> list[str]:

@@ -230,7 +230,12 @@ class Save:
             return "[]"
         with ThreadPoolExecutor(len(files), "write-checkpoint") as pool:
             records = pool.map(lambda name, pieces: write_file(partial / name, pieces), names, files)
-            return json.dumps([_as_json(record) for record in records])
+            return json.dumps(
+                [
+                    [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
+                    for file in records
+                ]
+            )
 
     def _commit(self, partial: Path, answers: Sequence[SaveAnswer], start_time: float) -> str:
         files = [file for answer in answers for file in _files_of(answer)]
@@ -290,10 +295,6 @@ def _split_files(pieces: Mapping[str, FilePiece]) -> list[dict[str, FilePiece]]:
         files[smaller][name] = pieces[name]
         sizes[smaller] += pieces[name].num_bytes
     return [file for file in files if file]
-
-
-def _as_json(file: FileRecord) -> list[Any]:
-    return [file.name, file.sha256, {name: record.record() for name, record in file.tensors.items()}]
 
 
 def _files_of(answer: SaveAnswer) -> Iterator[FileRecord]:

@@ -264,7 +264,6 @@ class Saver:
         return text[0] or "there is no --save folder"
 
     def _must_skip(self, iteration: int, interval_flag: str, *, waits: bool) -> bool:
-        """Return whether a save must be skipped because another one is still running."""
         self.finish() if waits else self.poll()
         if self._running is None:
             return False

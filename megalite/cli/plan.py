@@ -72,7 +72,6 @@ def scaling(arguments: Sequence[str]) -> None:
 def _print_lines(
     program: Callable[[Sequence[str], str], Iterable[str]], arguments: Sequence[str], description: str | None
 ) -> None:
-    """Print each line as soon as it is known."""
     # Raise an exception, as Ctrl-C does, so that the ranks end with this process.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))

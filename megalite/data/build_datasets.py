@@ -175,7 +175,6 @@ def open_corpora(sources: Sources) -> dict[str, IndexedDataset]:
 
 
 def _warn_of_overlap(sources: Sources, used: set[str]) -> None:
-    """Warn of corpora whose evaluation text is also trained on."""
     parts = {
         split: [source for blend in sources[split] for source in blend.sources] if split in used else []
         for split in SPLIT_NAMES

@@ -404,7 +404,6 @@ class GPTDataset:
         return np.concatenate(parts).astype(np.int64)
 
     def _refuse_token(self, rows: npt.NDArray[np.int64], vocab_size: int) -> None:
-        """Raise an error that names the token outside the vocabulary and its document."""
         for row in rows.tolist():
             first, last = self.index.sample_index[row : row + 2, 0].tolist()
             for sequence in self.index.document_index[first : last + 1].tolist():

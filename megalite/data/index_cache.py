@@ -191,7 +191,6 @@ def _map_array(path: Path, described: dict[str, Any]) -> tuple[npt.NDArray[Any],
 
 
 def _build_once(entry: _Entry, build: Callable[[], Arrays]) -> CachedArrays:
-    """Build the entry, or wait for the process that builds it."""
     try:
         entry.folder.mkdir(parents=True, exist_ok=True)
         with _locked(entry) as loaded:

@@ -185,7 +185,6 @@ def _first_difference(a: IndexedDataset, b: IndexedDataset) -> str | None:
 
 
 def _equal(a: IndexedDataset, b: IndexedDataset, block: range) -> bool:
-    """Return whether these consecutive sequences are the same."""
     part = slice(block.start, block.stop)
     same_lengths = bool((a.sequence_lengths[part] == b.sequence_lengths[part]).all())
     return same_lengths and bool((_tokens(a, block) == _tokens(b, block)).all())

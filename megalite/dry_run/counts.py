@@ -262,7 +262,6 @@ def _with_microbatches(config: Config, number: int) -> Config:
 
 
 def _num_actions(trainer: Trainer, repetition: Repetition | None) -> int:
-    """Return the number of actions that the first iteration will run."""
     if repetition is not None:
         return len(repetition.actions) - repetition.times * repetition.period
     return trainer.pipeline.num_actions(trainer.train_step.plan_iteration(trainer.progress).num_microbatches)

@@ -16,7 +16,7 @@ from megalite.attention.choice import build_core
 from megalite.attention.core import StageCore
 from megalite.checkpoint.convert.model_settings import parameters_of, without_training_buffers
 from megalite.checkpoint.full_tensors import check_averages, check_weights
-from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest
+from megalite.checkpoint.manifest import CONFIG, DamagedCheckpoint, Manifest, saved_config
 from megalite.checkpoint.selection import choose_checkpoint
 from megalite.checkpoint.tensor_files import read_tensors
 from megalite.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig, check_config
@@ -27,7 +27,6 @@ from megalite.data.tokenizers.tokenizer_digest import tokenizer_digest
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology
-from megalite.frontends.command_line import parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int
 from megalite.model.architectures import STAGES
 from megalite.model.stage import DTYPES
@@ -39,7 +38,7 @@ from megalite.tensor_parallel.parameter_spec import (
     new_parameter,
     spec_of,
 )
-from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.errors import UserError
 from megalite.utils.log import configure_logging, log
 
 CP_COMM_TYPE: Final = "p2p"
@@ -204,7 +203,9 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
     if manifest is None:
         raise UserError(f"--load {flags.load} has no checkpoint: pass the --save folder of a run")
     with topology.agreed():
-        config = _config_of(manifest)
+        config = saved_config(manifest)
+        if config.model.vocab_size is None:
+            raise DamagedCheckpoint(manifest.folder, [f"{CONFIG} has no vocabulary size"])
         if flags.ema:
             check_averages(manifest)
         # Vocabulary padding and attention backend can differ from the run, and only training clips scores.
@@ -213,16 +214,6 @@ def open_trained(flags: ModelFlags, topology: Topology) -> TrainedModel:
             model = replace(model, params_dtype=flags.dtype)  # type: ignore[arg-type]  # one of its choices
         _check_layout(model, flags, topology.world_size)
     return TrainedModel(manifest, replace(config, model=model), "ema." if flags.ema else "model.")
-
-
-def _config_of(manifest: Manifest) -> Config:
-    try:
-        config, _ = parse(["--config", str(manifest.folder / CONFIG)])
-    except ConfigError as error:
-        raise DamagedCheckpoint(manifest.folder, error.problems) from None
-    if config.model.vocab_size is None:
-        raise DamagedCheckpoint(manifest.folder, [f"{CONFIG} has no vocabulary size"])
-    return config
 
 
 def _check_layout(model: ModelConfig, flags: ModelFlags, world_size: int) -> None:

@@ -61,7 +61,7 @@ def inspect_node(
         backend: `ParallelConfig.distributed_backend`; gloo trains on CPU cores.
         shares_gpus: ranks that are more than the GPUs share their memory.
     """
-    host, adapters = float(total_bytes()), _adapter_gbps(_ADAPTERS)
+    host, adapters = float(total_bytes()), sum(_port_gbps(_ADAPTERS))
     network = adapters / local_world_size if adapters else None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     share = host / local_world_size
@@ -112,12 +112,8 @@ def _gpus() -> list[dict[str, Any]]:
     return list(json.loads(query.stdout))
 
 
-def _adapter_gbps(folder: Path) -> float:
-    """Return GB/s of all active InfiniBand or RoCE ports together, one way; 0 if there are none."""
-    return sum(_port_gbps(folder))
-
-
 def _port_gbps(folder: Path) -> Iterator[float]:
+    """Yield GB/s of each active InfiniBand or RoCE port, one way."""
     for port in sorted(folder.glob("*/ports/*")):
         with suppress(OSError):  # a port may vanish
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())

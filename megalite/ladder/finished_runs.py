@@ -135,7 +135,6 @@ def _config(run: Run) -> tuple[Config, int | None]:
 
 
 def _last_loss(history: History, iteration: int, dataset: str | None) -> float:
-    """Return the validation loss after the last iteration."""
     wanted = "valid" if dataset is None else f"valid {dataset}"
     rows = {row.name: row for row in history.evaluations if row.iteration == iteration}
     if wanted not in rows:

@@ -152,7 +152,6 @@ def _evaluation(run: Run) -> str:
 
 
 def _scores(run: Run) -> str:
-    """Return the last scores of benchmark tasks."""
     rows = [row for row in run.history.evaluations if row.name == TASKS]
     scores = rows[-1].values if rows else {}
     return "; ".join(f"{name} {value:.4f}" for name, value in scores.items() if "/" in name)

@@ -158,7 +158,6 @@ def _sums_bias_gradient(layer: Linear) -> bool:
 
 
 def _separate(shape: Shape, layers: Sequence[Linear]) -> None:
-    """Let these layers compute the epilogue in separate kernels."""
     for layer in layers:
         if isinstance(layer, ColumnParallelLinear) and shape.epilogue == "GELU":
             layer.fuses_gelu = False

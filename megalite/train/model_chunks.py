@@ -299,7 +299,6 @@ def build_optimizer(
 def _post_step_hooks(
     model: ModelConfig, topology: Topology, chunks: Sequence[Stage], optimizer: Optimizer
 ) -> list[PostStepHook]:
-    """Return the changes that follow an update of the chunks."""
     found: list[PostStepHook] = []
     if model.qk_clip:
         found.append(QKClip(model, topology, _measured_heads(chunks), optimizer.updated))

@@ -256,7 +256,6 @@ class ShardedTensors(Mapping[str, Tensor]):
 
 
 def _offsets_in(path: Path, file: SafetensorsFile) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor of a file."""
     try:
         record = parse_json(file.metadata[_OFFSETS])
         found = {name: tuple(record[name]["saved_offsets"]) for name in file}

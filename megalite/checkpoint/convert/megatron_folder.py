@@ -96,7 +96,6 @@ def shards_of(chunks: Sequence[ModelChunk], folder: str) -> dict[str, list[Tenso
 
 
 def _iteration_folder(folder: Path, iteration: int | None) -> Path:
-    """Return the folder of the requested iteration, or of the last iteration."""
     if iteration is not None:
         chosen = folder / f"iter_{iteration:07d}"
     elif (folder / TRACKER).is_file():

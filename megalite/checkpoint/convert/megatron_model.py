@@ -256,7 +256,6 @@ _MANY = {field.name for field in config_fields() if field.kind.is_many}
 
 
 def _tuple_of(value: Any) -> tuple[int, ...] | None:
-    """Return a number or a list of numbers as a tuple."""
     return None if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 

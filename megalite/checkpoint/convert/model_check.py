@@ -331,7 +331,6 @@ def check_same(first: ModelOutputs, second: ModelOutputs, num_tokens: int, cause
 
 
 def _cause(name: str) -> str:
-    """Return the likely cause of a first difference."""
     if name == EMBEDDING:
         return "the likely cause is a table or norm of the embedding"
     if name == "layer 0":

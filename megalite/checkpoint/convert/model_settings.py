@@ -123,7 +123,7 @@ class Settings:
             model = replace(model, params_dtype=base.model.params_dtype)
         if model.vocab_size is None:
             model = replace(model, vocab_size=base.model.vocab_size)
-        _check_model(replace(config, model=model))
+        check_model(model)
         return replace(config, model=model)
 
     def _parsed(self, base: Config) -> Config:
@@ -160,10 +160,8 @@ def _report_unused(config: Config, base: Config) -> None:
             log.warning("%s has no effect: %s", flag_of(name), reason)
 
 
-def _check_model(config: Config) -> None:
+def check_model(model: ModelConfig) -> None:
     """Refuse a model that cannot be trained on one rank, after filling in fields that only training needs."""
-    trained = Config(
-        model=config.model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)
-    )
+    trained = Config(model=model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1))
     if problems := problems_of(trained, 1):
         raise ConfigError(problems)

@@ -23,12 +23,18 @@ from megalite.checkpoint.convert.model_settings import Settings, parameters_of
 from megalite.checkpoint.convert.tokenizer_files import TOKENIZER, files_of, model_beside, tokenizer_in
 from megalite.checkpoint.folder import iterations_in, list_checkpoints
 from megalite.checkpoint.full_tensors import FullReader, check_averages, check_weights
-from megalite.checkpoint.manifest import CONFIG, RUN, DamagedCheckpoint, Manifest, damage_of, read_manifest
+from megalite.checkpoint.manifest import (
+    RUN,
+    DamagedCheckpoint,
+    Manifest,
+    damage_of,
+    read_manifest,
+    saved_config,
+)
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config
-from megalite.frontends.command_line import parse
 from megalite.frontends.huggingface.config import RECORDED, recorded_of
-from megalite.utils.errors import ConfigError, UserError, few
+from megalite.utils.errors import UserError, few
 
 
 class ConversionSource(Protocol):
@@ -79,7 +85,7 @@ class MegaliteSource:
         manifest = read_manifest(find_checkpoint(folder, iteration))
         if ema:
             check_averages(manifest)
-        base = _with_moved_tokenizer(_config_of(manifest), manifest.folder.parent / TOKENIZER)
+        base = _with_moved_tokenizer(saved_config(manifest), manifest.folder.parent / TOKENIZER)
         self.config = settings.applied(base)
         self.progress = TrainingProgress.from_record(manifest.description["progress"])
         is_same = self.config.model.params_dtype == base.model.params_dtype
@@ -187,14 +193,6 @@ def kind_of(folder: Path) -> str:
         f"--load {folder} is not a checkpoint of megalite, Megatron-LM or Megatron-DeepSpeed, nor a Hugging "
         "Face folder (config.json and weights): if you know its kind, pass it with --from"
     )
-
-
-def _config_of(manifest: Manifest) -> Config:
-    try:
-        config, _ = parse(["--config", str(manifest.folder / CONFIG)])
-    except ConfigError as error:
-        raise DamagedCheckpoint(manifest.folder, error.problems) from None
-    return config
 
 
 def _with_moved_tokenizer(config: Config, folder: Path) -> Config:

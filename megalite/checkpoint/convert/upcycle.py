@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.convert.convert import converted_parameters
-from megalite.checkpoint.convert.model_settings import Settings, parameters_of
+from megalite.checkpoint.convert.model_settings import Settings, check_model, parameters_of
 from megalite.checkpoint.convert.source import MegaliteSource
 from megalite.checkpoint.convert.target import ConversionPlan, size_text, whole_folder, write_megalite
 from megalite.checkpoint.progress import TrainingProgress
-from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
-from megalite.config.validate import problems_of
+from megalite.config import Config, ModelConfig
 from megalite.kernels import site_key
-from megalite.utils.errors import ConfigError, UserError
+from megalite.utils.errors import UserError
 from megalite.utils.log import log
 
 _ROUTER = "router.weight"
@@ -101,11 +100,7 @@ def upcycle(checkpoint: Path, sizes: ExpertSizes, save: Path, seed: int) -> None
     dense = MegaliteSource(checkpoint, None, Settings())
     sizes.check(dense.config.model)
     config = dataclasses.replace(dense.config, model=sizes.expert_model(dense.config.model))
-    trained = Config(
-        model=config.model, data=DataConfig(mock_data=True), training=TrainingConfig(train_iters=1)
-    )
-    if problems := problems_of(trained, 1):
-        raise ConfigError(problems)
+    check_model(config.model)
     plan = ConversionPlan(config, dense.progress, parameters_of(config.model), 0, save)
     source = UpcycledSource(config, dense.progress, None, dense, sizes, seed)
     with whole_folder(save, plan.num_bytes) as folder:

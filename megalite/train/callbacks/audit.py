@@ -113,7 +113,6 @@ class Audit(Callback):
         raise error
 
     def _description(self, loop: TrainingLoop) -> str:
-        """Describe what is compared, for the log."""
         interval, size = loop.trainer.config.training.audit_interval, loop.trainer.topology.sample_ranks.size
         where = "on the next replica" if size > 1 else "on the same device, for there is no other replica"
         weights, state = (f"{self._replicas.compared_share(kind):.0%}" for kind in ("model", "optimizer"))
@@ -197,7 +196,12 @@ class MicrobatchComparison:
             return None
         self.close()
         device, size = self._trainer.topology.device, self._replicas.size
-        mine = torch.stack([_total(each, device) for each in (self._next_results, self._own_results)])
+        mine = torch.stack(
+            [
+                checksum_of((results[name].checksum for name in sorted(results)), device)
+                for results in (self._next_results, self._own_results)
+            ]
+        )
         rows = torch.cat(gather_rows(mine.unsqueeze(0), self._replicas))
         differs = rows[:, 0] != rows[:, 1].roll(-1)
         # Pipeline and tensor-parallel ranks may see no difference, or another one: they agree on the owner.
@@ -305,11 +309,6 @@ def _finding(differences: Sequence[_Difference], owner: int) -> Finding:
     else:
         what += ", and the wrong result does not repeat"
     return Finding((earliest[0].name,), what, tuple(sorted(suspects)), is_voted)
-
-
-def _total(results: Results, device: torch.device) -> Tensor:
-    """Return one checksum of all results, by the order of their names."""
-    return checksum_of((results[name].checksum for name in sorted(results)), device)
 
 
 @contextmanager

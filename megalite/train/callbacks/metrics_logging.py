@@ -108,7 +108,6 @@ class MetricsLogging(Callback):
 def _metrics(
     trainer: Trainer, meter: IntervalMeter, result: StepResult, sample: TimeSample | None
 ) -> IterationMetrics:
-    """Return the interval's metrics, with the run's totals and the optional metrics."""
     progress, logging = trainer.progress, trainer.config.logging
     # An excluded iteration has no gradient; the NaN locator has overwritten an anomaly's gradient.
     has_gradient = not result.plan.is_excluded and result.anomaly is None
@@ -280,7 +279,7 @@ def loads_of_layers(counted: Mapping[int, RoutingStatistics], trainer: Trainer) 
     model, topology = trainer.config.model, trainer.topology
     assert model.num_experts is not None
     # [L, e + 2] counts, dropped choices and sums of entropies. fp64 holds whole numbers up to 2^53 exactly.
-    shape = (_num_rows(model), model.num_experts + 2)
+    shape = (model.num_layers + model.mtp_num_layers, model.num_experts + 2)
     totals = torch.zeros(shape, dtype=torch.float64, device=topology.device)
     for row, statistics in counted.items():
         others = torch.stack((statistics.num_dropped.double(), statistics.entropy))
@@ -307,10 +306,6 @@ def _routers(trainer: Trainer) -> dict[int, Router]:
                 first_row = trainer.config.model.num_layers if path[0] == _MTP else 0
                 found[first_row + int(path[1])] = module
     return found
-
-
-def _num_rows(model: ModelConfig) -> int:
-    return model.num_layers + model.mtp_num_layers
 
 
 def _name(row: int, model: ModelConfig) -> str:

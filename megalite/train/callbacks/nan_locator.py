@@ -168,7 +168,6 @@ class NanLocator:
         return list(self._rows)[row]
 
     def _microbatch_text(self, column: int, first_sample: int) -> str:
-        """Describe the microbatch of a column."""
         index, dp_rank = divmod(column, self._topology.sample_ranks.size)
         rank = f" of data-parallel rank {dp_rank}" if self._topology.sample_ranks.size > 1 else ""
         samples = self._samples(first_sample, index, range(dp_rank, dp_rank + 1))

@@ -240,7 +240,6 @@ class Watchdog:
         _print(f"stacks of rank {self._topology.rank}:\n{all_stacks()}")
 
     def _write_records(self) -> None:
-        """Write the last collectives to a file, if torch has recorded them."""
         if self._recorder is None:
             return
         # torch holds the GIL while it asks the GPU for the state of each collective. If the GPU does not

@@ -244,7 +244,6 @@ class IntervalMeter:
         self._paused_at: float | None = None
 
     def _tflop_per_rank(self, plan: IterationPlan) -> float:
-        """Return the model TFLOP of an iteration on each rank."""
         return plan.num_sequences * plan.seq_length * self._tflop_per_token_and_rank(plan.seq_length)
 
     def add(self, result: StepResult) -> None:

@@ -373,7 +373,6 @@ def compare(
 
 
 def _merged(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the terms with one term for all computation."""
     others = {term: value for term, value in seconds.items() if term not in COMPUTING}
     return {COMPUTE: _computing(seconds), **others}
 

@@ -260,7 +260,6 @@ class MetricsFile:
 
 
 def _ends_in_broken_line(path: Path) -> bool:
-    """Return whether the file's last line has no newline."""
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             return False
@@ -269,7 +268,6 @@ def _ends_in_broken_line(path: Path) -> bool:
 
 
 def _spell_non_finite(value: Any) -> Any:
-    """Replace floats that are not finite by strings."""
     if isinstance(value, dict):
         return {key: _spell_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
