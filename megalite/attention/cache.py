@@ -140,7 +140,7 @@ class CachedCore(StageCore):
                 visible[window] = VisibleKeys(bias=bias)
         ids = microbatch.position_ids
         angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
-        starts = self._starts(range(first, self.length)) if self.config.has_recurrent_layers else None
+        starts = self._starts(range(first, self.length)) if self.config.recurrences else None
         factors = self.query_factors(num_tokens, ids)
         return PositionInfo(visible, angles, factors, starts, is_replicated=True)
 
@@ -354,7 +354,7 @@ class DividedCore(CachedCore):
         whole = self._after_padding()
         visible = {window: whole.within(window, s, device).expand(len(ids)) for window in self.windows}
         angles = tuple(rotation.compute(ids) for rotation in self.rotations.values())
-        starts = self._starts(range(s)) if self.config.has_recurrent_layers else None
+        starts = self._starts(range(s)) if self.config.recurrences else None
         return PositionInfo(visible, angles, self.query_factors(s, ids), starts)
 
     def bias(self, visible: VisibleKeys, s: int, queries: range) -> Tensor:

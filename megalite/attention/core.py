@@ -200,7 +200,7 @@ class StageCore:
     def position_info(self, microbatch: Microbatch) -> PositionInfo:
         """Return the positions of a microbatch's tokens, computed once for all layers."""
         ids, positions, own = microbatch.document_ids, microbatch.position_ids, self.own_positions
-        assignments, has_recurrent = microbatch.assignments, self.config.has_recurrent_layers
+        assignments, has_recurrent = microbatch.assignments, bool(self.config.recurrences)
         b, s = microbatch.tokens.shape[0], microbatch.tokens.shape[1] * own.count
         angles: tuple[Angles, ...] | None = None
         if positions is not None:

@@ -70,7 +70,8 @@ class Attention(nn.Module):
 
     def build_inputs(self, config: ModelConfig, context: LayerContext, spec: Any) -> None:
         """Build the modules that compute queries, keys and values."""
-        group_rows = tuple(count * spec.head_dim for count in spec.group_heads)
+        self.group_heads = spec.group_heads
+        group_rows = tuple(count * spec.head_dim for count in self.group_heads)
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             spec.num_groups * sum(group_rows),
@@ -189,9 +190,9 @@ class Attention(nn.Module):
 
     def _split_own_groups(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """Split ``[s, b, g/tp (r + 2) d]`` into the queries, gates, keys and values of g/tp groups."""
-        packed = qkv.unflatten(-1, (-1, sum(self.spec.group_heads), self.spec.head_dim))
-        if self.spec.group_heads[1:] != (1, 1):
-            return tuple(heads.flatten(2, 3) for heads in packed.split(self.spec.group_heads, dim=3))
+        packed = qkv.unflatten(-1, (-1, sum(self.group_heads), self.spec.head_dim))
+        if self.group_heads[1:] != (1, 1):
+            return tuple(heads.flatten(2, 3) for heads in packed.split(self.group_heads, dim=3))
         if torch.compiler.is_compiling():
             return split_heads(packed)  # the compiler derives its backward, and may fuse it
         heads: Heads = SplitHeads.apply(packed)
@@ -203,7 +204,7 @@ class Attention(nn.Module):
         group, member = divmod(self.tp.rank, ranks_per_group)
         full = all_gather_from(qkv, self.tp)  # [s, b, g (r + 2) d]
         by_group = full.unflatten(-1, (self.spec.num_groups, -1, self.spec.head_dim))
-        parts = by_group[:, :, group].split(self.spec.group_heads, dim=-2)  # of [s, b, r + 2, d]
+        parts = by_group[:, :, group].split(self.group_heads, dim=-2)  # of [s, b, r + 2, d]
         num_query_parts = 2 if self.spec.has_gate else 1
         first = member * self.local_heads
         of_queries = (heads.narrow(2, first, self.local_heads) for heads in parts[:num_query_parts])

@@ -5,9 +5,6 @@ Shapes: s sequence, b microbatch, h hidden size, e size of the layer's own embed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
-
 from torch import Tensor, nn
 
 from megalite.attention.core import StageCore
@@ -15,7 +12,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import SharedKeys, Terms, WithTerms
 from megalite.batch.microbatch import SampleNumbers
 from megalite.config import ModelConfig, RecomputeConfig
-from megalite.config.model.transformer import NormPosition
+from megalite.config.model.transformer import NORMALIZED
 from megalite.kernels import ResidualSum
 from megalite.model.experts import MixtureOfExperts, Router
 from megalite.model.layer_state import BlockOutput, LayerState
@@ -27,14 +24,6 @@ from megalite.model.per_layer_embedding import EmbeddingGate
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter
 from megalite.utils.wrapping import wrap_point
-
-NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]] = {
-    "pre": ("input",),
-    "output": ("output",),
-    "sandwich": ("input", "output"),
-    "post": ("sum",),
-}
-"""What a layer normalizes around each of its blocks, by --norm-position."""
 
 
 class TransformerLayer(nn.Module):
@@ -70,6 +59,7 @@ class TransformerLayer(nn.Module):
         self.number, self.spec = layer, config.layer_spec(layer)
         spec, context = self.spec, context.for_layer(layer)
         has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
+        self.key_source = None if spec.attention is None else spec.attention.key_source
         self.blocks = (*(("attention",) if has_mixer else ()), *(("mlp",) if has_mlp else ()))
         self.normalized = NORMALIZED[config.norm_position]
         self.is_parallel = config.parallel_residual and has_mixer and has_mlp
@@ -101,7 +91,7 @@ class TransformerLayer(nn.Module):
         if not (block == "mlp" and self.shares_norm):
             norm = build_norm(config, context, with_residual="input" in self.normalized)
             self.add_module(f"{block}_norm", norm)
-        if self.normalized == ("input", "output"):
+        if len(self.normalized) > 1:
             self.add_module(f"{block}_output_norm", build_norm(config, context))
 
     @property
@@ -124,8 +114,7 @@ class TransformerLayer(nn.Module):
     def own_inputs(self, state: LayerState) -> tuple[Tensor, ...]:
         """Return the arguments of `forward` that only some layers have, from the layers before it."""
         embedding = () if self.embedding_gate is None else (state.embeddings[self.number],)
-        source = None if self.spec.attention is None else self.spec.attention.key_source
-        return embedding if source is None else (*embedding, *state.keys[source])
+        return embedding if self.key_source is None else (*embedding, *state.keys[self.key_source])
 
     @wrap_point
     def forward(

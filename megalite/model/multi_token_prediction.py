@@ -25,6 +25,7 @@ from megalite.attention.positions import PositionInfo
 from megalite.batch.loss_terms import LossTerm, Terms, WithTerms, later_real_token, later_token
 from megalite.batch.microbatch import Microbatch, SampleNumbers
 from megalite.config import ModelConfig
+from megalite.config.model.transformer import NORMALIZED
 from megalite.model.embedding import multiplier
 from megalite.model.experts import names_of_terms
 from megalite.model.layer import TransformerLayer
@@ -90,7 +91,7 @@ class MultiTokenModule(nn.Module):
         self.hidden_norm = build_norm(config, context)
         self.projection = JoiningLinear(config, context)
         self.layer = TransformerLayer(config, context, core, config.num_layers + number)
-        is_post_norm = config.norm_position == "post"
+        is_post_norm = "sum" in NORMALIZED[config.norm_position]
         self.final_norm = nn.Identity() if is_post_norm else build_norm(config, context)
 
     @wrap_point

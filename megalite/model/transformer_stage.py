@@ -16,6 +16,7 @@ from megalite.attention.core import StageCore
 from megalite.batch.loss_terms import LM_LOSS, LossTerm
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
+from megalite.config.model.transformer import NORMALIZED
 from megalite.model.embedding import Embedding, word_table
 from megalite.model.experts import names_of_terms
 from megalite.model.head import OutputLayer
@@ -72,8 +73,9 @@ class TransformerStage(Stage):
         return layer.own_inputs(state) if isinstance(layer, TransformerLayer) else ()
 
     def build_head(self) -> nn.Module:
-        """Return the final norm."""
-        return build_norm(self.config, self.context) if self.config.norm_position != "post" else nn.Identity()
+        """Return the final norm, unless the last layer's sum is normalized."""
+        is_normalized = "sum" in NORMALIZED[self.config.norm_position]
+        return nn.Identity() if is_normalized else build_norm(self.config, self.context)
 
     def build_last_part(self) -> None:
         """Build the final norm, the modules of multi-token prediction and the output layer."""

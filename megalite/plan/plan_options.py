@@ -42,7 +42,7 @@ def add_cluster(parser: ToolParser) -> None:
         help="change figures of the GPU, for example tflops=400 memory_gib=96",
     )
     add("--calibrate", action="store_true", help="measure this machine, and plan for it")
-    add("--world-size", type=positive_int, help="number of GPUs (default: tp x pp x dp x cp)")
+    add("--world-size", type=positive_int, help="number of GPUs (default: as many as the layout has)")
     add("--gpus-per-node", type=positive_int, help="GPUs per node (default: as in usual servers)")
     add(
         "--node-gbps",

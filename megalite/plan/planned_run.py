@@ -78,14 +78,8 @@ def kernels_of(config: Config, gpu: Gpu) -> Kernels:
 
 def _fits_recurrence_kernels(model: ModelConfig) -> bool:
     """Return whether Triton's kernels compute the recurrences of a model that has some."""
-    if not model.has_recurrent_layers or model.params_dtype == "fp64":
-        return False
-    heads = (
-        (model.mamba.state_dim, model.mamba.head_dim)
-        if model.has_mamba
-        else (model.delta_net.key_dim, model.delta_net.value_dim)
-    )
-    return max(heads) <= MAX_TRITON_HEAD
+    sizes = [size for spec in model.recurrences for size in spec.kernel_sizes]
+    return bool(sizes) and model.params_dtype != "fp64" and max(sizes) <= MAX_TRITON_HEAD
 
 
 def _has_flash_blocks(model: ModelConfig) -> bool:

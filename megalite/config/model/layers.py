@@ -14,8 +14,8 @@ from megalite.config.model.attention import AttentionSpec, LatentSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.rope import RotarySpec
 
-HYBRID_LETTERS = "M*-E"
-"""Letters of --hybrid-override-pattern: Mamba-2, attention, an MLP, experts."""
+HYBRID_LETTERS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
+"""Letters of --hybrid-override-pattern, and the block that each means."""
 RecurrentSpec = DeltaNetSpec | MambaSpec
 MixerSpec = AttentionSpec | RecurrentSpec
 
@@ -42,7 +42,7 @@ class LayerSpec:
     @property
     def recurrence(self) -> RecurrentSpec | None:
         """Return the mixer if it is recurrent."""
-        return self.mixer if isinstance(self.mixer, (DeltaNetSpec, MambaSpec)) else None
+        return self.mixer if isinstance(self.mixer, RecurrentSpec) else None
 
     @property
     def has_mlp(self) -> bool:

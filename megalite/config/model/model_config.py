@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions
 from megalite.config.model.experts import ExpertOptions
-from megalite.config.model.layers import LayerSpec, attention_spec, layer_spec
+from megalite.config.model.layers import LayerSpec, RecurrentSpec, attention_spec, layer_spec
 from megalite.config.model.mlp import MLPOptions
 from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
 from megalite.config.model.rope import RopeOptions
@@ -71,6 +71,20 @@ class ModelConfig(
             if spec is not None and spec.key_source is None:
                 found.setdefault((spec.head_dim, spec.num_kv_heads, *spec.group_heads), spec)
         return tuple(found.values()) or (attention_spec(self, 0),)
+
+    @cached_property
+    def recurrences(self) -> tuple[RecurrentSpec, ...]:
+        """Return the recurrent mixers of the layers, each once."""
+        specs = (self.layer_spec(number).recurrence for number in range(min(self.num_layers, MOST_LAYERS)))
+        return tuple(dict.fromkeys(spec for spec in specs if spec is not None))
+
+    @property
+    def mlp_widths(self) -> dict[str, int]:
+        """Return the widths of the MLPs, by their fields."""
+        shared = self.kv_shared_ffn_hidden_size
+        return {"ffn_hidden_size": self.ffn_size} | (
+            {} if shared is None else {"kv_shared_ffn_hidden_size": shared}
+        )
 
     @property
     def max_head_dim(self) -> int:

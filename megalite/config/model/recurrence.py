@@ -63,11 +63,6 @@ class RecurrentOptions:
     """Smallest time step of Mamba-2; transformers' Nemotron-H has 0.001."""
 
     @property
-    def has_recurrent_layers(self) -> bool:
-        """Return whether layers can have a recurrent mixer in the place of attention."""
-        return self.recurrent_mixer != "none" or self.has_mamba
-
-    @property
     def has_mamba(self) -> bool:
         """Return whether layers have Mamba-2."""
         return "M" in (self.hybrid_override_pattern or "")
@@ -95,11 +90,24 @@ class DeltaNetSpec:
     """
 
     name: ClassVar[str] = "gated_delta_net"
+    cut_by: ClassVar[str] = "linear_num_key_heads"
+    """Field of the number of parts that tensor- and context-parallel ranks divide among them."""
+    part: ClassVar[str] = "key heads with their value heads"
     kernel: int
     key_dim: int
     value_dim: int
     key_heads: int
     value_heads: int
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts that ranks divide among them."""
+        return self.key_heads
+
+    @property
+    def kernel_sizes(self) -> tuple[int, int]:
+        """Return the sizes of a state, which bound what a kernel of the recurrence can hold."""
+        return self.key_dim, self.value_dim
 
     @property
     def sharers(self) -> int:
@@ -148,12 +156,24 @@ class MambaSpec:
     """
 
     name: ClassVar[str] = "mamba"
+    cut_by: ClassVar[str] = "mamba_num_groups"
+    part: ClassVar[str] = "groups with their heads"
     state_dim: int
     head_dim: int
     num_groups: int
     num_heads: int
     kernel: int
     min_time_step: float
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts that ranks divide among them."""
+        return self.num_groups
+
+    @property
+    def kernel_sizes(self) -> tuple[int, int]:
+        """Return the sizes of a state, which bound what a kernel of the recurrence can hold."""
+        return self.state_dim, self.head_dim
 
     @property
     def group_heads(self) -> int:

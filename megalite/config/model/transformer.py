@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,13 @@ NUM_BERT_SPECIAL = 3
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 NormPosition = Literal["pre", "post", "output", "sandwich"]
+NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]] = {
+    "pre": ("input",),
+    "output": ("output",),
+    "sandwich": ("input", "output"),
+    "post": ("sum",),
+}
+"""What a layer normalizes around each of its blocks, by --norm-position."""
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
 

@@ -10,7 +10,7 @@ from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.layers import windows_differ
 from megalite.config.model.model_config import ModelConfig
-from megalite.config.model.transformer import NUM_BERT_SPECIAL
+from megalite.config.model.transformer import NORMALIZED, NUM_BERT_SPECIAL
 from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.option import flag_of, flag_with_value
 from megalite.utils.errors import Problem
@@ -182,7 +182,7 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
 def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
     modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    if config.model.norm_position in ("output", "post") and modules:
+    if "input" not in NORMALIZED[config.model.norm_position] and modules:
         yield Problem(
             ("norm_position", "recompute_modules"),
             f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
@@ -293,11 +293,9 @@ def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
         return
     dimensions = [
         (("hidden_size",), f"--hidden-size {model.hidden_size}", model.hidden_size, 1),
-        (("ffn_hidden_size",), f"--ffn-hidden-size {model.ffn_size}", model.ffn_size, tp),
+        *(((name,), f"{flag_of(name)} {width}", width, tp) for name, width in model.mlp_widths.items()),
         *(each for spec in model.head_specs for each in _head_features(model, spec, tp)),
     ]
-    if (width := model.kv_shared_ffn_hidden_size) is not None:
-        dimensions.append((("kv_shared_ffn_hidden_size",), f"--kv-shared-ffn-hidden-size {width}", width, tp))
     for fields, what, size, ranks in dimensions:
         if size % (16 * ranks):
             over = f" over --tp {ranks}" if ranks > 1 else ""

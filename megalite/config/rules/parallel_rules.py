@@ -33,15 +33,10 @@ _CP = "context_parallel_size"
 def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that tp divides heads, widths and the vocabulary's rows, and that etp divides experts' width."""
     model, parallel = config.model, config.parallel
-    tp, has_delta_net = parallel.tp, model.recurrent_mixer == "gated_delta_net"
+    tp = parallel.tp
     heads = [
         ("num_attention_heads", model.num_attention_heads, "heads"),
-        (
-            "linear_num_key_heads",
-            model.linear_num_key_heads * has_delta_net,
-            "key heads with their value heads",
-        ),
-        ("mamba_num_groups", model.mamba_num_groups * model.has_mamba, "groups with their heads"),
+        *((spec.cut_by, spec.num_parts, spec.part) for spec in model.recurrences),
     ]
     for name, number, what in heads:
         if number % tp:
@@ -52,8 +47,7 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             )
     experts = model.has_experts
     widths = [
-        ("ffn_hidden_size", model.ffn_size, "--tp", tp),
-        ("kv_shared_ffn_hidden_size", model.kv_shared_ffn_hidden_size or 0, "--tp", tp),
+        *((name, width, "--tp", tp) for name, width in model.mlp_widths.items()),
         (
             "moe_shared_expert_intermediate_size",
             (model.moe_shared_expert_intermediate_size or 0) * experts,

@@ -12,7 +12,6 @@ from megalite.utils.errors import Problem
 
 _MIXER, _FREQ = "recurrent_mixer", "linear_attention_freq"
 _KEYS, _VALUES = "linear_num_key_heads", "linear_num_value_heads"
-_GROUPS = {_KEYS: "key heads with their value heads", "mamba_num_groups": "groups with their heads"}
 
 
 def recurrent_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -49,19 +48,17 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
 
 def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that context-parallel ranks can divide the recurrent heads of a tensor-parallel rank."""
-    model, tp, cp = config.model, config.parallel.tp, config.parallel.cp
-    if not model.has_recurrent_layers or cp == 1:
-        return
-    name = "mamba_num_groups" if model.has_mamba else _KEYS
-    number = getattr(model, name)
-    if number % tp or number // tp % cp == 0:
-        return
-    rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
-    yield Problem(
-        (name, "context_parallel_size", "tensor_model_parallel_size"),
-        f"{flag_of(name)} {number} with --cp {cp}, over which the {number // tp}{rank} cannot be split: pass "
-        f"--cp {divisors_near(number // tp, cp)}; each rank computes whole {_GROUPS[name]} for all tokens",
-    )
+    tp, cp = config.parallel.tp, config.parallel.cp
+    for spec in config.model.recurrences if cp > 1 else ():
+        number = spec.num_parts // tp
+        if spec.num_parts % tp == 0 and number % cp:
+            rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+            yield Problem(
+                (spec.cut_by, "context_parallel_size", "tensor_model_parallel_size"),
+                f"{flag_of(spec.cut_by)} {spec.num_parts} with --cp {cp}, over which the {number}{rank} "
+                f"cannot be split: pass --cp {divisors_near(number, cp)}; each rank computes whole "
+                f"{spec.part} for all tokens",
+            )
 
 
 PATTERN = "hybrid_override_pattern"
@@ -73,11 +70,11 @@ def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
     if pattern is None:
         return
     setting = flag_with_value(PATTERN, pattern)
+    *first, last = (f"{letter} ({block})" for letter, block in HYBRID_LETTERS.items())
     if unknown := sorted({*pattern} - {*HYBRID_LETTERS}):
         yield Problem(
             (PATTERN,),
-            f"{setting} has {' '.join(unknown)}: its letters are M (Mamba-2), * (attention), - (MLP) and E "
-            "(experts)",
+            f"{setting} has {' '.join(unknown)}: its letters are {' and '.join([', '.join(first), last])}",
         )
     elif len(pattern) != model.num_layers:
         yield Problem(

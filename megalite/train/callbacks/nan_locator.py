@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalite.batch.loss_terms import REAL_TOKEN, WithTerms, largest_total, later_real_token, later_token
 from megalite.batch.microbatch import Microbatch
+from megalite.config import ModelConfig
 from megalite.data.batch_loader import microbatch_samples
 from megalite.distributed.collectives import largest_of_all
 from megalite.model.compiled import run_as_written
@@ -65,7 +66,7 @@ class NanLocator:
         self._micro_batch_size = trainer.config.training.micro_batch_size
         self._num_later = trainer.config.model.mtp_num_layers
         self._is_compiled = trainer.config.training.compile  # layers run uncompiled while they have hooks
-        self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model.num_layers))}
+        self._rows = {name: row for row, name in enumerate(_parts(trainer.config.model))}
 
     def locate(self, anomaly: Anomaly, plan: IterationPlan) -> str:
         """Return where the iteration went wrong, as a clause for the log; a collective."""
@@ -211,10 +212,13 @@ class _Magnitudes(Reader):
         self._table[row, self._column] = largest.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _parts(num_layers: int) -> list[str]:
+def _parts(model: ModelConfig) -> list[str]:
     """Return the modules whose outputs are measured, by their names in the whole model, and the loss."""
-    blocks = ("attention_norm", "attention", "mlp_norm", "mlp", "experts")
-    layers = [f"layers.{layer}.{block}" for layer in range(num_layers) for block in blocks]
+    layers = []
+    for number, spec in enumerate(model.layer_specs):
+        mixer = () if spec.mixer is None else ("attention_norm", spec.mixer.name, "attention_output_norm")
+        blocks = (*mixer, "mlp_norm", "mlp", "experts", "mlp_output_norm")
+        layers += [f"layers.{number}.{block}" for block in blocks]
     return ["embedding", *layers, "final_norm", "loss"]
 
 

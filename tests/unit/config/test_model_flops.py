@@ -83,7 +83,7 @@ OPTIONS = {
 }
 
 
-RECURRENT = [name for name, model in PRESETS.items() if model.has_recurrent_layers]
+RECURRENT = [name for name, model in PRESETS.items() if model.recurrences]
 
 
 @pytest.mark.parametrize("preset", [name for name in (*PRESETS, *OPTIONS) if name not in RECURRENT])

@@ -778,13 +778,13 @@ def test_agrees(kind, seed, one_rank):
     sizes["fp32"] = sizes["fp64"] | sizes_of_terms(in_fp64, ids, numbers)
     _, rounded = theirs_in("fp32")
     roundings = [max(differences(rounded, expected, sizes["fp32"]).values())]
-    if config.has_recurrent_layers:
+    if config.recurrences:
         with InDoublePrecision():
             others = [theirs_in("fp64", number)[1] for number in range(NUM_ROUNDINGS)]
         roundings += [max(differences(other, expected, sizes["fp32"]).values()) for other in others]
     tolerances = {
         "fp32": max(TOLERANCES["fp32"], OF_ROUNDING * max(roundings)),
-        "fp64": TOLERANCES["fp64"] * (OF_RECURRENCES if config.has_recurrent_layers else 1),
+        "fp64": TOLERANCES["fp64"] * (OF_RECURRENCES if config.recurrences else 1),
     }
     # Attention dropout has a product of its own; without it, in evaluation, it must give the same.
     for dtype, attention_dropout in itertools.product(tolerances, (0.0, 0.1)):

@@ -25,7 +25,7 @@ TINY = "--gpu h100 --world-size 2 --preset gpt-tiny --vocab-size 256 --global-ba
 
 def examples() -> list[str]:
     assert commands.autotune.__doc__
-    lines = commands.autotune.__doc__.replace("\\\n", " ").splitlines()
+    lines = map(str.strip, commands.autotune.__doc__.replace("\\\n", " ").splitlines())
     return [line.partition("autotune")[2] for line in lines if line.startswith("megalite autotune")]
 
 
