@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +54,7 @@ class Attention(nn.Module):
         self.rotate = _unrotated if spec.rotary is None else core.rotations[spec.rotary]
         self.rotation_index = None if spec.rotary is None else [*core.rotations].index(spec.rotary)
         self.local_heads = spec.num_heads // self.tp.size
-        self.build_inputs(config, context, spec)
+        self.build_inputs(config, context)
         self.sinks = SINKS[config.softmax_type](config, context)  # [n/tp]
         self.projection = RowParallelLinear(
             spec.num_heads * spec.value_dim,
@@ -68,8 +67,9 @@ class Attention(nn.Module):
         )
         self.dropout = Dropout(config.attention_dropout, context, f"layers.{layer}.attention.weights")
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext, spec: Any) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
         """Build the modules that compute queries, keys and values."""
+        spec = self.spec
         self.group_heads = spec.group_heads
         group_rows = tuple(count * spec.head_dim for count in self.group_heads)
         self.qkv = ColumnParallelLinear(

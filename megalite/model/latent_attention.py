@@ -38,8 +38,10 @@ class LatentAttention(Attention):
     from latents to heads are cut over heads. The rows of `key_value_up` are grouped by head, ``[n, p + v]``.
     """
 
-    def build_inputs(self, config: ModelConfig, context: LayerContext, spec: LatentSpec) -> None:
+    def build_inputs(self, config: ModelConfig, context: LayerContext) -> None:
         """Build the modules that compute queries, keys and values."""
+        spec = self.spec
+        assert isinstance(spec, LatentSpec)
         bias = config.has_qkv_bias
         h, std, n = config.hidden_size, config.init_method_std, spec.num_heads
         self.latent_width, self.rotary_dim = spec.latent_width, spec.head_dim - spec.key_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -288,6 +289,15 @@ class LayerContext:
         """Return the sample positions of this rank's `num_positions` hidden states, as ranges in order."""
         within = self.topology.model.slice_along(*self._axes_within_tokens)
         return self.topology.positions.ranges(num_positions * within.count, self.own_tokens(num_positions))
+
+    def runs_of_positions(self, num_positions: int) -> tuple[range, ...]:
+        """Return `position_ranges`, by its name until version 0.2."""
+        warnings.warn(
+            "LayerContext.runs_of_positions is position_ranges now, and this name goes in megalite 0.4",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.position_ranges(num_positions)
 
     def ranges_by_samples(
         self, num_positions: int, samples: SampleNumbers

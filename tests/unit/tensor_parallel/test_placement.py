@@ -123,3 +123,9 @@ def test_each_factoring_has_its_own_replicas() -> None:
 def test_a_cut_that_cannot_be_is_a_mistake(spec: ParameterSpec, message: str) -> None:
     with Topology.fake(MESH, WORLD_SIZE, 0) as topology, pytest.raises(UserError, match=message):
         new_parameter(spec, LayerContext(topology, torch.float32))
+
+
+def test_the_old_name_of_position_ranges_warns(one_rank: Topology) -> None:
+    context = LayerContext(one_rank, torch.float32)
+    with pytest.warns(FutureWarning, match="position_ranges now"):
+        assert context.runs_of_positions(8) == context.position_ranges(8) == (range(8),)
