@@ -97,12 +97,13 @@ def _all_lines(program: str) -> Iterator[str]:
     yield from _entry(["--print-config"], "Print all settings as YAML, and exit.")
     yield from _entry(["--help", "-h"], "Print the flags that most runs need, and exit.")
     yield from _entry(["--help-all"], "Print this help, and exit.")
-    group = None
+    title = ""
     for field in config_fields():
-        if field.group != group:
-            group, docs = field.group, field_docs(field.group)
-            yield from ("", f"{group}:")
-        yield from _entry(_names(field), f"{docs[field.name]} {_default(field)}")
+        section = f"{field.group}, {field.section}" if field.section else field.group
+        if section != title:
+            title = section
+            yield from ("", f"{title}:")
+        yield from _entry(_names(field), f"{field_docs(field.group)[field.name]} {_default(field)}")
     unneeded = [flag for flag in accepted_flags() if flag not in LATENT_ROTARY_FLAGS | FSDP_FLAGS]
     for title, flags in (
         ("accepted from existing command lines, but not needed (the log says why)", unneeded),
