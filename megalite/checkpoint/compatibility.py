@@ -152,7 +152,23 @@ def is_newly_untied(description: Mapping[str, Any], config: Config) -> bool:
 
 def model_differences(saved: ModelConfig, here: ModelConfig) -> list[Difference]:
     """Return the fields in which two models differ, except precision and fields without effect."""
-    return list(_differences(_resolved(saved), _resolved(here)))
+    return _model_differences(_resolved(saved), _resolved(here))
+
+
+def _model_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
+    """Return differences of resolved fields, without those that only follow from others.
+
+    A field without effect in one of the models is None there. If it has its default in the other model, the
+    difference is in the field that gives it an effect.
+    """
+    found = list(_differences(saved, here))
+    return [each for each in found if not _follows(each)] or found
+
+
+def _follows(difference: Difference) -> bool:
+    field = fields_by_name().get(difference.name)
+    values = difference.saved, difference.here
+    return field is not None and field.default is not None and None in values and field.default in values
 
 
 def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) -> _Findings:
@@ -160,7 +176,7 @@ def _compare_models(saved: Mapping[str, Any], checkpoint: Path, config: Config) 
     model = ModelConfig(**{name: value for name, value in saved.items() if name in known})
     unknown_fields = {name: value for name, value in saved.items() if name not in known}
     refused, allowed = list[Difference](), list[Difference]()
-    for difference in _differences(_resolved(model) | unknown_fields, _resolved(config.model)):
+    for difference in _model_differences(_resolved(model) | unknown_fields, _resolved(config.model)):
         is_free = config.checkpoint.finetune and _keeps_shapes(difference)
         unties = difference.name == UNTIED and difference.here  # the output weight starts as the word table
         (allowed if is_free or unties else refused).append(difference)

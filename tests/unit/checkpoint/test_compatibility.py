@@ -69,7 +69,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "model",
         {"hidden_size": 128},
-        "has another model: hidden_size 64 (now 128), ffn_hidden_size 256 (now 512)",
+        "has another model: hidden_size 64 (now 128), kv_channels 16 (now 32), ffn_hidden_size 256 (now 512)",
     ),
     ("model", {"activation": "swiglu"}, "activation gelu (now swiglu)"),
     ("model", {"normalization": "RMSNorm"}, "normalization LayerNorm (now RMSNorm)"),
@@ -196,6 +196,16 @@ def test_another_run_is_refused_and_free_with_finetune(
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(compare(CONFIG, finetuned(changed(group, values)))) == (group == "model")
+
+
+def test_what_follows_from_another_field_is_not_named(compare) -> None:
+    """Options of rope have no effect in the saved model, and their defaults here."""
+    alibi, rope = (changed("model", {"position_embedding_type": each}) for each in ("alibi", "rope"))
+    with pytest.raises(UserError) as caught:
+        compare(alibi, rope)
+    assert "has another model: position_embedding_type alibi (now rope); use" in str(caught.value)
+    with pytest.raises(UserError, match=r"rotary_base None \(now 500.0\)"):
+        compare(alibi, changed("model", {"rotary_base": 500.0}, rope))
 
 
 def test_everything_is_reported_at_once(compare) -> None:
