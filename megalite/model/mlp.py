@@ -102,11 +102,15 @@ class MLP(nn.Module):
     """Computes down(activation(up(x))); the layer adds the bias of `down`.
 
     The weight of `up` is ``[ffn/tp, h]``; for a gated activation two halves are stacked, ``[2, ffn/tp, h]``.
+
+    Args:
+        ffn: by default the config's.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext, ffn: int) -> None:
+    def __init__(self, config: ModelConfig, context: LayerContext, ffn: int | None = None) -> None:
         super().__init__()
         h, bias, std = config.hidden_size, config.has_mlp_bias, config.init_method_std
+        ffn = config.ffn_size if ffn is None else ffn
         up_shape = (2, ffn) if config.is_gated else (ffn,)
         self.activation = activation_of(config)
         self.up = ColumnParallelLinear(
