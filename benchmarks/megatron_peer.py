@@ -112,7 +112,7 @@ def _expert_settings(model: ModelConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
-        "moe_layer_freq": [int(spec.has_experts) for spec in model.layer_specs],
+        "moe_layer_freq": [int(spec.experts is not None) for spec in model.layer_specs],
     }
 
 

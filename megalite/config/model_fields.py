@@ -65,7 +65,7 @@ def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
     has_rope = model.position_embedding_type == "rope"
     unrotated = tuple(int(spec is not None and has_rope and spec.rotary is None) for spec in attention)
     recurrent = tuple(int(spec is None) for spec in attention)
-    with_experts = tuple(int(spec.has_experts) for spec in specs)
+    with_experts = tuple(int(spec.experts is not None) for spec in specs)
     as_values = tuple(int(spec is not None and spec.keys_as_values) for spec in attention)
     shared_width = model.kv_shared_ffn_hidden_size
     has_shared_width = any(spec is not None and spec.key_source is not None for spec in attention)

@@ -88,14 +88,8 @@ def layer_weights(model: ModelConfig, spec: LayerSpec, *, active: bool = False) 
     hidden, num_halves = model.hidden_size, 3 if model.is_gated else 2
     rows = (spec.ffn_size or 0) * num_halves
     rows += 2 * (model.hidden_size_per_layer_input or 0)  # of the gate of the layer's own embedding
-    experts = 0
-    if spec.has_experts:
-        assert model.num_experts is not None
-        count = model.moe_router_topk if active else model.num_experts
-        experts = count * model.expert_ffn_size * num_halves * model.expert_hidden_size
-        rows += (model.moe_shared_expert_intermediate_size or 0) * num_halves + model.moe_shared_expert_gate
-        rows += model.num_experts + 2 * (model.moe_latent_size or 0)
     mixer = 0 if spec.mixer is None else spec.mixer.num_weights(hidden)
+    experts = 0 if spec.experts is None else spec.experts.num_weights(hidden, num_halves, active=active)
     return mixer + experts + hidden * rows
 
 

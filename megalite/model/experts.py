@@ -385,7 +385,12 @@ class MixtureOfExperts(nn.Module):
         self.router = router
         self.dispatcher: Dispatcher = dispatcher_for(router.num_experts, context)
         self.activation = activation_of(config)
-        e, h, ffn = self.router.num_experts, config.expert_hidden_size, config.expert_ffn_size
+        spec = config.experts
+        e, ffn, h = (
+            spec.count,
+            spec.width,
+            config.hidden_size if spec.latent_size is None else spec.latent_size,
+        )
         std, down_std = config.init_method_std, depth_scaled_std(config.init_method_std, config.num_blocks)
         up_shape = (e, 2, ffn, h) if config.is_gated else (e, ffn, h)
         bias = config.has_mlp_bias
@@ -393,11 +398,10 @@ class MixtureOfExperts(nn.Module):
         self.up = ExpertWeights(up_shape, len(up_shape) - 2, std, context, bias=bias)
         self.down = ExpertWeights((e, h, ffn), 2, down_std, context, bias=bias)  # [e/ep, h, ffn/etp]
         self.to_latent = self.from_latent = None
-        if config.moe_latent_size is not None:
+        if spec.latent_size is not None:
             self.to_latent = UncutLinear(config.hidden_size, h, context, std=std)
             self.from_latent = UncutLinear(h, config.hidden_size, context, std=down_std)
-        has_shared = config.moe_shared_expert_intermediate_size is not None
-        self.shared = SharedExpert(config, context) if has_shared else None
+        self.shared = None if spec.shared_width is None else SharedExpert(config, context, spec)
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
         """Let backward recompute the experts with their norm, or the norm."""

@@ -80,7 +80,7 @@ class TransformerLayer(nn.Module):
             self.mlp_output_dropout = Dropout(config.hidden_dropout, context, f"layers.{layer}.mlp.output")
         self.experts: NormedExperts | None = None
         self.embedding_gate: EmbeddingGate | None = None
-        if spec.has_experts and spec.ffn_size is not None:  # experts beside the MLP
+        if spec.experts is not None and spec.ffn_size is not None:  # experts beside the MLP
             self.mlp_own_norm = build_norm(config, context)
             self.experts = NormedExperts(config, context, layer)
         if config.hidden_size_per_layer_input is not None and has_mixer and has_mlp:

@@ -45,7 +45,7 @@ def mtp_router_terms(config: ModelConfig) -> tuple[str, ...]:
     return tuple(
         _router_term(ahead, name)
         for ahead in range(1, config.mtp_num_layers + 1)
-        if config.layer_spec(config.num_layers + ahead - 1).has_experts
+        if config.layer_spec(config.num_layers + ahead - 1).experts is not None
         for name in names_of_terms(config)
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.config.model.experts import ExpertsSpec
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
@@ -20,11 +21,10 @@ class SharedExpert(MLP):
     The gate is one number for each token (Qwen2-MoE). Every tensor-parallel rank holds its weight ``[1, h]``.
     """
 
-    def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        assert config.moe_shared_expert_intermediate_size is not None
-        super().__init__(config, context, config.moe_shared_expert_intermediate_size)
+    def __init__(self, config: ModelConfig, context: LayerContext, spec: ExpertsSpec) -> None:
+        super().__init__(config, context, spec.shared_width)
         self.gate = None
-        if config.moe_shared_expert_gate:
+        if spec.has_shared_gate:
             h, std = config.hidden_size, config.init_method_std
             # One row is no matrix for Muon, which would only divide it by its length.
             self.gate = UncutLinear(h, 1, context, std=std, maps_features=False)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their options."""
+"""Mixtures of experts: their options, and the spec of one layer's experts."""
 
 from __future__ import annotations
 
@@ -111,3 +111,36 @@ class ExpertOptions:
     def has_experts(self) -> bool:
         """Return whether layers can have experts."""
         return self.num_experts is not None and self.num_experts > 1
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Mixture of experts.
+
+    Attributes:
+        count: number of experts, e.
+        top_k: experts of a token, k.
+        width: width of an expert.
+        latent_size: size of the experts' inputs and outputs; None for hidden states.
+        shared_width: width of the shared expert; None without one.
+        has_shared_gate: whether the shared expert's output has a gate.
+    """
+
+    count: int
+    top_k: int
+    width: int
+    latent_size: int | None = None
+    shared_width: int | None = None
+    has_shared_gate: bool = False
+
+    def num_weights(self, hidden_size: int, num_halves: int, *, active: bool) -> int:
+        """Return the number of elements of the matrices, with the router's.
+
+        Args:
+            num_halves: matrices of an expert: 3 if it is gated, else 2.
+            active: count of the experts only as many as each token has.
+        """
+        size = hidden_size if self.latent_size is None else self.latent_size
+        experts = (self.top_k if active else self.count) * self.width * num_halves * size
+        shared = (self.shared_width or 0) * num_halves + self.has_shared_gate
+        return experts + hidden_size * (shared + self.count + 2 * (self.latent_size or 0))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.model.attention import AttentionSpec, LatentSpec
+from megalite.config.model.experts import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.rope import RotarySpec
 
@@ -27,12 +28,12 @@ class LayerSpec:
     Attributes:
         mixer: what lets a token see earlier ones.
         ffn_size: width of the MLP; None without one.
-        has_experts: whether it has a mixture of experts, in the place of an MLP or beside it.
+        experts: mixture of experts, in the place of an MLP or beside it; None without one.
     """
 
     mixer: MixerSpec | None
     ffn_size: int | None
-    has_experts: bool = False
+    experts: ExpertsSpec | None = None
 
     @property
     def attention(self) -> AttentionSpec | None:
@@ -47,7 +48,7 @@ class LayerSpec:
     @property
     def has_mlp(self) -> bool:
         """Return whether the layer has an MLP, or experts in its place."""
-        return self.ffn_size is not None or self.has_experts
+        return self.ffn_size is not None or self.experts is not None
 
 
 def layer_spec(model: Any, number: int) -> LayerSpec:
@@ -63,14 +64,15 @@ def layer_spec(model: Any, number: int) -> LayerSpec:
             "M": LayerSpec(model.mamba, None),
             "*": attention,
             "-": LayerSpec(None, ffn_size),
-            "E": LayerSpec(None, None, has_experts=True),
+            "E": LayerSpec(None, None, model.experts),
         }.get(model.hybrid_override_pattern[number : number + 1], attention)
-    has_experts = _has_experts(model, number)
+    experts = model.experts if _has_experts(model, number) else None
     is_recurrent = model.recurrent_mixer != "none" and _is_recurrent(model, number)
     mixer = model.delta_net if is_recurrent else attention_spec(model, number)
     if isinstance(mixer, AttentionSpec) and mixer.key_source is not None:
         ffn_size = model.kv_shared_ffn_hidden_size or ffn_size
-    return LayerSpec(mixer, None if has_experts and not model.moe_beside_mlp else ffn_size, has_experts)
+    has_mlp = experts is None or model.moe_beside_mlp
+    return LayerSpec(mixer, ffn_size if has_mlp else None, experts)
 
 
 def attention_spec(model: Any, number: int) -> AttentionSpec:
@@ -158,13 +160,14 @@ def _text(spec: LayerSpec, model: Any) -> str:
             parts.append(f"window {attention.window}")
         if attention.rotary is not None:
             parts.append(f"rope of {attention.rotary.size} elements, base {attention.rotary.base:g}")
+        if isinstance(attention, LatentSpec):
+            parts.append(f"keys and values from latents of {attention.latent_width}")
         blocks.append(f"attention ({', '.join(parts)})")
     if spec.ffn_size is not None:
         blocks.append(f"MLP of {spec.ffn_size}")
-    if spec.has_experts:
-        blocks.append(
-            f"{model.num_experts} experts of {model.expert_ffn_size}, {model.moe_router_topk} a token"
-        )
+    if (experts := spec.experts) is not None:
+        blocks.append(f"{experts.count} experts of {experts.width}, {experts.top_k} a token")
+        blocks += [] if experts.shared_width is None else [f"a shared expert of {experts.shared_width}"]
     return ", ".join(blocks)
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions
-from megalite.config.model.experts import ExpertOptions
+from megalite.config.model.experts import ExpertOptions, ExpertsSpec
 from megalite.config.model.layers import LayerSpec, RecurrentSpec, attention_spec, layer_spec
 from megalite.config.model.mlp import MLPOptions
 from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
@@ -120,6 +120,18 @@ class ModelConfig(
         )
 
     @property
+    def experts(self) -> ExpertsSpec:
+        """Return the experts, which --num-experts gives to layers."""
+        return ExpertsSpec(
+            self.num_experts or 0,
+            self.moe_router_topk,
+            self.expert_ffn_size,
+            self.moe_latent_size,
+            self.moe_shared_expert_intermediate_size,
+            self.moe_shared_expert_gate,
+        )
+
+    @property
     def predicted_share(self) -> float:
         """Return the share of tokens for which the model computes logits."""
         return self.mask_prob if self.architecture == "bert" else 1.0
@@ -163,11 +175,6 @@ class ModelConfig(
     def expert_ffn_size(self) -> int:
         """Return the width of one expert, resolved."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-
-    @property
-    def expert_hidden_size(self) -> int:
-        """Return the size of an expert's inputs and outputs, resolved."""
-        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
     @property
     def head_dim(self) -> int:

@@ -29,7 +29,7 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     if model.moe_layer_freq is not None:
         if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
             yield from problems
-        elif not any(spec.has_experts for spec in model.layer_specs):
+        elif not any(spec.experts for spec in model.layer_specs):
             pattern = flag_with_value("moe_layer_freq", model.moe_layer_freq)
             yield Problem(
                 ("moe_layer_freq", "num_experts"),

@@ -103,7 +103,7 @@ def sparse_experts(norm_topk_prob: bool = False, *, gated: bool = False, in_all_
             settings |= {
                 **_write_experts(config, "num_experts", _WIDTH),
                 "norm_topk_prob": not config.moe_router_pre_softmax,
-                "mlp_only_layers": [number for number, spec in specs if not spec.has_experts],
+                "mlp_only_layers": [number for number, spec in specs if spec.experts is None],
             }
             if gated:
                 settings[_SHARED_WIDTH] = config.moe_shared_expert_intermediate_size or 0
@@ -151,7 +151,7 @@ def experts_after_dense(dense: int, factor: float, scores: Rule) -> Rule:
         return found | scores.read(hf, found)
 
     def write(config: ModelConfig) -> Fields:
-        dense_layers = [not spec.has_experts for spec in config.layer_specs]
+        dense_layers = [spec.experts is None for spec in config.layer_specs]
         if all(dense_layers):
             return {"first_k_dense_replace": config.num_layers}
         return {
@@ -244,11 +244,11 @@ def modules_with_some_experts(dense: Iterable[Module], of_experts: Iterable[Modu
 
 def has_experts(spec: LayerSpec) -> bool:
     """Return whether a layer has experts."""
-    return spec.has_experts
+    return spec.experts is not None
 
 
 def _has_mlp(spec: LayerSpec) -> bool:
-    return not spec.has_experts
+    return spec.experts is None
 
 
 def _split_halves(full: Tensor, _: Place) -> Parts:

@@ -100,7 +100,7 @@ def test_tp_divides_the_groups() -> None:
 def test_letters_are_kinds_of_layers() -> None:
     model = ModelConfig(num_layers=4, hybrid_override_pattern="M*-E", num_experts=4)
     attention, mlp = LayerSpec(AttentionSpec(12, 12, 64, 64, 1 / 8), None), LayerSpec(None, model.ffn_size)
-    experts = LayerSpec(None, None, has_experts=True)
+    experts = LayerSpec(None, None, model.experts)
     assert model.layer_specs == (LayerSpec(model.mamba, None), attention, mlp, experts)
 
 
