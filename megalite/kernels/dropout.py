@@ -56,7 +56,7 @@ def dropout(
     distance = math.prod(x.shape[2:]) if stride is None else stride
     if base < 0 or distance < 0:
         raise ValueError(f"dropout needs base >= 0 and stride >= 0: got {base} and {distance}")
-    if p == 0.0:
+    if keep_threshold(p) == 0:  # also a p that 32 bits cannot tell from 0
         return x
     result: Tensor = torch.ops.megalite.dropout(x, sample_numbers, p, signed64(key), base, distance)
     return result

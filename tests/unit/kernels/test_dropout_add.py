@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,10 +41,10 @@ def test_compiled_equals_reference(n: int, base: int, has_bias: bool, dtype: tor
 @settings(deadline=None, max_examples=30)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 600)),
-    # A smaller p drops nothing in 32 bits, and only one of the kernels still scales by 1 / (1 - p).
-    p=st.one_of(st.just(0.0), st.floats(2**-31, 0.99)),
+    p=st.floats(0.0, 0.99),
     base=st.integers(0, 2**40),
 )
+@example(shape=(1, 1, 1), p=1e-12, base=0)  # 32 bits cannot tell it from 0
 def test_the_mask_is_that_of_dropout(shape: tuple[int, int, int], p: float, base: int) -> None:
     x, residual, bias = (numbers(*size, dtype=torch.float64) for size in (shape, shape, shape[2:]))
     y = bias_dropout_add(x, bias, residual, p, KEY, samples(shape[1]), base=base)
