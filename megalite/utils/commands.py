@@ -17,51 +17,63 @@ class Command:
     Attributes:
         script: the script that runs it from a checkout.
         summary: one line for `megalite --help`.
+        module: the module of `megalite.cli` that has its function, with the command's name; by default it is
+            `main` of the module with this name.
         is_rank: whether torchrun may start it, once per rank.
     """
 
     script: str
     summary: str
+    module: str | None = None
     is_rank: bool = False
 
 
 COMMANDS = {
     "train": Command("pretrain_gpt.py", "train a model; under torchrun, on many ranks", is_rank=True),
-    "train-bert": Command("pretrain_bert.py", "train a BERT; under torchrun, on many ranks", is_rank=True),
+    "train-bert": Command(
+        "pretrain_bert.py", "train a BERT; under torchrun, on many ranks", "train", is_rank=True
+    ),
     "preprocess": Command("tools/preprocess_data.py", "tokenize text files into a dataset"),
-    "plan": Command("tools/plan.py", "estimate memory, time and price of a run, and search its layout"),
+    "plan": Command(
+        "tools/plan.py", "estimate memory, time and price of a run, and search its layout", "plan"
+    ),
     "generate": Command("tools/generate.py", "continue prompts with a trained model", is_rank=True),
     "evaluate": Command("tools/evaluate.py", "compute loss and perplexity of text", is_rank=True),
-    "convert": Command("tools/convert_checkpoint.py", "convert a checkpoint of Hugging Face or Megatron-LM"),
-    "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints"),
+    "convert": Command(
+        "tools/convert_checkpoint.py", "convert a checkpoint of Hugging Face or Megatron-LM", "checkpoints"
+    ),
+    "inspect": Command("tools/inspect_checkpoint.py", "show, check or compare checkpoints", "checkpoints"),
     "verify": Command("tools/verify_layout.py", "verify that a config trains the same run in any layout"),
     "report": Command("tools/report.py", "write an HTML page about runs"),
     "ladder": Command("tools/ladder.py", "train one family of models at several sizes, and fit its losses"),
-    "launch": Command("tools/make_sbatch.py", "write a Slurm script or a Kubernetes job for a planned run"),
-    "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine"),
-    "scaling": Command("tools/measure_scaling.py", "measure how a run scales over nodes, beside its plan"),
-    "train-tokenizer": Command("tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer"),
-    "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets"),
-    "merge-datasets": Command("tools/merge_datasets.py", "join datasets"),
-    "merge-checkpoints": Command("tools/merge_checkpoints.py", "average the weights of checkpoints"),
-    "upcycle": Command("tools/upcycle_checkpoint.py", "make a model with experts from a dense checkpoint"),
-    "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule"),
+    "launch": Command(
+        "tools/make_sbatch.py", "write a Slurm script or a Kubernetes job for a planned run", "plan"
+    ),
+    "autotune": Command("tools/autotune.py", "measure the planner's best layouts on this machine", "plan"),
+    "scaling": Command(
+        "tools/measure_scaling.py", "measure how a run scales over nodes, beside its plan", "plan"
+    ),
+    "train-tokenizer": Command(
+        "tools/train_tokenizer.py", "train a BPE or SentencePiece tokenizer", "datasets"
+    ),
+    "inspect-dataset": Command("tools/inspect_dataset.py", "show, check or compare datasets", "datasets"),
+    "merge-datasets": Command("tools/merge_datasets.py", "join datasets", "datasets"),
+    "merge-checkpoints": Command(
+        "tools/merge_checkpoints.py", "average the weights of checkpoints", "checkpoints"
+    ),
+    "upcycle": Command(
+        "tools/upcycle_checkpoint.py", "make a model with experts from a dense checkpoint", "checkpoints"
+    ),
+    "show-schedule": Command("tools/show_schedule.py", "draw a pipeline schedule", "plan"),
     "where": Command("tools/where.py", "show the documents of the samples of an iteration"),
 }
-_MODULES = {
-    "train": ("train-bert",),
-    "plan": ("plan", "launch", "autotune", "scaling", "show-schedule"),
-    "checkpoints": ("convert", "inspect", "merge-checkpoints", "upcycle"),
-    "datasets": ("train-tokenizer", "inspect-dataset", "merge-datasets"),
-}
-"""Commands that are functions of their names in a module of `megalite.cli`; others are `main` in theirs."""
 
 
 def main_of(name: str) -> Callable[[Sequence[str]], None]:
     """Import the function that runs a command."""
-    found = ((module, name.replace("-", "_")) for module, names in _MODULES.items() if name in names)
-    module, function = next(found, (name, "main"))
-    main: Callable[[Sequence[str]], None] = getattr(import_module(f"megalite.cli.{module}"), function)
+    module = COMMANDS[name].module
+    function = "main" if module is None else name.replace("-", "_")
+    main: Callable[[Sequence[str]], None] = getattr(import_module(f"megalite.cli.{module or name}"), function)
     return main
 
 
