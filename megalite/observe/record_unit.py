@@ -87,7 +87,7 @@ def _axes(key: UnitKey) -> tuple[dict[str, int], tuple[MeshSpec, ...]]:
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    spec = getattr(layer, "spec", None)
+    spec = layer.spec if isinstance(layer, TransformerLayer) else None
     return type(layer), spec, getattr(layer, "kind", None), shapes
 
 

@@ -183,13 +183,14 @@ class QKClip:
         for axis in (tp, replicas):
             all_reduce(scores, axis, dist.ReduceOp.MAX, of="largest attention scores")
         threshold, alpha = config.qk_clip_threshold, config.qk_clip_alpha
-        by_group = scores.unflatten(1, (config.num_kv_heads, -1))  # [L, g, r]
+        spec = config.head_specs[-1]  # all layers have its sizes
+        by_group = scores.unflatten(1, (spec.num_kv_heads, -1))  # [L, g, r]
         factor = threshold / by_group.amax(2, keepdim=True).clamp(min=threshold)  # [L, g, 1]
-        queries, *gates, _, _ = config.head_specs[-1].group_heads
+        queries, *gates, _, _ = spec.group_heads
         ones = torch.ones_like(factor)
         factors = [factor**alpha] * queries + [ones] * sum(gates) + [factor ** (1.0 - alpha), ones]
         heads = torch.cat(factors, dim=2)  # [L, g, r + 2]; with gates, [L, g, 2 r + 2]
-        return heads.flatten(1).repeat_interleave(config.head_dim, dim=1)
+        return heads.flatten(1).repeat_interleave(spec.head_dim, dim=1)
 
 
 def _multiply_rows(shard: ParameterShard, factors: Tensor) -> None:
