@@ -18,7 +18,7 @@ from benchmarks.other_programs import (
     other_run,
 )
 from megalite.config import Config, ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig
-from megalite.config.model.mlp import Activation
+from megalite.config.model.feed_forward import Activation
 from megalite.config.model.transformer import PositionEmbedding
 from megalite.config.recompute import Module
 from megalite.hardware.gpus import find_gpu

@@ -95,10 +95,14 @@ class Attention(nn.Module):
 
     def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
         """Let backward recompute attention between the projections, and the norm of the input."""
-        if "core_attn" in config.modules:
-            wrap(self, "attend", recompute_core)
+        self.recompute_core(config)
         if "layernorm" in config.modules:
             recompute_output(norm, "forward", self, "queries_keys_values")
+
+    def recompute_core(self, config: RecomputeConfig) -> None:
+        """Let backward recompute attention between the projections."""
+        if "core_attn" in config.modules:
+            wrap(self, "attend", recompute_core)
 
     def forward(
         self, x: Tensor, sample_numbers: SampleNumbers, positions: PositionInfo, *keys: Tensor

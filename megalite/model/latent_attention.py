@@ -24,7 +24,7 @@ from megalite.config.model.attention import LatentSpec
 from megalite.distributed.collectives import copy_to_tensor_parallel, gather_from_sequence_parallel
 from megalite.model.attention import Attention
 from megalite.model.norm import build_latent_norm
-from megalite.model.recompute_region import recompute_core, recompute_output
+from megalite.model.recompute_region import recompute_core
 from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear
@@ -62,10 +62,10 @@ class LatentAttention(Attention):
             self.latent_width, n * sum(rows), context, bias=False, std=std, fused_rows=rows
         )
 
-    def recompute_parts(self, config: RecomputeConfig, norm: nn.Module) -> None:
+    def recompute_core(self, config: RecomputeConfig) -> None:
         """Let backward also recompute the projections from latents, and keep the latents."""
         if "mla_up_proj" not in config.modules:
-            super().recompute_parts(config, norm)
+            super().recompute_core(config)
             return
         projections: list[Callable[..., tuple[Tensor, ...]]] = []
 
@@ -83,8 +83,6 @@ class LatentAttention(Attention):
             return recompute_core(attend_projected)
 
         wrap(self, "attend", from_latents)
-        if "layernorm" in config.modules:
-            recompute_output(norm, "forward", self, "queries_keys_values")
 
     @communication_point
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, ...]:

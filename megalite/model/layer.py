@@ -60,7 +60,7 @@ class TransformerLayer(nn.Module):
         spec, context = self.spec, context.for_layer(layer)
         has_mixer, has_mlp = spec.mixer is not None, spec.has_mlp
         self.key_source = None if spec.attention is None else spec.attention.key_source
-        self.blocks = (*(("attention",) if has_mixer else ()), *(("mlp",) if has_mlp else ()))
+        self.blocks = [name for name, is_there in (("attention", has_mixer), ("mlp", has_mlp)) if is_there]
         self.normalized = NORMALIZED[config.norm_position]
         self.is_parallel = config.parallel_residual and has_mixer and has_mlp
         self.shares_norm = self.is_parallel and config.parallel_shared_norm

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.config.model.experts import ExpertsSpec
+from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.model.mlp import MLP
 from megalite.tensor_parallel.parameter_spec import LayerContext
 from megalite.tensor_parallel.uncut_linear import UncutLinear

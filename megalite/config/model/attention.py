@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from megalite.config.model.rope import RotarySpec
-from megalite.config.option import (
-    FRACTION,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    SIZE,
-    OnResume,
-    Setting,
-    option,
-)
+from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, OnResume, Setting, option
 
 KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]

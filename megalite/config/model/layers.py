@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.model.attention import AttentionSpec, LatentSpec
-from megalite.config.model.experts import ExpertsSpec
+from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.rope import RotarySpec
 
@@ -58,14 +58,15 @@ def layer_spec(model: Any, number: int) -> LayerSpec:
     """
     number = min(number, model.num_layers - 1)
     ffn_size = model.ffn_size
-    if model.hybrid_override_pattern is not None:
-        attention = LayerSpec(attention_spec(model, number), None)
-        return {
-            "M": LayerSpec(model.mamba, None),
-            "*": attention,
-            "-": LayerSpec(None, ffn_size),
-            "E": LayerSpec(None, None, model.experts),
-        }.get(model.hybrid_override_pattern[number : number + 1], attention)
+    match (model.hybrid_override_pattern or "")[number : number + 1]:
+        case "M":
+            return LayerSpec(model.mamba, None)
+        case "-":
+            return LayerSpec(None, ffn_size)
+        case "E":
+            return LayerSpec(None, None, model.experts)
+        case "*":
+            return LayerSpec(attention_spec(model, number), None)
     experts = model.experts if _has_experts(model, number) else None
     is_recurrent = model.recurrent_mixer != "none" and _is_recurrent(model, number)
     mixer = model.delta_net if is_recurrent else attention_spec(model, number)
@@ -84,7 +85,7 @@ def attention_spec(model: Any, number: int) -> AttentionSpec:
             model.num_kv_heads,
             model.head_dim,
             model.v_head_dim,
-            score_scale(model, model.head_dim),
+            _score_scale(model, model.head_dim),
             window,
             query_width=model.q_lora_rank,
             latent_width=model.kv_lora_rank,
@@ -94,7 +95,7 @@ def attention_spec(model: Any, number: int) -> AttentionSpec:
         is_full = window is None
         head_dim = (model.full_attention_kv_channels if is_full else None) or model.head_dim
         groups = (model.full_attention_query_groups if is_full else None) or model.num_kv_heads
-        scale = score_scale(model, head_dim)
+        scale = _score_scale(model, head_dim)
         spec = AttentionSpec(model.num_attention_heads, groups, head_dim, head_dim, scale, window)
     source, gives_keys = _shared_keys(model, number)
     as_values = model.keys_as_values == "all" or (model.keys_as_values == "full_attention" and window is None)
@@ -108,7 +109,7 @@ def attention_spec(model: Any, number: int) -> AttentionSpec:
     )
 
 
-def score_scale(model: Any, head_dim: int) -> float:
+def _score_scale(model: Any, head_dim: int) -> float:
     """Return the factor of the products of queries and keys of this size."""
     divisor = model.squared_score_divisor(head_dim)
     scale = 1.0 / math.sqrt(divisor) if divisor else math.inf  # a rule refuses heads of no elements
@@ -145,9 +146,8 @@ def _range_text(numbers: range) -> str:
 def _text(spec: LayerSpec, model: Any) -> str:
     blocks = []
     if spec.recurrence is not None:
-        blocks.append(
-            f"{spec.recurrence.name} ({', '.join(f'{k} {v}' for k, v in vars(spec.recurrence).items())})"
-        )
+        sizes = ", ".join(f"{name} {size}" for name, size in vars(spec.recurrence).items())
+        blocks.append(f"{spec.recurrence.name} ({sizes})")
     if (attention := spec.attention) is not None:
         parts = [f"{attention.num_heads} heads of {attention.head_dim}"]
         if attention.key_source is not None:

@@ -7,15 +7,12 @@ from functools import cached_property
 from typing import ClassVar
 
 from megalite.config.model.attention import AttentionOptions, AttentionSpec, LatentOptions
-from megalite.config.model.experts import ExpertOptions, ExpertsSpec
+from megalite.config.model.feed_forward import ExpertOptions, ExpertsSpec, MLPOptions
 from megalite.config.model.layers import LayerSpec, RecurrentSpec, attention_spec, layer_spec
-from megalite.config.model.mlp import MLPOptions
 from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
 from megalite.config.model.rope import RopeOptions
 from megalite.config.model.transformer import TransformerOptions
-from megalite.config.option import (
-    OnResume,
-)
+from megalite.config.option import OnResume
 
 MOST_LAYERS = 10_000
 """Layers up to which a model's layers are compared: a damaged checkpoint may name any number of them."""
@@ -81,10 +78,10 @@ class ModelConfig(
     @property
     def mlp_widths(self) -> dict[str, int]:
         """Return the widths of the MLPs, by their fields."""
-        shared = self.kv_shared_ffn_hidden_size
-        return {"ffn_hidden_size": self.ffn_size} | (
-            {} if shared is None else {"kv_shared_ffn_hidden_size": shared}
-        )
+        widths = {"ffn_hidden_size": self.ffn_size}
+        if self.kv_shared_ffn_hidden_size is not None:
+            widths["kv_shared_ffn_hidden_size"] = self.kv_shared_ffn_hidden_size
+        return widths
 
     @property
     def max_head_dim(self) -> int:

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import (
-    NOT_NEGATIVE,
-    SIZE,
-    Setting,
-    option,
-)
+from megalite.config.option import NOT_NEGATIVE, SIZE, Setting, option
 
 RecurrentMixer = Literal["none", "gated_delta_net"]
 

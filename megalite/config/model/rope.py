@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import (
-    NONZERO_SHARE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SIZE,
-    Setting,
-    option,
-)
+from megalite.config.option import NONZERO_SHARE, NOT_NEGATIVE, POSITIVE, SIZE, Setting, option
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "proportional"]
 

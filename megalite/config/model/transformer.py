@@ -32,7 +32,6 @@ NORMALIZED: Mapping[NormPosition, tuple[Literal["input", "output", "sum"], ...]]
 """What a layer normalizes around each of its blocks, by --norm-position."""
 ParamsDtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
-
 _NUMBER: dict[str, Any] = {"allowed": POSITIVE, "same_shapes": True, "in_megatron": False}
 
 
