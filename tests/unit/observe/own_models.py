@@ -24,6 +24,7 @@ class MixedModel(megalite.SequentialStage):
 
     def build_layer(self, number: int) -> nn.Module:
         layer = OwnLayer(self.config.hidden_size, 32 * (1 + number % 2))
+        layer.spec = {"number": number}  # an attribute of its own, which cannot be hashed
         if number == self.config.num_layers - 1:
             layer.kind = "last"
         return layer
