@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, OnResume, Setting, option
+from megalite.config.option import LOCAL_PATH, NOT_NEGATIVE, POSITIVE, SIZE, OnResume, Setting, option
 
 NonPersistentType = Literal["local"]
 
@@ -21,9 +21,9 @@ class CheckpointConfig:
 
     default_on_resume: ClassVar[OnResume] = OnResume.FREE
 
-    save: str | None = None
+    save: str | None = option(None, allowed=LOCAL_PATH)
     """Folder to save checkpoints to, at each --save-interval and at the end of the run."""
-    load: str | None = None
+    load: str | None = option(None, allowed=LOCAL_PATH)
     """Folder to load the latest checkpoint from; the run resumes from it."""
     load_iteration: int | None = option(None, "--ckpt-step", allowed=NOT_NEGATIVE, only_with="load")
     """Iteration of the checkpoint to load. By default the latest one."""
@@ -42,7 +42,7 @@ class CheckpointConfig:
     )
     """Type of non-persistent saves. With local, each rank saves its own state to a folder on its node."""
     non_persistent_local_ckpt_dir: str | None = option(
-        None, differs_between_ranks=True, only_with="non_persistent_save_interval"
+        None, differs_between_ranks=True, only_with="non_persistent_save_interval", allowed=LOCAL_PATH
     )
     """Folder for non-persistent saves, on each node's disk or in its memory, for example
     /dev/shm/megalite."""

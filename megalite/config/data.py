@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import SHARE, OnResume, Setting, flag_of, option
+from megalite.config.option import LOCAL_PATH, SHARE, OnResume, Range, Setting, flag_of, option
 
 TokenizerType = Literal[
     "byte",
@@ -67,6 +67,22 @@ TOKENIZER_FIELDS = (
 """Every field that names the tokenizer or one of its files."""
 
 
+def split_weights(text: str) -> list[float]:
+    """Return the weights of --split; empty if they are not one to three numbers with a positive sum.
+
+    Quotes around the weights are ignored: in a shell array, "--split '99,1,0'" passes the inner quotes on.
+    """
+    try:
+        weights = [float(weight) for weight in text.strip("'\"").split(",")]
+    except ValueError:
+        return []
+    usable = len(weights) <= 3 and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
+    return weights if usable else []
+
+
+_SPLIT = Range(
+    split_weights, "weights of training, validation and test, as in 949,50,1", "is not a split: pass"
+)
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
 _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
 _REARRANGES = (Setting("fim_rate"), _READS_CORPUS)
@@ -81,10 +97,10 @@ class DataConfig:
     data_path: tuple[str, ...] = option((), **_CORPUS)
     """Prefix of a .bin/.idx pair of files. Several prefixes, or WEIGHT PREFIX WEIGHT PREFIX ..., make a
     blend."""
-    aml_data_download_path: str | None = option(None, **_CORPUS)
+    aml_data_download_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """Base folder for relative corpus prefixes, in --data-path and similar flags. In an Azure ML job it is an
     input folder."""
-    data_args_path: str | None = option(None, **_CORPUS)
+    data_args_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """File with the arguments of --data-path."""
     train_data_path: tuple[str, ...] = option((), **_CORPUS)
     """Corpora of the training set alone, as in --data-path; --split does not apply."""
@@ -92,25 +108,25 @@ class DataConfig:
     """Corpora of the validation set, as in --train-data-path."""
     test_data_path: tuple[str, ...] = option((), **_CORPUS)
     """Corpora of the test set, evaluated after training, as in --train-data-path."""
-    per_split_data_args_path: str | None = option(None, **_CORPUS)
+    per_split_data_args_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """JSON file with the arguments of --train-, --valid- and --test-data-path: {"train": [...], "valid":
     [...], "test": [...]}."""
     train_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blend to train on, quoted: "NAME: WEIGHT BEGIN:END PREFIX, ...". BEGIN:END is a part of 0:1."""
-    train_weighted_split_paths_path: str | None = option(None, **_CORPUS)
+    train_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """File with the argument of --train-weighted-split-paths, quotes included."""
     valid_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blends to validate on, as in --train-weighted-split-paths. Each is evaluated and logged by its NAME."""
-    valid_weighted_split_paths_path: str | None = option(None, **_CORPUS)
+    valid_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """File with the argument of --valid-weighted-split-paths, quotes included."""
     test_weighted_split_paths: tuple[str, ...] = option((), **_CORPUS)
     """Blends to test on after training, as in --valid-weighted-split-paths."""
-    test_weighted_split_paths_path: str | None = option(None, **_CORPUS)
+    test_weighted_split_paths_path: str | None = option(None, **_CORPUS, allowed=LOCAL_PATH)
     """File with the argument of --test-weighted-split-paths, quotes included."""
     blend_by: Literal["tokens", "documents"] = option("tokens", **_CORPUS)
     """How to weight datasets that have no explicit weight: by tokens (in whole samples) or by documents."""
     data_cache_path: str | None = option(
-        None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True
+        None, on_resume=OnResume.FREE, only_with=_READS_CORPUS, differs_between_ranks=True, allowed=LOCAL_PATH
     )
     """Folder to cache sample indices in. By default PREFIX/cache next to each large corpus."""
     fim_rate: float = option(0.0, allowed=SHARE, only_with=_READS_CORPUS)
@@ -148,20 +164,20 @@ class DataConfig:
     """What to do with a conversation of more than --seq-length + 1 tokens: cut off its end, or drop it."""
     mock_data: bool = False
     """Train on random tokens instead of a corpus, to test a configuration or its speed."""
-    split: str = option("969,30,1", **_CORPUS)
+    split: str = option("969,30,1", allowed=_SPLIT, **_CORPUS)
     """Weights of the training, validation and test parts of each dataset."""
     tokenizer_type: TokenizerType | None = option(
         None, on_resume=OnResume.TOKENIZER, choices={"HFTokenizer": "HuggingFaceTokenizer"}
     )
     """Tokenizer that the corpus was preprocessed with. By default it is detected from the tokenizer's
     files."""
-    tokenizer_model: str | None = option(None, on_resume=OnResume.TOKENIZER)
+    tokenizer_model: str | None = option(None, on_resume=OnResume.TOKENIZER, allowed=LOCAL_PATH)
     """Tokenizer file: a tokenizer.json or a SentencePiece .model."""
-    vocab_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
+    vocab_file: str | None = option(None, on_resume=OnResume.TOKENIZER, allowed=LOCAL_PATH)
     """Vocabulary file of a GPT-2 tokenizer (a JSON object) or a BERT tokenizer (one token a line)."""
-    merge_file: str | None = option(None, on_resume=OnResume.TOKENIZER)
+    merge_file: str | None = option(None, on_resume=OnResume.TOKENIZER, allowed=LOCAL_PATH)
     """Merge file of a GPT-2 tokenizer (merges.txt)."""
-    tokenizer_name_or_path: str | None = option(None, on_resume=OnResume.TOKENIZER)
+    tokenizer_name_or_path: str | None = option(None, on_resume=OnResume.TOKENIZER, allowed=LOCAL_PATH)
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
 
     @property
@@ -235,16 +251,3 @@ def _is_json(path: str) -> bool:
             return file.read(1024).lstrip()[:1] == b"{"
     except OSError:
         return path.endswith(".json")
-
-
-def split_weights(text: str) -> list[float]:
-    """Return the weights of --split; empty if they are not one to three numbers with a positive sum.
-
-    Quotes around the weights are ignored: in a shell array, "--split '99,1,0'" passes the inner quotes on.
-    """
-    try:
-        weights = [float(weight) for weight in text.strip("'\"").split(",")]
-    except ValueError:
-        return []
-    usable = len(weights) <= 3 and all(0 <= weight < math.inf for weight in weights) and sum(weights) > 0
-    return weights if usable else []

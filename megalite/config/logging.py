@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SIZE, TIMERS, OnResume, Setting, option
-from megalite.config.training import iteration_range
+from megalite.config.option import (
+    ABOVE_ONE,
+    LOCAL_PATH,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    TIMERS,
+    OnResume,
+    Setting,
+    option,
+)
+from megalite.config.training import ITERATIONS, iteration_range
 
 TimingLogOption = Literal["max", "minmax", "all"]
 OpenTelemetryExporter = Literal["otlp", "prometheus"]
@@ -34,7 +44,7 @@ class LoggingConfig:
     profile_modules_top: int | None = option(None, allowed=SIZE, only_with="profile_modules")
     """With --profile-modules: for each module, show only this many of its most expensive submodules. By
     default all are shown."""
-    profile_modules_file: str | None = option(None, only_with="profile_modules")
+    profile_modules_file: str | None = option(None, only_with="profile_modules", allowed=LOCAL_PATH)
     """With --profile-modules: also write the tables to this text file. Pipeline ranks after the first append
     their rank to the file name."""
     log_throughput: bool = False
@@ -48,7 +58,7 @@ class LoggingConfig:
     log_time_breakdown: bool = False
     """Record where the time of each log interval's last iteration went in the metrics file, for the report,
     and log what made the run slow at its end."""
-    tensorboard_dir: str | None = None
+    tensorboard_dir: str | None = option(None, allowed=LOCAL_PATH)
     """Folder to write TensorBoard files to."""
     tensorboard_log_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between points in TensorBoard and other dashboards. By default --log-interval."""
@@ -72,20 +82,20 @@ class LoggingConfig:
     record_routing: str | None = None
     """Write the experts of each token to this folder. A run in any layout replays them with
     --replay-routing-from."""
-    record_routing_iterations: str | None = option(None, only_with="record_routing")
+    record_routing_iterations: str | None = option(None, allowed=ITERATIONS, only_with="record_routing")
     """With --record-routing: the iterations to record, for example 5:6. By default all."""
     wandb_project: str | None = None
     """Weights & Biases project to log to. It needs the package wandb."""
     wandb_exp_name: str | None = option(None, only_with="wandb_project")
     """Name of the run in Weights & Biases. By default a random one."""
-    wandb_save_dir: str | None = option(None, only_with="wandb_project")
+    wandb_save_dir: str | None = option(None, only_with="wandb_project", allowed=LOCAL_PATH)
     """Folder for wandb's own files. By default the --save folder, or the working directory."""
     mlflow_experiment: str | None = None
     """MLflow experiment to log to, on the server of MLFLOW_TRACKING_URI. It needs the extra mlflow."""
     opentelemetry: OpenTelemetryExporter | None = None
     """Export metrics with OpenTelemetry: by OTLP, or on a page for Prometheus. It needs the extra
     opentelemetry."""
-    metrics_file: str | None = option(None, sets={"--no-metrics-file": ""})
+    metrics_file: str | None = option(None, sets={"--no-metrics-file": ""}, allowed=LOCAL_PATH)
     """Write a JSON Lines file with an object for each logged iteration and evaluation. By default
     metrics.jsonl in the --save folder; --no-metrics-file writes none."""
     timing_log_level: int | None = option(None, allowed=TIMERS)
@@ -93,10 +103,10 @@ class LoggingConfig:
     microbatch. By default 0, or 1 with --log-timers-to-tensorboard."""
     timing_log_option: TimingLogOption = option("minmax", only_with="timing_log_level")
     """How to log a timer: the maximum over ranks, the minimum and maximum, or every rank's value."""
-    trace_pipeline: str | None = None
+    trace_pipeline: str | None = option(None, allowed=ITERATIONS)
     """Iterations to trace, for example 5:6. The actions and waits of all ranks are written to one file for
     Perfetto."""
-    trace_pipeline_path: str | None = option(None, only_with="trace_pipeline")
+    trace_pipeline_path: str | None = option(None, only_with="trace_pipeline", allowed=LOCAL_PATH)
     """File to write --trace-pipeline to. By default pipeline_trace_FIRST-LAST.json in TensorBoard's folder,
     or in the --save folder."""
     profile_execution: bool = False
@@ -123,7 +133,9 @@ class LoggingConfig:
     """Record each allocation in the PyTorch profiler's trace, for TensorBoard's memory view."""
     record_memory_history: bool = False
     """Record GPU memory allocations, and write them at the end of the run or when memory runs out."""
-    memory_snapshot_path: str = option("snapshot.pickle", only_with="record_memory_history")
+    memory_snapshot_path: str = option(
+        "snapshot.pickle", only_with="record_memory_history", allowed=LOCAL_PATH
+    )
     """File to write --record-memory-history to, for pytorch.org/memory_viz. All but the first of
     --profile-ranks append their rank to the file name."""
 

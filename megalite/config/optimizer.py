@@ -7,12 +7,14 @@ from typing import ClassVar, Literal
 
 from megalite.config.option import (
     FRACTION,
+    LOCAL_PATH,
     NONZERO_SHARE,
     NOT_NEGATIVE,
     OPEN_SHARE,
     POSITIVE,
     SIZE,
     OnResume,
+    Range,
     Setting,
     option,
 )
@@ -35,6 +37,7 @@ MAX_LOSS_SCALE = 2.0**64
 """Largest loss scale. While gradients are zero, a dynamic scale doubles until it is infinite; then every
 later gradient is NaN, and the scale never decreases. Above this value, fp16 could only represent gradients
 below 2**-48."""
+_LOSS_SCALE = Range(lambda scale: 0 < scale <= MAX_LOSS_SCALE, "greater than 0 and at most 2**64")
 
 
 @dataclass(frozen=True)
@@ -123,10 +126,10 @@ class OptimizerConfig:
     """Adam's beta2: decay rate of the second moment."""
     adam_eps: float = option(1e-8, allowed=POSITIVE)
     """Adam's epsilon, added to the root of the second moment."""
-    loss_scale: float | None = option(None, allowed=POSITIVE, only_with=_FP16)
+    loss_scale: float | None = option(None, allowed=_LOSS_SCALE, only_with=_FP16)
     """With fp16: constant loss scale. By default the loss scale is dynamic."""
     initial_loss_scale: float = option(
-        2.0**32, allowed=POSITIVE, on_resume=OnResume.LOGGED, only_with=_DYNAMIC
+        2.0**32, allowed=_LOSS_SCALE, on_resume=OnResume.LOGGED, only_with=_DYNAMIC
     )
     """With fp16: first value of the dynamic loss scale."""
     min_loss_scale: float = option(1.0, allowed=POSITIVE, only_with=_DYNAMIC)
@@ -160,7 +163,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(False, "--cpu-optimizer", on_resume=OnResume.FREE)
     """Keep AdamW's moments, and the fp32 main weights of a 16-bit model, in host memory, and update them
     there."""
-    optimizer_nvme_offload: str | None = option(None, on_resume=OnResume.FREE, differs_between_ranks=True)
+    optimizer_nvme_offload: str | None = option(
+        None, on_resume=OnResume.FREE, differs_between_ranks=True, allowed=LOCAL_PATH
+    )
     """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
     update."""
     optimizer_offload_fraction: float = option(1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE)

@@ -8,14 +8,23 @@ from dataclasses import Field, dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from megalite.utils.files import url_problem
+
 _KEY = "option"
 
 
 class Range(NamedTuple):
-    """Values that a field may have."""
+    """Values that a field may have.
 
-    holds: Callable[[float], bool]
+    Attributes:
+        holds: whether a value is one of them.
+        text: the values in words, for a message.
+        fault: what the message says before `text` about any other value.
+    """
+
+    holds: Callable[[Any], Any]
     text: str
+    fault: str = "is out of range: it must be"
 
 
 POSITIVE = Range(lambda value: 0 < value < math.inf, "greater than 0")
@@ -31,6 +40,12 @@ AT_LEAST_TWO = Range(lambda value: 2 <= value < 2**31, "at least 2 and below 2**
 TIMERS = Range(lambda value: value in (0, 1, 2), "0, 1 or 2")
 ZERO_STAGE = Range(lambda value: value in (0, 1, 2, 3), "0, 1, 2 or 3")
 SEED = Range(lambda value: 0 <= value < 2**32, "at least 0 and below 2**32")
+LOCAL_PATH = Range(
+    lambda path: not url_problem(path),
+    "a path on this machine or on a mounted file system; only corpora can be in object storage",
+    "is a URL: pass",
+)
+"""Paths of folders and files. A URL would create a folder such as `s3:` in the working directory."""
 
 
 class OnResume(Enum):
@@ -60,7 +75,7 @@ class Setting(NamedTuple):
         if self.values is None:
             return bool(value)
         if isinstance(self.values, Range):
-            return value is not None and self.values.holds(value)
+            return value is not None and bool(self.values.holds(value))
         return value in self.values
 
 
@@ -82,7 +97,7 @@ class Option:
     missing: Mapping[str, str] | None = None
     """Values of other programs that megalite does not have, each with what to do instead."""
     allowed: Range | None = None
-    """Range of a number, or of each element of a tuple."""
+    """Range of the value, or of each element of a tuple; every number has one."""
     on_resume: OnResume | None = None
     """Rule for a run that resumes with another value; by default the group's `default_on_resume`."""
     differs_between_ranks: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from megalite.config.option import (
     SIZE,
     ZERO_STAGE,
     OnResume,
+    Range,
     Setting,
     option,
 )
@@ -36,8 +38,26 @@ in a microbatch on. The planner expects no gain from more parts: smaller GEMMs f
 (tests/unit/plan/test_tp_overlap.py)."""
 _RANKS_PER_NODE = 8
 """GPUs of a usual node."""
+LAYER_CLASS = "ParallelTransformerLayerPipe"
+"""Class of a layer in Megatron-DeepSpeed, which type:REGEX of --pp-partition-method is matched against."""
 
 
+def _balances_layers(method: str) -> bool:
+    """Return whether a --pp-partition-method is known and gives layers a weight."""
+    kind, _, pattern = method.partition(":")
+    try:
+        return method in ("uniform", "parameters") or (
+            kind == "type" and re.search(pattern, LAYER_CLASS, re.IGNORECASE) is not None
+        )
+    except re.error:
+        return False
+
+
+_METHOD = Range(
+    _balances_layers,
+    f"uniform, parameters or type:REGEX, where REGEX matches {LAYER_CLASS}, as in type:transformer",
+    "is not known: choose",
+)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
 _FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
 _TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
@@ -139,7 +159,7 @@ class ParallelConfig:
     )
     """Count the output layer and the loss as a layer of the last stage."""
     pp_partition_method: str | None = option(
-        None, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
+        None, allowed=_METHOD, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
     )
     """Balance the stages by uniform (number of layers), parameters, or type:REGEX (layers whose DeepSpeed
     class name matches)."""

@@ -9,6 +9,7 @@ from functools import cache
 from megalite.config.config import Config
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model_flops import layer_weights, mtp_weights
+from megalite.config.parallel import LAYER_CLASS
 from megalite.config.vocab_padding import padded_vocab_size
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
 
@@ -21,7 +22,6 @@ SPLITS = (
 )
 """Options other than --pipeline-layers that make stages uneven."""
 
-LAYER_CLASS = "ParallelTransformerLayerPipe"
 EMBEDDING_CLASS = "EmbeddingPipe"
 HEAD_CLASS = "LMHeadPipe"
 """Megatron-DeepSpeed's class names, which the REGEX of --pp-partition-method is matched against."""
@@ -165,18 +165,15 @@ def _partition_by_method(model: ModelConfig, tp: int, stages: int, method: str) 
         table = padded_vocab_size(model, tp) * model.hidden_size
         weights = [layer_weights(model, spec) for spec in model.layer_specs]
         return balanced_partition(weights, stages, table, table + mtp_weights(model))
-    before, each, after = weights_by_name(model, method)
+    before, each, after = _weights_by_name(model, method)
     return balanced_partition([each] * model.num_layers, stages, before, after)
 
 
-def weights_by_name(model: ModelConfig, method: str) -> tuple[int, int, int]:
+def _weights_by_name(model: ModelConfig, method: str) -> tuple[int, int, int]:
     """Return the weight, 0 or 1, of the embedding, of each layer and of the output under ``type:REGEX``.
 
     The output of a tied model has the embedding's class, as in BLOOM's ``type:transformer|embedding``: 70
     layers and two embeddings make 12 stages of 6.
-
-    Raises:
-        re.error: REGEX is not a regular expression.
     """
     pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
     head = HEAD_CLASS if model.untie_embeddings_and_output_weights else EMBEDDING_CLASS

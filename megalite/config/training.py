@@ -6,13 +6,35 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megalite.config.option import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE, OnResume, Setting, option
+from megalite.config.option import (
+    ABOVE_ONE,
+    LOCAL_PATH,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    SIZE,
+    OnResume,
+    Range,
+    Setting,
+    option,
+)
 
 ExitSignal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]
 
 Fp8Format = Literal["hybrid", "e4m3"]
 GemmEpilogues = Literal["auto", "on", "off"]
 
+
+def iteration_range(text: str) -> range | None:
+    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None for any other text."""
+    match = re.fullmatch(r"(\d{1,18})(?:[:-](\d{1,18}))?", text)
+    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
+    return range(first, last + 1) if 1 <= first <= last else None
+
+
+ITERATIONS = Range(
+    iteration_range, "FIRST:LAST counted from 1, as in 5:6, or one iteration", "is not a range: pass"
+)
 _COMPUTES = Setting("dry_run", (False,), "a dry run computes nothing")
 
 
@@ -51,7 +73,9 @@ class TrainingConfig:
         None, allowed=POSITIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
     )
     """Iterations between evaluations of --eval-tasks. By default --eval-interval."""
-    eval_tasks_folder: str | None = option(None, on_resume=OnResume.FREE, only_with="eval_tasks")
+    eval_tasks_folder: str | None = option(
+        None, on_resume=OnResume.FREE, only_with="eval_tasks", allowed=LOCAL_PATH
+    )
     """Folder of further tasks for --eval-tasks, as YAML files."""
     eval_tasks_num_fewshot: int | None = option(
         None, allowed=NOT_NEGATIVE, on_resume=OnResume.FREE, only_with="eval_tasks"
@@ -73,7 +97,9 @@ class TrainingConfig:
     )
     """Signals on which a run finishes its iteration, saves, and exits with status 75. Ctrl-C does the same
     with status 130."""
-    kill_switch_path: str | None = option(None, "--kill-switch-file", on_resume=OnResume.FREE)
+    kill_switch_path: str | None = option(
+        None, "--kill-switch-file", on_resume=OnResume.FREE, allowed=LOCAL_PATH
+    )
     """File whose existence makes a run save and exit. If it exists at the start, the run does not start."""
     seed: int = option(1234, allowed=SEED, on_resume=OnResume.RUN)
     """Random seed for initial weights, dropout and the order of samples."""
@@ -91,7 +117,7 @@ class TrainingConfig:
     """Iterations between audits, which compare replicas bit by bit and run a microbatch again on another one.
     A difference ends the run. By default none."""
     iterations_to_skip: tuple[str, ...] = option(
-        (), "--skip-train-iteration-range", on_resume=OnResume.LOGGED
+        (), "--skip-train-iteration-range", allowed=ITERATIONS, on_resume=OnResume.LOGGED
     )
     """Iterations whose samples are skipped without training, such as 120:125 (both included) or 130."""
     replay_routing_from: str | None = option(None, on_resume=OnResume.LOGGED)
@@ -150,13 +176,6 @@ class TrainingConfig:
         return any(found is None or found.start <= num_iterations for found in ranges)
 
 
-def iteration_range(text: str) -> range | None:
-    """Return the iterations that `FIRST:LAST`, `FIRST-LAST` or one number names; None for any other text."""
-    match = re.fullmatch(r"(\d{1,18})(?:[:-](\d{1,18}))?", text)
-    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
-    return range(first, last + 1) if 1 <= first <= last else None
-
-
 @dataclass(frozen=True)
 class DryRunConfig:
     """Options of a dry run: it reports what one rank would hold, compute and send, without other ranks."""
@@ -170,7 +189,9 @@ class DryRunConfig:
     """With --dry-run: number of ranks of the run. By default tp x pp x dp."""
     rank: int = option(0, allowed=NOT_NEGATIVE, differs_between_ranks=True, only_with="dry_run")
     """With --dry-run: the rank to report."""
-    dry_run_json: str | None = option(None, differs_between_ranks=True, only_with="dry_run")
+    dry_run_json: str | None = option(
+        None, differs_between_ranks=True, only_with="dry_run", allowed=LOCAL_PATH
+    )
     """With --dry-run: also write the report to this file, as a JSON object."""
     verify_layouts: str | None = option(None, differs_between_ranks=True)
     """Compare short runs in these layouts (tp2,pp2dp2+sp, default or all) with one rank, and exit.

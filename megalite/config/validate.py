@@ -54,7 +54,6 @@ RULES: tuple[Rule, ...] = (
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
     expert_rules.imbalance,
-    expert_rules.recorded_routing,
     expert_rules.audited_experts,
     parallel_rules.context_levels,
     attention_rules.comm_types_of_layers,
@@ -88,8 +87,6 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.shard_groups,
     model_rules.fp8,
     training_rules.run_length,
-    training_rules.local_paths,
-    training_rules.skipped_iterations,
     training_rules.eval_tasks,
     training_rules.hang_timeout,
     logging_rules.pipeline_trace,
@@ -101,7 +98,6 @@ RULES: tuple[Rule, ...] = (
     data_rules.fill_in_middle,
     data_rules.document_ends,
     data_rules.sft,
-    data_rules.split,
     data_rules.tokenizer,
     logging_rules.profiler,
     logging_rules.profiled_ranks,
@@ -155,7 +151,7 @@ def _field_problems(field: ConfigField, items: Iterable[Any]) -> Iterator[Proble
             shown = shortened(str(item))
             yield Problem((field.name,), f"{flag} {shown} is out of range: it must be at most 2**63 - 1")
         elif allowed is not None and not allowed.holds(item):
-            yield Problem((field.name,), f"{flag} {item} is out of range: it must be {allowed.text}")
+            yield Problem((field.name,), f"{flag} {item} {allowed.fault} {allowed.text}")
         elif field.kind.choices and item not in field.kind.choices:
             choices = ", ".join(field.kind.choices)
             yield Problem((field.name,), f"{flag} {item} is not known: choose one of {choices}")

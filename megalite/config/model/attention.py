@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from megalite.config.model.rope import RotarySpec
-from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SHARE, SIZE, OnResume, Setting, option
+from megalite.config.option import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+    OnResume,
+    Range,
+    Setting,
+    option,
+)
 
 KeysAsValues = Literal["none", "full_attention", "all"]
 QKNormWidth = Literal["head", "all_heads"]
@@ -16,6 +26,7 @@ AttentionBackend = Literal[
 ]
 
 _FULL_ATTENTION: dict[str, Any] = {"allowed": SIZE, "in_megatron": False}
+_PAIRS = Range(lambda size: 0 < size < 2**31 and size % 2 == 0, "even, greater than 0 and below 2**31")
 _LATENT: dict[str, Any] = {"only_with": "multi_latent_attention"}
 
 
@@ -108,7 +119,7 @@ class LatentOptions:
     """Width of the latent of keys and values."""
     qk_head_dim: int = option(128, allowed=SIZE, **_LATENT)
     """Elements of each head's queries and keys without rotary positions."""
-    qk_pos_emb_head_dim: int = option(64, allowed=SIZE, **_LATENT)
+    qk_pos_emb_head_dim: int = option(64, allowed=_PAIRS, **_LATENT)
     """Elements of queries and keys that rotary positions rotate; all heads share those of a key."""
     v_head_dim: int = option(128, allowed=SIZE, **_LATENT)
     """Size of a head's values."""

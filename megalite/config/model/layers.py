@@ -15,8 +15,6 @@ from megalite.config.model.feed_forward import ExpertsSpec
 from megalite.config.model.recurrence import DeltaNetSpec, MambaSpec
 from megalite.config.model.rope import RotarySpec
 
-HYBRID_LETTERS = {"M": "Mamba-2", "*": "attention", "-": "MLP", "E": "experts"}
-"""Letters of --hybrid-override-pattern, and the block that each means."""
 RecurrentSpec = DeltaNetSpec | MambaSpec
 MixerSpec = AttentionSpec | RecurrentSpec
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megalite.config.option import NOT_NEGATIVE, SIZE, Setting, option
+from megalite.config.option import NOT_NEGATIVE, SIZE, Range, Setting, option
 
 RecurrentMixer = Literal["none", "gated_delta_net"]
 
+_PATTERN = Range(
+    lambda pattern: set(pattern) <= set("M*-E"),
+    "M (Mamba-2), * (attention), - (MLP) and E (experts)",
+    "has other letters: its letters are",
+)
 _RECURRENT: dict[str, Any] = {"only_with": Setting("recurrent_mixer", ("gated_delta_net",))}
 _DELTA_NET: dict[str, Any] = {"allowed": SIZE, **_RECURRENT}
 _MAMBA: dict[str, Any] = {"allowed": SIZE, "only_with": "hybrid_override_pattern", "in_megatron": False}
@@ -36,7 +41,9 @@ class RecurrentOptions:
     """Number of query and of key heads of Gated DeltaNet."""
     linear_num_value_heads: int = option(32, **_DELTA_NET)
     """Number of value heads of Gated DeltaNet, a multiple of its key heads."""
-    hybrid_override_pattern: str | None = option(None, "--hybrid-layer-pattern", in_megatron=False)
+    hybrid_override_pattern: str | None = option(
+        None, "--hybrid-layer-pattern", allowed=_PATTERN, in_megatron=False
+    )
     """One block for each layer: M is Mamba-2, * attention, - an MLP, E experts (docs/hybrid.md)."""
     mamba_num_heads: int | None = option(None, **_MAMBA)
     """Number of heads of Mamba-2. By default twice the hidden size in all, divided by --mamba-head-dim."""

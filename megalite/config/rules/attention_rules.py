@@ -214,18 +214,9 @@ def _exchanged_heads(config: Config, comm_type: CpCommType, spec: AttentionSpec)
 
 
 def latent_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that each head has its own keys in multi-latent attention, and that pairs are rotated."""
-    model = config.model
-    if not model.multi_latent_attention:
-        return
-    if model.qk_pos_emb_head_dim % 2:
-        size = model.qk_pos_emb_head_dim
-        yield Problem(
-            ("qk_pos_emb_head_dim",),
-            f"--qk-pos-emb-head-dim {size}: rotary positions rotate pairs, pass {size + 1}",
-        )
-    groups = model.num_query_groups
-    if groups not in (None, model.num_attention_heads):
+    """Check that each head has its own keys in multi-latent attention."""
+    model, groups = config.model, config.model.num_query_groups
+    if model.multi_latent_attention and groups not in (None, model.num_attention_heads):
         yield Problem(
             ("multi_latent_attention", "num_query_groups"),
             f"--num-query-groups {groups} with --multi-latent-attention, where each head has its own keys: "

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.data import CORPUS_FIELDS, split_weights
+from megalite.config.data import CORPUS_FIELDS
 from megalite.config.option import flag_of
 from megalite.utils.commands import command_name
 from megalite.utils.errors import Problem
@@ -94,16 +94,6 @@ def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
     for name in [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])]:
         reason = "rearranges text" if name == "fim_rate" else f"is not needed: {flag} separates {kind}"
         yield Problem((field, name), f"{flag} with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
-
-
-def split(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the split consists of one to three weights."""
-    text = config.data.split
-    if not split_weights(text):
-        yield Problem(
-            ("split",),
-            f"--split {text} is not a split: pass weights of training, validation and test, as in 949,50,1",
-        )
 
 
 def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:

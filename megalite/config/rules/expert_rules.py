@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megalite.config.config import Config
 from megalite.config.option import flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
-from megalite.config.training import iteration_range
 from megalite.utils.errors import Problem
 
 _TP = "tensor_model_parallel_size"
@@ -105,17 +104,6 @@ def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("moe_imbalance", "moe_expert_capacity_factor"),
             f"--moe-imbalance {factor:g} is above --moe-expert-capacity-factor {capacity:g}, which limits "
             f"every expert: pass at most --moe-imbalance {max(1.0, capacity):g}",
-        )
-
-
-def recorded_routing(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the iterations to record are a range."""
-    iterations = config.logging.record_routing_iterations
-    if iterations is not None and iteration_range(iterations) is None:
-        yield Problem(
-            ("record_routing_iterations",),
-            f"--record-routing-iterations {iterations} is not a range: pass FIRST:LAST counted from 1, as in "
-            "5:6, or one iteration",
         )
 
 

@@ -9,17 +9,10 @@ from megalite.utils.errors import Problem
 
 
 def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the trace has a range of iterations and a file."""
+    """Check that the trace has a file."""
     logging = config.logging
-    if logging.trace_pipeline is None:
-        return
-    if not logging.traced_iterations:
-        yield Problem(
-            ("trace_pipeline",),
-            f"--trace-pipeline {logging.trace_pipeline} is not a range: pass FIRST:LAST counted from 1, "
-            "as in 5:6, or one iteration",
-        )
-    if logging.trace_pipeline_path is logging.tensorboard_dir is config.checkpoint.save is None:
+    folders = (logging.trace_pipeline_path, logging.tensorboard_dir, config.checkpoint.save)
+    if logging.trace_pipeline is not None and not any(folders):
         yield Problem(
             ("trace_pipeline", "trace_pipeline_path", "tensorboard_dir", "save"),
             "--trace-pipeline has no folder to write to: pass --tensorboard-dir, or --trace-pipeline-path",

@@ -11,7 +11,6 @@ from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.layers import windows_differ
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model.transformer import NORMALIZED, NUM_BERT_SPECIAL
-from megalite.config.optimizer import MAX_LOSS_SCALE
 from megalite.config.option import flag_of, flag_with_value
 from megalite.utils.errors import Problem
 
@@ -257,7 +256,7 @@ def position_table(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a dynamic loss scale starts above its minimum, and that no scale is above the maximum."""
+    """Check that a dynamic loss scale starts above its minimum."""
     optimizer = config.optimizer
     if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         yield Problem(
@@ -265,13 +264,6 @@ def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
             f"{optimizer.initial_loss_scale}: change one of them",
         )
-    for name in ("loss_scale", "initial_loss_scale"):
-        scale = getattr(optimizer, name)
-        if scale is not None and scale > MAX_LOSS_SCALE:
-            yield Problem(
-                (name,),
-                f"{flag_of(name)} {scale:g} is above 2**64, the maximum: pass a smaller one",
-            )
 
 
 def gradient_messages(config: Config, world_size: int | None) -> Iterator[Problem]:

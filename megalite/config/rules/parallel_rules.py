@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 from megalite.config.batch_size import schedule_steps
@@ -17,7 +16,6 @@ from megalite.config.stage_layers import (
     layers_per_stage,
     num_chunks,
     num_stages,
-    weights_by_name,
 )
 from megalite.config.vocab_padding import vocab_padding_problems
 from megalite.distributed.axes import CONTEXT
@@ -294,30 +292,6 @@ def split(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("pipeline_schedule", *ends),
             f"{_flag(parallel, ends[0])} with --pipeline-schedule {parallel.schedule}, whose first rank "
             "holds both ends: pass --pipeline-layers, one number per stage",
-        )
-    yield from _method(config)
-
-
-def _method(config: Config) -> Iterator[Problem]:
-    method = config.parallel.pp_partition_method
-    if method is None or method in ("uniform", "parameters"):
-        return
-    flag = f"--pp-partition-method {method}"
-    if not method.startswith("type:"):
-        yield Problem((_METHOD,), f"{flag} is not known: choose uniform, parameters or type:REGEX")
-        return
-    try:
-        _, each, _ = weights_by_name(config.model, method)
-    except re.error as error:
-        yield Problem(
-            (_METHOD,), f"{flag} is not a regular expression ({error}): write it as type:transformer"
-        )
-        return
-    if not each:
-        yield Problem(
-            (_METHOD,),
-            f"{flag} matches no transformer layer, so there is nothing to balance: "
-            "write type:transformer or type:transformer|embedding",
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.config import Config
-from megalite.config.model.layers import HYBRID_LETTERS
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.model_rules import divisors_near, pattern_problems
 from megalite.utils.errors import Problem
@@ -65,18 +64,12 @@ PATTERN = "hybrid_override_pattern"
 
 
 def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the pattern has one known letter for each layer."""
+    """Check that the pattern has one letter for each layer."""
     model, pattern = config.model, config.model.hybrid_override_pattern
     if pattern is None:
         return
     setting = flag_with_value(PATTERN, pattern)
-    *first, last = (f"{letter} ({block})" for letter, block in HYBRID_LETTERS.items())
-    if unknown := sorted({*pattern} - {*HYBRID_LETTERS}):
-        yield Problem(
-            (PATTERN,),
-            f"{setting} has {' '.join(unknown)}: its letters are {' and '.join([', '.join(first), last])}",
-        )
-    elif len(pattern) != model.num_layers:
+    if len(pattern) != model.num_layers:
         yield Problem(
             (PATTERN, "num_layers"),
             f"{setting} has {len(pattern)} letters, not one for each of --num-layers {model.num_layers}: "

@@ -8,9 +8,7 @@ from megalite.config.batch_size import BatchSize, schedule_steps
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
-from megalite.config.training import iteration_range
 from megalite.utils.errors import Problem
-from megalite.utils.files import url_problem
 
 _RAMPUP, _FULL, _STEPS = "rampup_batch_size", "global_batch_size", "step_batch_size_schedule"
 _LENGTHS = "seq_length_schedule"
@@ -264,45 +262,6 @@ def _decay(config: Config) -> tuple[int | None, str]:
     return getattr(config.training, name), name
 
 
-LOCAL_PATHS: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("optimizer_nvme_offload",),
-    "checkpoint": ("save", "load", "non_persistent_local_ckpt_dir"),
-    "data": (
-        "aml_data_download_path",
-        "data_args_path",
-        "per_split_data_args_path",
-        "train_weighted_split_paths_path",
-        "valid_weighted_split_paths_path",
-        "test_weighted_split_paths_path",
-        "data_cache_path",
-        "tokenizer_model",
-        "vocab_file",
-        "merge_file",
-        "tokenizer_name_or_path",
-    ),
-    "logging": (
-        "tensorboard_dir",
-        "wandb_save_dir",
-        "metrics_file",
-        "trace_pipeline_path",
-        "memory_snapshot_path",
-        "profile_modules_file",
-    ),
-    "training": ("kill_switch_path", "eval_tasks_folder"),
-    "dry_run": ("dry_run_json",),
-}
-"""Fields that name a folder or file on this machine or on a mounted file system, by group."""
-
-
-def local_paths(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that paths are not URLs, which would create a folder such as `s3:` in the working directory."""
-    for group, names in LOCAL_PATHS.items():
-        for name in names:
-            path = getattr(getattr(config, group), name)
-            if path is not None and (problem := url_problem(path)):
-                yield Problem((name,), f"{flag_of(name)} {problem}; only corpora can be in object storage")
-
-
 def run_length(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the length of the run, which has no default, is set."""
     training = config.training
@@ -311,17 +270,6 @@ def run_length(config: Config, world_size: int | None) -> Iterator[Problem]:
             ("train_iters", "train_samples"),
             "--train-iters is missing: pass the number of optimizer steps, or --train-samples",
         )
-
-
-def skipped_iterations(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that --iterations-to-skip consists of ranges of iterations."""
-    for text in config.training.iterations_to_skip:
-        if iteration_range(text) is None:
-            yield Problem(
-                ("iterations_to_skip",),
-                f"--iterations-to-skip {text} is not a range: pass FIRST:LAST counted from 1, as in 120:125, "
-                "or one iteration",
-            )
 
 
 def eval_tasks(config: Config, world_size: int | None) -> Iterator[Problem]:

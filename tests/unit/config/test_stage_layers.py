@@ -242,8 +242,16 @@ RULES = [
         None,
         "best is not known: choose uniform, parameters or type:REGEX",
     ),
-    ("--pp 2 --pp-partition-method type:(", None, "type:( is not a regular expression"),
-    ("--pp 2 --pp-partition-method type:mlp", None, "type:mlp matches no transformer layer"),
+    (
+        "--pp 2 --pp-partition-method type:(",
+        None,
+        "type:( is not known: choose uniform, parameters or type:REGEX",
+    ),
+    (
+        "--pp 2 --pp-partition-method type:mlp",
+        None,
+        "type:mlp is not known: choose uniform, parameters or type:REGEX, where REGEX matches Pa",
+    ),
     (
         "--pp 4 --dp 16 --pipeline-layers 1 1 2 2 2 2 1 1 --num-virtual-stages-per-pipeline-rank 2 "
         "--micro-batch-size 2",

@@ -30,7 +30,6 @@ def test_a_plain_model_is_allowed() -> None:
     ("name", "value", "text"),
     [
         ("position_embedding_type", "alibi", "pass --position-embedding-type rope"),
-        ("qk_pos_emb_head_dim", 3, "pass 4"),
         ("num_query_groups", 2, "--num-query-groups 2 with --multi-latent-attention"),
         ("add_bias_linear", True, "pass --disable-bias-linear"),
         ("attention_output_gate", True, "--attention-output-gate with --multi-latent-attention"),

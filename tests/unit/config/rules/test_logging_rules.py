@@ -22,6 +22,7 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
             "--trace-pipeline 5..6 is not a range: pass FIRST:LAST counted from 1",
         ),
         ("--trace-pipeline 6:5 --save s", "--trace-pipeline 6:5 is not a range"),
+        ("--record-routing-iterations 6:5", "--record-routing-iterations 6:5 is not a range"),
         ("--trace-pipeline 5:6", "--trace-pipeline has no folder to write to: pass --tensorboard-dir"),
         ("--profile --use-pytorch-profiler", "--use-pytorch-profiler without --tensorboard-dir"),
         ("--profile --profile-execution --tensorboard-dir t", "both start the profiler; remove one"),

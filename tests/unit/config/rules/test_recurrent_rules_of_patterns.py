@@ -42,7 +42,7 @@ def test_these_models_are_valid(line: str) -> None:
     [
         (
             "--hybrid-override-pattern M*X|",
-            "--hybrid-override-pattern M*X| has X |: its letters are M (Mamba-2)",
+            "--hybrid-override-pattern M*X| has other letters: its letters are M (Mamba-2)",
         ),
         (
             "--hybrid-override-pattern M*-M-",
