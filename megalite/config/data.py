@@ -83,6 +83,8 @@ def split_weights(text: str) -> list[float]:
 _SPLIT = Range(
     split_weights, "weights of training, validation and test, as in 949,50,1", "is not a split: pass"
 )
+DOCUMENT_OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Options that act at the end of a document."""
 _READS_CORPUS = Setting("mock_data", (False,), "--mock-data does not read a corpus")
 _CORPUS: dict[str, Any] = {"on_resume": OnResume.CORPUS, "only_with": _READS_CORPUS}
 _REARRANGES = (Setting("fim_rate"), _READS_CORPUS)
@@ -183,8 +185,7 @@ class DataConfig:
     @property
     def document_options(self) -> tuple[str, ...]:
         """Return the names of the enabled options that act at the end of a document."""
-        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        return tuple(name for name in names if getattr(self, name))
+        return tuple(name for name in DOCUMENT_OPTIONS if getattr(self, name))
 
     @property
     def packs_documents(self) -> bool:

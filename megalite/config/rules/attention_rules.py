@@ -8,7 +8,7 @@ from itertools import accumulate
 from megalite.config.config import Config
 from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.model_config import ModelConfig
-from megalite.config.option import flag_of, flag_with_value
+from megalite.config.option import flag_of
 from megalite.config.parallel import CpCommType, comm_type_of_layer
 from megalite.config.rules.model_rules import groups_name, pattern_problems
 from megalite.config.stage_layers import layers_per_stage, num_stages
@@ -17,22 +17,6 @@ from megalite.utils.errors import Problem
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 LEVELS = "hierarchical_context_parallel_sizes"
 _ASSIGNS = "dynamic_context_parallel"
-
-
-def full_attention(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that options of layers without a window apply to some layers, but not to all."""
-    model = config.model
-    names = ("full_attention_kv_channels", "full_attention_query_groups")
-    requested = [name for name in names if getattr(model, name) is not None]
-    requested += ["keys_as_values"] if model.keys_as_values == "full_attention" else []
-    for name in requested:
-        if model.window_size is None or model.window_attn_skip_freq is None:
-            without = "--window-size" if model.window_size is None else "--window-attn-skip-freq"
-            yield Problem(
-                (name, "window_size", "window_attn_skip_freq"),
-                f"{flag_with_value(name, getattr(model, name))} without {without}: it distinguishes layers "
-                "with and without a window; pass both, or remove it",
-            )
 
 
 def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -124,33 +108,12 @@ def _grouped_heads(config: Config, spec: AttentionSpec) -> Iterator[Problem]:
             )
 
 
-def ring(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Refuse features that ring attention does not have."""
-    comm_types = config.parallel.properties_by_comm_type
-    if not config.parallel.has_ring:
-        return
-    comm_type = next(name for name, each in comm_types.items() if each.passes_keys)
-    for name, is_on in (("qk_clip", config.model.qk_clip), ("compile", config.training.compile)):
-        if is_on:
-            yield Problem(
-                (name, "cp_comm_type", CP),
-                f"{flag_of(name)} with --cp-comm-type {comm_type} is not supported: pass --cp-comm-type "
-                f"all_gather or a2a, or remove {flag_of(name)}",
-            )
-
-
 def assigned_documents(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that there are documents to assign to ranks, and that messages depend on them."""
+    """Check that there are documents to assign to ranks."""
     parallel, model, data = config.parallel, config.model, config.data
     if not parallel.dynamic_context_parallel or parallel.cp == 1:
         return
     flag = flag_of(_ASSIGNS)
-    if others := [name for name in parallel.properties_by_comm_type if name != "p2p"]:
-        yield Problem(
-            (_ASSIGNS, "cp_comm_type"),
-            f"{flag} with --cp-comm-type {others[0]}, whose messages do not depend on documents: pass "
-            "--cp-comm-type p2p",
-        )
     if not (model.is_causal and data.masks_attention):
         yield Problem(
             (_ASSIGNS, "reset_attention_mask", "document_packing", "sft_packing", "architecture"),

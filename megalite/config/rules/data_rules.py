@@ -46,17 +46,6 @@ def training_split(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def weighted_split_files(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that weighted groups are set by a flag or by a file, not by both."""
-    for split_name in ("train", "valid", "test"):
-        name = f"{split_name}_weighted_split_paths"
-        if getattr(config.data, name) and getattr(config.data, f"{name}_path"):
-            yield Problem(
-                (name, f"{name}_path"),
-                f"{flag_of(name)} and {flag_of(name)}-path set the same option: remove one",
-            )
-
-
 def fill_in_middle(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the tokenizer can split documents: it must be the corpus's own and must not add tokens."""
     data = config.data
@@ -82,18 +71,6 @@ def document_ends(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{' '.join(map(flag_of, options))} without a tokenizer: pass the corpus's --tokenizer-type, "
             "whose end-of-document token separates the documents",
         )
-
-
-def sft(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that packed sequences are not also cut, masked or rearranged as documents of a corpus of text."""
-    data = config.data
-    if not (data.sft or data.packs_documents):
-        return
-    field = "sft" if data.sft else "document_packing"
-    flag, kind = ("--sft", "conversations") if data.sft else ("--document-packing best_fit", "documents")
-    for name in [*data.document_options, *(["fim_rate"] if data.fim_rate > 0 else [])]:
-        reason = "rearranges text" if name == "fim_rate" else f"is not needed: {flag} separates {kind}"
-        yield Problem((field, name), f"{flag} with {flag_of(name)}, which {reason}: remove {flag_of(name)}")
 
 
 def tokenizer(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -36,43 +36,12 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def options_without_experts(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a mixture of experts has no options that it cannot have."""
-    model, recompute = config.model, config.recompute
-    if not model.has_experts:
-        return
-    if "mlp_act" in recompute.modules:
-        yield Problem(
-            ("num_experts", "recompute_modules"),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} with --num-experts "
-            f"{model.num_experts}: mlp_act is a part of an MLP; pass mlp",
-        )
-    if model.moe_shared_expert_gate and model.has_mlp_bias:
-        yield Problem(
-            ("moe_shared_expert_gate", "num_experts", "add_bias_linear", "add_mlp_bias"),
-            "--moe-shared-expert-gate with biases, which the gate would have to multiply: pass "
-            "--disable-bias-linear without --add-mlp-bias",
-        )
-    if model.moe_latent_size is not None and model.has_mlp_bias:
-        yield Problem(
-            ("moe_latent_size", "num_experts", "add_bias_linear", "add_mlp_bias"),
-            f"--moe-latent-size {model.moe_latent_size} with --num-experts {model.num_experts}: its "
-            "projections have no biases; pass --disable-bias-linear without --add-mlp-bias",
-        )
-
-
 def _expert_groups(config: Config) -> Iterator[Problem]:
     """Check that a token's experts fit into its groups of experts."""
     model = config.model
     experts, groups, selected = model.num_experts, model.moe_router_num_groups, model.moe_router_group_topk
     assert experts is not None
     fields = ("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk")
-    if (groups is None) != (selected is None):
-        yield Problem(
-            fields,
-            "--moe-router-num-groups and --moe-router-group-topk have an effect only together: pass both, or "
-            "remove one",
-        )
     if groups is None or selected is None:
         return
     if experts % groups:

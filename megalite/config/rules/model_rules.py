@@ -10,7 +10,7 @@ from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.layers import windows_differ
 from megalite.config.model.model_config import ModelConfig
-from megalite.config.model.transformer import NORMALIZED, NUM_BERT_SPECIAL
+from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
 from megalite.utils.errors import Problem
 
@@ -99,11 +99,6 @@ def rope_scaling(config: Config, world_size: int | None) -> Iterator[Problem]:
         if low > high or (low == high and model.rope_scaling != "yarn"):
             first, second = (flag_with_value(name, getattr(model, name)) for name in bounds)
             yield Problem(bounds, f"{first} is not below {second}: change one of them")
-    if model.rope_scaling == "yarn" and (model.yarn_mscale is None) != (model.yarn_mscale_all_dim is None):
-        yield Problem(
-            ("yarn_mscale", "yarn_mscale_all_dim"),
-            "--yarn-mscale and --yarn-mscale-all-dim have an effect only together: pass both, or remove one",
-        )
 
 
 def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -127,27 +122,10 @@ def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 
 def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a BERT has no options of generating models, and that its samples are possible."""
+    """Check that the samples of a BERT are possible."""
     model, data = config.model, config.data
     if model.architecture != "bert":
         return
-    wrong = {
-        "fim_rate": data.fim_rate > 0,
-        "sft": data.sft,
-        "document_packing": data.packs_documents,
-        **dict.fromkeys(data.document_options, True),
-    }
-    for name in (name for name, is_set in wrong.items() if is_set):
-        yield Problem(
-            (name, "architecture"),
-            f"{flag_of(name)} is an option of GPT, and the model is a bert: remove it",
-        )
-    if model.position_embedding_type == "alibi":
-        yield Problem(
-            ("position_embedding_type", "architecture"),
-            "--position-embedding-type alibi with a bert, whose attention is bidirectional: pass "
-            "learned_absolute, rope or none",
-        )
     if model.seq_length < MIN_BERT_LENGTH:
         yield Problem(
             ("seq_length", "architecture"),
@@ -175,30 +153,6 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         yield Problem(
             ("vocab_size", "architecture"),
             f"--vocab-size {model.vocab_size} is too small for a bert: pass at least {MIN_BERT_VOCABULARY}",
-        )
-
-
-def norm_position(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that norms after the blocks are not recomputed: no linear layer saves their outputs."""
-    modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    if "input" not in NORMALIZED[config.model.norm_position] and modules:
-        yield Problem(
-            ("norm_position", "recompute_modules"),
-            f"--recompute-modules {' '.join(modules)} with --norm-position {config.model.norm_position}, "
-            "whose norms' outputs are kept for the residual connections: pass core_attn or mlp_act, or "
-            "--recompute-granularity full",
-        )
-
-
-def shared_norm(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a norm of two blocks is not recomputed: the output would be kept for the other block."""
-    modules = [name for name in ("layernorm", "mlp") if name in config.recompute.modules]
-    model = config.model
-    if model.parallel_residual and model.parallel_shared_norm and modules:
-        yield Problem(
-            ("parallel_shared_norm", "recompute_modules"),
-            f"--recompute-modules {' '.join(modules)} with --parallel-shared-norm, whose norm's output both "
-            "blocks keep: pass core_attn or mlp_act, or --recompute-granularity full",
         )
 
 
@@ -266,18 +220,6 @@ def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def gradient_messages(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the precision of gradient communication can hold the gradients."""
-    weights, messages = config.model.params_dtype, config.parallel.grad_communication_dtype
-    fields = ("params_dtype", "grad_communication_dtype")
-    if messages == "fp16" and weights != "fp16":
-        yield Problem(
-            fields,
-            f"--grad-communication-dtype fp16 with --params-dtype {weights}: without fp16 weights, no loss "
-            "scale keeps gradients within the range of fp16; pass --grad-communication-dtype bf16",
-        )
-
-
 def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
     model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
@@ -318,16 +260,4 @@ def multi_token_prediction(config: Config, world_size: int | None) -> Iterator[P
             ("mtp_num_layers", "seq_length"),
             f"{flag_with_value('mtp_num_layers', model.mtp_num_layers)} needs more tokens in a sample than "
             f"--seq-length {model.seq_length}: change one of them",
-        )
-
-
-def per_layer_embedding(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the gate of embeddings for each layer has the function of a gated activation."""
-    model, name = config.model, "hidden_size_per_layer_input"
-    if model.hidden_size_per_layer_input is not None and not model.is_gated:
-        yield Problem(
-            (name, "activation"),
-            f"{flag_with_value(name, model.hidden_size_per_layer_input)} with --activation "
-            f"{model.activation}: its gate has the function of a gated activation; pass a gated one, such as "
-            "geglu or swiglu",
         )

@@ -424,18 +424,6 @@ def modules(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mlp and its part "
             "mlp_act: remove one of them",
         )
-    if "mla_up_proj" in recompute.modules and not config.model.multi_latent_attention:
-        yield Problem(
-            ("recompute_modules", "multi_latent_attention"),
-            f"{flag_with_value('recompute_modules', recompute.recompute_modules)} names mla_up_proj without "
-            "--multi-latent-attention: pass core_attn instead",
-        )
-    if recompute.mlp_chunks > 1 and (parts := recompute.modules & {"mlp", "mlp_act"}):
-        yield Problem(
-            ("mlp_chunks", "recompute_modules"),
-            f"--mlp-chunks {recompute.mlp_chunks} recomputes the MLP: remove {' and '.join(sorted(parts))} "
-            "from --recompute-modules",
-        )
 
 
 def saved_slices(config: Config, world_size: int | None) -> Iterator[Problem]:

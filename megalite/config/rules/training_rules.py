@@ -83,11 +83,6 @@ def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Prob
             "0:2048 100B:8192",
         )
         return
-    if config.model.architecture == "bert" or config.data.sft:
-        kind = "--sft" if config.data.sft else "--architecture bert"
-        yield Problem(
-            (_LENGTHS, "architecture", "sft"), f"{current} would cut the samples of {kind}: remove it"
-        )
     if (last := steps[-1][1]) != full:
         yield Problem(
             (_LENGTHS, "seq_length"),
@@ -165,37 +160,14 @@ def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
             )
 
 
-def unit(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the run and its schedules use the same unit, iterations or samples."""
-    training, optimizer = config.training, config.optimizer
-    length, other = (
-        ("train_samples", "iters") if training.is_counted_in_samples else ("train_iters", "samples")
-    )
-    for kind in ("lr_decay", "lr_warmup", "lr_wsd_decay", "weight_decay_incr"):
-        name = f"{kind}_{other}"
-        if getattr(optimizer, name) and getattr(training, length) is not None:
-            yield Problem(
-                (name, length),
-                f"{flag_of(name)} {getattr(optimizer, name)} with {flag_of(length)} "
-                f"{getattr(training, length)}: a run is counted in iterations or in samples; pass "
-                f"{flag_of(f'{kind}_{_unit(config)}')}",
-            )
-
-
 def warmup(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the warm-up is set once, and that it ends before the decay ends."""
+    """Check that the warm-up ends before the decay ends."""
     optimizer, (decay, decay_name) = config.optimizer, _decay(config)
     name = f"lr_warmup_{_unit(config)}"
     length = getattr(optimizer, name)
-    if optimizer.lr_warmup_fraction is not None and length:
-        yield Problem(
-            ("lr_warmup_fraction", name),
-            f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} and {flag_of(name)} {length} "
-            "both set the warm-up: remove one",
-        )
-    elif optimizer.lr_step_timing == "deepspeed":  # DeepSpeed's rate falls to the minimum after the warm-up
+    if optimizer.lr_step_timing == "deepspeed":  # DeepSpeed's rate falls to the minimum after the warm-up
         return
-    elif decay is not None and length >= decay:
+    if decay is not None and length >= decay:
         yield Problem(
             (name, decay_name),
             f"{flag_of(name)} {length} does not end before {flag_of(decay_name)} {decay}: "
@@ -277,12 +249,6 @@ def eval_tasks(config: Config, world_size: int | None) -> Iterator[Problem]:
     if config.training.eval_tasks is None:
         return
     current = f"--eval-tasks {config.training.eval_tasks}"
-    if config.model.architecture != "gpt":
-        yield Problem(
-            ("eval_tasks",),
-            f"{current} evaluates a model that predicts the next token, not a {config.model.architecture}: "
-            "remove it",
-        )
     if config.data.resolved_tokenizer_type in (None, "NullTokenizer"):
         yield Problem(
             ("eval_tasks", "tokenizer_type"),

@@ -86,7 +86,11 @@ def test_what_has_no_effect_is_told(line: str, message: str) -> None:
             "--no-load-optim would drop the optimizer state at every restart",
         ),
         ("--load A --preset gpt-tiny --use-checkpoint-args", "--preset and --use-checkpoint-args both set"),
-        ("--weight-decay-incr-samples 5", "--weight-decay-incr-samples 5 with --train-iters 100: a run is"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1 "
+            "--weight-decay-incr-samples 5",
+            "--weight-decay-incr-samples 5 with --train-iters 100: a run is counted in iterations or in",
+        ),
         ("--load A --load-iteration -1", "--load-iteration -1 is out of range: it must be at least 0"),
         (
             "--save A --keep-last 0",

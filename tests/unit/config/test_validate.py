@@ -24,8 +24,8 @@ from megalite.config.rules.attention_rules import (
     assigned_documents,
     comm_types_of_layers,
     exchanged_heads,
-    ring,
 )
+from megalite.config.rules.conflicts import conflicts
 from megalite.config.rules.parallel_rules import (
     batch,
     context_levels,
@@ -93,19 +93,22 @@ RULES = [
     ("--hang-timeout -1", None, "--hang-timeout -1.0 is out of range: it must be at least 0"),
     ("--log-straggler-interval 0", None, "--log-straggler-interval 0 is out of range"),
     ("--fim-rate 0.5", None, "--fim-rate 0.5 with --tokenizer-type byte: pass the tokenizer of the corpus"),
-    ("--sft --eod-mask-loss", None, "--sft with --eod-mask-loss, which is not needed: --sft separates conv"),
-    ("--sft --reset-position-ids", None, "separates conversations: remove --reset-position-ids"),
-    ("--sft --reset-attention-mask", None, "separates conversations: remove --reset-attention-mask"),
+    ("--sft --eod-mask-loss", None, "--eod-mask-loss with --sft, which separates conversations by itself"),
+    ("--sft --reset-position-ids", None, "--reset-position-ids with --sft, which separates conversations"),
+    (
+        "--sft --reset-attention-mask",
+        None,
+        "--reset-attention-mask with --sft, which separates conversations",
+    ),
     (
         "--sft --fim-rate 0.5 --tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m",
         None,
-        "--sft with --fim-rate, which rearranges text: remove --fim-rate",
+        "--fim-rate 0.5 with --sft: it rearranges text; remove --fim-rate",
     ),
     (
         "--document-packing best_fit --eod-mask-loss",
         None,
-        "--document-packing best_fit with --eod-mask-loss, which is not needed: --document-packing best_fit "
-        "separates documents: remove --eod-mask-loss",
+        "--eod-mask-loss with --document-packing best_fit, which separates documents by itself: remove it",
     ),
     ("--document-packing best_fit --sft", None, "--sft packs conversations by itself; remove"),
     ("--fim-rate 1.5", None, "--fim-rate 1.5 is out of range: it must be from 0 to 1"),
@@ -336,7 +339,7 @@ RULES = [
     (
         "--sft --seq-length 64 --seq-length-schedule 0:8 1K:64",
         None,
-        "0:8 1K:64 would cut the samples of --sft",
+        "0:8 1K:64 with --sft, whose samples it would cut: remove it",
     ),
     ("--iterations-to-skip 5 9:7", None, "--iterations-to-skip 9:7 is not a range: pass FIRST:LAST"),
     (f"--iterations-to-skip {'9' * 5000}", None, "is not a range: pass FIRST:LAST"),
@@ -576,7 +579,7 @@ def test_batches() -> None:
         ),
         (
             "--train-weighted-split-paths t --train-weighted-split-paths-path f",
-            "--train-weighted-split-paths and --train-weighted-split-paths-path set the same option",
+            "--train-weighted-split-paths t with --train-weighted-split-paths-path f: both set the same",
         ),
         (
             "--train-data-path p --per-split-data-args-path f",
@@ -837,7 +840,7 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
     config, _ = parse(
         f"--preset gpt-tiny --num-attention-heads 8 --seq-length 96 --cp-comm-type a2a+p2p {line}".split()
     )
-    rules = context_levels, exchanged_heads, ring, assigned_documents, sequence
+    rules = conflicts, context_levels, exchanged_heads, assigned_documents, sequence
     problems = [problem.text for rule in rules for problem in rule(config, None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
@@ -852,10 +855,13 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
             "^--cp-comm-type has 2 values, not one for each of --num-layers 4: pass one for all layers, or",
         ),
         ("--cp-comm-type p2p a2a p2p", "^--cp-comm-type has 3 values, not one for each of --num-layers 4: "),
-        ("--cp 2 --compile --cp-comm-type a2a a2a p2p a2a", "^--compile with --cp-comm-type p2p is not supp"),
+        (
+            "--cp 2 --compile --cp-comm-type a2a a2a p2p a2a",
+            "^--compile with --cp-comm-type a2a a2a p2p a2a is not supp",
+        ),
         (
             "--cp 2 --reset-attention-mask --dynamic-context-parallel --cp-comm-type p2p p2p p2p a2a",
-            "^--dynamic-context-parallel with --cp-comm-type a2a, whose messages .* pass --cp-comm-type p2p",
+            "^--dynamic-context-parallel with --cp-comm-type p2p p2p p2p a2a, whose messages .* pass --cp",
         ),
         ("--cp 4 --cp-comm-type a2a a2a a2a a2a+p2p --seq-length 36", "in 2 slices .* a2a\\+p2p"),
         ("--cp 2 --cp-comm-type a2a a2a a2a a2a+p2p", "^--cp-comm-type a2a\\+p2p with --cp 2: it needs two"),
@@ -873,7 +879,10 @@ def test_neighbours_exchange_heads_in_a_ring_of_two_groups_or_more(line: str, ex
 )
 def test_each_layer_may_have_a_comm_type_of_its_own(line: str, expected: str) -> None:
     config, _ = parse(f"--preset gpt-tiny --hidden-size 96 --seq-length 96 {line}".split())
-    rules = context_levels, comm_types_of_layers, exchanged_heads, ring, assigned_documents, sequence
+    rules = (
+        *(conflicts, context_levels, comm_types_of_layers, exchanged_heads),
+        *(assigned_documents, sequence),
+    )
     problems = [problem.text for rule in rules for problem in rule(config, None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
@@ -883,12 +892,16 @@ def test_a_ring_refuses_what_it_cannot_do() -> None:
     parallel = ParallelConfig(context_parallel_size=2, cp_comm_type="p2p")
     model = ModelConfig(num_attention_heads=4, hidden_size=32, seq_length=30, qk_clip=True)
     config = Config(model=model, parallel=parallel, training=TrainingConfig(compile=True))
-    texts = [problem.text for problem in ring(config, None)]
-    assert [text.partition(" with ")[0] for text in texts] == ["--qk-clip", "--compile"]
+    texts = [problem.text for problem in conflicts(config, None)]
+    assert [text.partition(" is ")[0] for text in texts if "cp-comm-type p2p" in text] == [
+        "--qk-clip with --cp-comm-type p2p",
+        "--compile with --cp-comm-type p2p",
+    ]
     (problem,) = sequence(config, None)
     assert problem.text == (
         "--seq-length 30 is not divisible by --cp 2, in 2 slices for each of the --cp ranks (--cp-comm-type "
         "p2p): use a multiple of it, such as 32, or another --cp"
     )
     alone = replace(config, parallel=ParallelConfig(cp_comm_type="p2p"))
-    assert not [*ring(alone, None), *sequence(alone, None)]
+    assert not any("cp-comm-type" in problem.text for problem in conflicts(alone, None))
+    assert not [*sequence(alone, None)]

@@ -143,7 +143,7 @@ def test_all_mistakes_come_at_once_and_none_that_rests_on_another(problems) -> N
         "--qk-l2-norm (this model option) is not supported in this version",
     ]
     # No word of hidden size 768 and 7 heads: 768 is not what the user wanted. Nor of --train-iters.
-    assert [problem.split()[0] for problem in found[5:]] == ["--data-path", "--split", "the"]
+    assert [problem.split()[0] for problem in found[5:]] == ["--split", "--data-path", "the"]
 
 
 def test_two_names_that_disagree_are_a_mistake_that_names_both(problems) -> None:

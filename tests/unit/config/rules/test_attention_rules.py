@@ -37,7 +37,7 @@ def test_what_fits(line: str, world_size: int) -> None:
         (
             "--full-attention-kv-channels 32",
             1,
-            "--full-attention-kv-channels 32 without --window-size: it distinguishes layers with and without",
+            "--full-attention-kv-channels 32 without --window-attn-skip-freq: it distinguishes layers with",
         ),
         (
             "--keys-as-values full_attention --window-size 9,0",

@@ -10,6 +10,7 @@ import pytest
 from megalite.config import Config, DataConfig, ParallelConfig
 from megalite.config.presets import PRESETS
 from megalite.config.rules.attention_rules import assigned_documents
+from megalite.config.rules.conflicts import conflicts
 
 ASSIGNED = Config(
     model=PRESETS["llama-tiny"],
@@ -21,7 +22,7 @@ ASSIGNED = Config(
 
 
 def problems(config: Config) -> list[str]:
-    return [problem.text for problem in assigned_documents(config, None)]
+    return [problem.text for rule in (conflicts, assigned_documents) for problem in rule(config, None)]
 
 
 def test_packed_documents_can_be_assigned() -> None:
@@ -44,5 +45,5 @@ def test_one_rank_has_nothing_to_assign() -> None:
     ],
 )
 def test_another_option_is_refused(part: str, options: dict[str, Any], text: str) -> None:
-    (found,) = problems(replace(ASSIGNED, **{part: replace(getattr(ASSIGNED, part), **options)}))
-    assert text in found
+    found = problems(replace(ASSIGNED, **{part: replace(getattr(ASSIGNED, part), **options)}))
+    assert sum(text in each for each in found) == 1

@@ -14,7 +14,6 @@ from megalite.config.rules.expert_rules import (
     expert_parallel,
     experts,
     imbalance,
-    options_without_experts,
 )
 from megalite.config.rules.parallel_rules import tensor_parallel, world
 from megalite.config.unused_options import unused_options
@@ -22,7 +21,7 @@ from megalite.utils.errors import Problem
 
 
 def _problems(config: Config) -> list[Problem]:
-    rules = (conflicts, options_without_experts, imbalance)
+    rules = (conflicts, imbalance)
     return [problem for rule in rules for problem in rule(config, None)]
 
 
@@ -90,9 +89,9 @@ def test_a_group_has_the_scores_of_its_experts(scores: int, num_groups: int, exp
                 **{"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
                 "add_bias_linear": True,
             },
-            "--moe-shared-expert-gate with biases, .* pass --disable-bias-linear",
+            "--moe-shared-expert-gate with --add-bias-linear: .* pass --disable-bias-linear",
         ),
-        ({"moe_latent_size": 8, "add_mlp_bias": True}, "--moe-latent-size 8 with --num-experts 8: its"),
+        ({"moe_latent_size": 8, "add_mlp_bias": True}, "--moe-latent-size 8 with --add-mlp-bias: it"),
     ],
 )
 def test_experts_have_these_options(changes: dict[str, Any], expected: str) -> None:
