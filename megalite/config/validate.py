@@ -21,6 +21,7 @@ from megalite.config.rules import (
     training_rules,
 )
 from megalite.config.rules.conflicts import conflicts
+from megalite.config.rules.sizes import bounds
 from megalite.utils.errors import ConfigError, Problem, one_line, shortened
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
@@ -28,8 +29,8 @@ Rule = Callable[[Config, int | None], Iterator[Problem]]
 
 RULES: tuple[Rule, ...] = (
     conflicts,
+    bounds,
     model_rules.head_size,
-    model_rules.rope_scaling,
     model_rules.no_rope,
     model_rules.query_groups,
     attention_rules.latent_attention,
@@ -41,10 +42,8 @@ RULES: tuple[Rule, ...] = (
     recurrent_rules.exchanged_recurrent_heads,
     recurrent_rules.hybrid_pattern,
     recurrent_rules.mamba_heads,
-    model_rules.multi_token_prediction,
     model_rules.qk_clip,
     model_rules.window,
-    model_rules.position_table,
     parallel_rules.tensor_parallel,
     attention_rules.grouped_heads,
     expert_rules.expert_parallel,
@@ -62,7 +61,6 @@ RULES: tuple[Rule, ...] = (
     parallel_rules.microbatches,
     parallel_rules.world,
     parallel_rules.batch,
-    parallel_rules.num_layers,
     parallel_rules.modules,
     parallel_rules.saved_slices,
     parallel_rules.offloaded_layers,
@@ -70,12 +68,9 @@ RULES: tuple[Rule, ...] = (
     training_rules.batch_size_schedule,
     training_rules.seq_length_schedule,
     training_rules.enough_samples,
-    training_rules.bounds,
     training_rules.warmup,
     training_rules.step_timing,
     training_rules.wsd,
-    training_rules.weight_decay,
-    model_rules.loss_scale,
     parallel_rules.shard_groups,
     model_rules.fp8,
     training_rules.run_length,
@@ -89,7 +84,6 @@ RULES: tuple[Rule, ...] = (
     data_rules.fill_in_middle,
     data_rules.document_ends,
     data_rules.tokenizer,
-    logging_rules.profiler,
     logging_rules.profiled_ranks,
     logging_rules.layer_norms,
     data_rules.dry_run_rank,

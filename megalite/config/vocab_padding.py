@@ -12,13 +12,16 @@ def padded_vocab_size(model: ModelConfig, tp: int) -> int:
     """Return the padded vocabulary size, a multiple of `tp`.
 
     Raises:
-        UserError: `vocab_size` is unknown, or --pad-vocab-size-to is too small or not divisible by `tp`.
+        UserError: `vocab_size` is unknown, or --pad-vocab-size-to is smaller.
     """
     if model.vocab_size is None:
         raise UserError("the vocabulary size is unknown: pass --vocab-size, or a tokenizer")
-    if problems := vocab_padding_problems(model, tp):
-        raise UserError(problems[0])
     if model.pad_vocab_size_to is not None:
+        if model.pad_vocab_size_to < model.vocab_size:
+            raise UserError(
+                f"--pad-vocab-size-to {model.pad_vocab_size_to} is smaller than the vocabulary of "
+                f"{model.vocab_size} tokens: pass at least {model.vocab_size}, or remove it"
+            )
         return model.pad_vocab_size_to
     return round_up(model.vocab_size, math.lcm(model.make_vocab_size_divisible_by, tp))
 
@@ -32,21 +35,3 @@ def num_padding_rows(model: ModelConfig, tp: int) -> int:
     padded = padded_vocab_size(model, tp)
     assert model.vocab_size is not None  # otherwise padded_vocab_size raises
     return padded - model.vocab_size
-
-
-def vocab_padding_problems(model: ModelConfig, tp: int) -> list[str]:
-    """Return the errors in --pad-vocab-size-to."""
-    target, problems = model.pad_vocab_size_to, list[str]()
-    if target is None:
-        return problems
-    if model.vocab_size is not None and target < model.vocab_size:
-        problems.append(
-            f"--pad-vocab-size-to {target} is smaller than the vocabulary of {model.vocab_size} tokens: "
-            f"pass at least {model.vocab_size}, or remove it"
-        )
-    if target % tp:
-        problems.append(
-            f"--pad-vocab-size-to {target} is not divisible by --tensor-model-parallel-size {tp}: "
-            f"pass --pad-vocab-size-to {round_up(target, tp)}"
-        )
-    return problems

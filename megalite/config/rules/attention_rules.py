@@ -22,23 +22,16 @@ _ASSIGNS = "dynamic_context_parallel"
 def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that layers that share keys and values have an earlier layer of their kind to share them with."""
     model, count = config.model, config.model.num_kv_shared_layers
-    if count == 0:
+    first = model.num_layers - count
+    if first <= 0 or not _has_patterns(config):
         return
-    flag = f"--num-kv-shared-layers {count}"
-    if count >= model.num_layers:
+    lonely = [number for number in range(first, model.num_layers) if not _shares(model, number)]
+    if lonely:
         yield Problem(
-            ("num_kv_shared_layers", "num_layers"),
-            f"{flag} of --num-layers {model.num_layers}: pass at most {model.num_layers - 1}",
+            ("num_kv_shared_layers", "window_attn_skip_freq", "no_rope_freq"),
+            f"--num-kv-shared-layers {count}: layer {lonely[0]} has no layer before layer {first} with the "
+            "same window and rotation, whose keys it could share: pass fewer",
         )
-    elif _has_patterns(config):
-        first = model.num_layers - count
-        lonely = [number for number in range(first, model.num_layers) if not _shares(model, number)]
-        if lonely:
-            yield Problem(
-                ("num_kv_shared_layers", "window_attn_skip_freq", "no_rope_freq"),
-                f"{flag}: layer {lonely[0]} has no layer before layer {first} with the same window and "
-                "rotation, whose keys it could share: pass fewer",
-            )
 
 
 def _shares(model: ModelConfig, number: int) -> bool:

@@ -31,7 +31,7 @@ def _exclude(ones: _Settings, others: _Settings, why: str) -> Iterator[Conflict]
 
 
 def _listed(settings: _Settings) -> list[Setting]:
-    several = (settings,) if isinstance(settings, str | Setting) else settings
+    several: tuple[str | Setting, ...] = (settings,) if isinstance(settings, str | Setting) else settings
     return [Setting(each) if isinstance(each, str) else each for each in several]
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.option import flag_with_value
-from megalite.config.rules.model_rules import divisors_near, pattern_problems
+from megalite.config.rules.model_rules import pattern_problems
+from megalite.config.rules.sizes import not_divisible
 from megalite.utils.errors import Problem
 
 _TP = "tensor_model_parallel_size"
@@ -18,12 +19,6 @@ def experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     model = config.model
     if model.num_experts is None or model.num_experts <= 1:
         return
-    flag = f"--num-experts {model.num_experts}"
-    if model.moe_router_topk > model.num_experts:
-        yield Problem(
-            ("moe_router_topk", "num_experts"),
-            f"--moe-router-topk {model.moe_router_topk} with {flag}: pass at most {model.num_experts}",
-        )
     yield from _expert_groups(config)
     if model.moe_layer_freq is not None:
         if problems := list(pattern_problems(config, "moe_layer_freq", model.moe_layer_freq)):
@@ -45,16 +40,15 @@ def _expert_groups(config: Config) -> Iterator[Problem]:
     if groups is None or selected is None:
         return
     if experts % groups:
-        yield Problem(
-            fields,
-            f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}: pass "
-            f"--moe-router-num-groups {divisors_near(experts, groups)}",
+        fix = "pass --moe-router-num-groups {divisors}"
+        yield from not_divisible(
+            "num_experts", experts, "--moe-router-num-groups", groups, fix, ("moe_router_num_groups",)
         )
-    elif selected > groups or model.moe_router_topk > selected * (experts // groups):
+    elif model.moe_router_topk > selected * (experts // groups):
         yield Problem(
             fields,
             f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has "
-            f"{min(selected, groups) * (experts // groups)} experts, for --moe-router-topk "
+            f"{selected * (experts // groups)} experts, for --moe-router-topk "
             f"{model.moe_router_topk}: pass more groups of a token, but at most {groups}",
         )
     elif model.moe_router_group_scores > max(2, experts // groups):
@@ -100,13 +94,8 @@ def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
                 (_EP, _ETP, "num_experts"), f"{flag} without experts: pass --num-experts, or remove it"
             )
         return
-    if model.num_experts is not None and model.num_experts % ep:
-        fitting = [size for size in range(1, ep) if model.num_experts % size == 0]
-        yield Problem(
-            (_EP, "num_experts"),
-            f"--ep {ep} does not divide --num-experts {model.num_experts}: each rank takes whole experts; "
-            f"use --ep {fitting[-1]}",
-        )
+    fix = "pass --ep {divisors}; each rank takes whole experts"
+    yield from not_divisible("num_experts", model.num_experts or 0, "--ep", ep, fix, (_EP,))
     if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
         yield Problem(
             (_EP, _ETP, _TP, "sequence_parallel"),

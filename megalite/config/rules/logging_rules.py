@@ -19,17 +19,6 @@ def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def profiler(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that there are iterations to profile."""
-    start, end = config.logging.profile_step_start, config.logging.profile_step_end
-    if config.logging.profile and end <= start:
-        yield Problem(
-            ("profile_step_start", "profile_step_end"),
-            f"--profile-step-start {start} and --profile-step-end {end} leave no iteration to profile: the "
-            "first profiled iteration is the one after the start, and the last is the end",
-        )
-
-
 def profiled_ranks(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the ranks to profile exist."""
     logging = config.logging

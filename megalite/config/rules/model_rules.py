@@ -12,6 +12,7 @@ from megalite.config.model.layers import windows_differ
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
+from megalite.config.rules.sizes import not_divisible
 from megalite.utils.errors import Problem
 
 MIN_BERT_LENGTH = 8
@@ -43,25 +44,19 @@ def _head_name(model: ModelConfig, spec: AttentionSpec) -> str:
     return "kv_channels" if spec.head_dim == model.head_dim else "full_attention_kv_channels"
 
 
-def divisors_near(number: int, wanted: int) -> str:
-    """Return the divisors of a number that are nearest to `wanted`, which does not divide it: `8 or 12`."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    divisors = sorted({*small, *(number // size for size in small)})
-    below = [size for size in divisors if size < wanted][-1:]
-    return " or ".join(map(str, below + [size for size in divisors if size > wanted][:1]))
-
-
 def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
     model = config.model
     if model.multi_latent_attention:
         return  # it has sizes of its own
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        heads = divisors_near(model.hidden_size, model.num_attention_heads)
-        yield Problem(
-            ("hidden_size", "num_attention_heads"),
-            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads "
-            f"{model.num_attention_heads}: pass --num-attention-heads {heads}, or --kv-channels",
+        yield from not_divisible(
+            "hidden_size",
+            model.hidden_size,
+            "--num-attention-heads",
+            model.num_attention_heads,
+            "pass --num-attention-heads {divisors}, or --kv-channels",
+            ("num_attention_heads",),
         )
     elif model.position_embedding_type == "rope":
         for spec in model.head_specs:
@@ -86,21 +81,6 @@ def _rotary_size(model: ModelConfig, spec: AttentionSpec) -> Iterator[Problem]:
         )
 
 
-def rope_scaling(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the bounds of the interpolated frequencies are in order."""
-    model = config.model
-    bounds = {
-        "llama3": ("rope_low_freq_factor", "rope_high_freq_factor"),
-        "yarn": ("yarn_beta_slow", "yarn_beta_fast"),
-    }.get(model.rope_scaling)
-    if bounds is not None:
-        low, high = (getattr(model, name) for name in bounds)
-        # YaRN rounds the bounds apart: Kimi K2 has two of 1.
-        if low > high or (low == high and model.rope_scaling != "yarn"):
-            first, second = (flag_with_value(name, getattr(model, name)) for name in bounds)
-            yield Problem(bounds, f"{first} is not below {second}: change one of them")
-
-
 def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that the pattern of layers without rotary positions fits the model."""
     if config.model.no_rope_freq is not None:
@@ -109,16 +89,12 @@ def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
 
 def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that every key/value head serves the same number of query heads."""
-    model = config.model
-    heads = model.num_attention_heads
-    for spec in model.head_specs:
-        groups, name = spec.num_kv_heads, groups_name(model, spec)
-        if heads % groups:
-            yield Problem(
-                ("num_attention_heads", name),
-                f"--num-attention-heads {heads} is not divisible by {flag_of(name)} {groups}: "
-                f"pass {flag_of(name)} {divisors_near(heads, groups)}",
-            )
+    for spec in config.model.head_specs:
+        name = groups_name(config.model, spec)
+        fix = f"pass {flag_of(name)} {{divisors}}"
+        yield from not_divisible(
+            "num_attention_heads", spec.num_heads, flag_of(name), spec.num_kv_heads, fix, (name,)
+        )
 
 
 def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -198,28 +174,6 @@ def window(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def position_table(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that samples are no longer than the learned position table, or than the longest context."""
-    model = config.model
-    if model.position_embedding_type != "alibi" and model.seq_length > model.num_positions:
-        yield Problem(
-            ("seq_length", "max_position_embeddings", "position_embedding_type"),
-            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.num_positions}: pass --max-position-embeddings {model.seq_length}, or shorter samples",
-        )
-
-
-def loss_scale(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a dynamic loss scale starts above its minimum."""
-    optimizer = config.optimizer
-    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        yield Problem(
-            ("min_loss_scale", "initial_loss_scale"),
-            f"--min-loss-scale {optimizer.min_loss_scale} is above --initial-loss-scale "
-            f"{optimizer.initial_loss_scale}: change one of them",
-        )
-
-
 def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
     model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
@@ -250,14 +204,3 @@ def _head_features(
     yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
     flags = f"--num-attention-heads, {flag_of(head)}"
     yield ("num_attention_heads", head), f"the {heads} features of all heads ({flags})", heads, tp
-
-
-def multi_token_prediction(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a sample has tokens for the modules of multi-token prediction."""
-    model = config.model
-    if model.mtp_num_layers >= model.seq_length:
-        yield Problem(
-            ("mtp_num_layers", "seq_length"),
-            f"{flag_with_value('mtp_num_layers', model.mtp_num_layers)} needs more tokens in a sample than "
-            f"--seq-length {model.seq_length}: change one of them",
-        )

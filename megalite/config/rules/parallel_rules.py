@@ -9,7 +9,7 @@ from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
-from megalite.config.rules.model_rules import divisors_near
+from megalite.config.rules.sizes import not_divisible
 from megalite.config.stage_layers import (
     even_partition,
     layers_per_rank_with_ends,
@@ -17,7 +17,6 @@ from megalite.config.stage_layers import (
     num_chunks,
     num_stages,
 )
-from megalite.config.vocab_padding import vocab_padding_problems
 from megalite.distributed.axes import CONTEXT
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.utils.errors import Problem, counted
@@ -37,12 +36,8 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
         *((spec.cut_by, spec.num_parts, spec.part) for spec in model.recurrences),
     ]
     for name, number, what in heads:
-        if number % tp:
-            yield Problem(
-                (name, _TP),
-                f"{flag_of(name)} {number} is not divisible by --tp {tp}: pass --tp "
-                f"{divisors_near(number, tp)}; each rank takes whole {what}",
-            )
+        fix = f"pass --tp {{divisors}}; each rank takes whole {what}"
+        yield from not_divisible(name, number, "--tp", tp, fix, (_TP,))
     experts = model.has_experts
     widths = [
         *((name, width, "--tp", tp) for name, width in model.mlp_widths.items()),
@@ -59,15 +54,12 @@ def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]
             parallel.etp,
         ),
     ]
+    fields = ("hidden_size", "activation", "num_experts", _TP, "expert_tensor_parallel_size")
     for name, width, flag, ranks in widths:
-        if width % ranks:
-            yield Problem(
-                (name, "hidden_size", "activation", "num_experts", _TP, "expert_tensor_parallel_size"),
-                f"{flag_of(name)} {width} is not divisible by {flag} {ranks}: use a multiple of it, such as "
-                f"{-(-width // ranks) * ranks}",
-            )
-    for text in vocab_padding_problems(model, tp):
-        yield Problem(("pad_vocab_size_to", "vocab_size", _TP), text)
+        fix = "use a multiple of it, such as {multiple}"
+        yield from not_divisible(name, width, flag, ranks, fix, fields)
+    fix = "pass --pad-vocab-size-to {multiple}"
+    yield from not_divisible("pad_vocab_size_to", model.pad_vocab_size_to or 0, "--tp", tp, fix, (_TP,))
 
 
 def sequence_divisor(config: Config) -> int:
@@ -401,17 +393,6 @@ def microbatches(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"{batch_flag} makes {made} of --micro-batch-size {micro} on each of {dp} replicas, but an "
             f"interleaved schedule needs one for each of --pp {parallel.pp} ranks: pass a larger "
             "batch, or use --pipeline-schedule 1f1b without chunks",
-        )
-
-
-def num_layers(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that no recomputed group has more layers than the model."""
-    recompute, layers = config.recompute, config.model.num_layers
-    if recompute.recompute_granularity == "full" and recompute.recompute_num_layers > layers:
-        yield Problem(
-            ("recompute_num_layers", "num_layers"),
-            f"--recompute-num-layers {recompute.recompute_num_layers} is more than --num-layers {layers}: "
-            "pass the layers of a group (--recompute-method uniform) or of a stage (block)",
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value
-from megalite.config.rules.model_rules import divisors_near, pattern_problems
+from megalite.config.rules.model_rules import pattern_problems
+from megalite.config.rules.sizes import divisors_near, not_divisible
 from megalite.utils.errors import Problem
 
 _MIXER, _FREQ = "recurrent_mixer", "linear_attention_freq"
@@ -35,14 +36,9 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
     model = config.model
     if model.recurrent_mixer != "gated_delta_net":
         return
+    fix = "pass --linear-num-value-heads {multiple}, or --linear-num-key-heads {divisors}"
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
-    if values % keys:
-        yield Problem(
-            (_VALUES, _KEYS),
-            f"--linear-num-value-heads {values} is not divisible by --linear-num-key-heads {keys}: pass "
-            f"--linear-num-value-heads {-(-values // keys) * keys}, or --linear-num-key-heads "
-            f"{divisors_near(values, keys)}",
-        )
+    yield from not_divisible(_VALUES, values, "--linear-num-key-heads", keys, fix, (_KEYS,))
 
 
 def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -62,7 +62,7 @@ def test_a_module_is_named_once():
     [
         (
             "--recompute-granularity full --recompute-num-layers 13",
-            "--recompute-num-layers 13 is more than --num-layers 12",
+            "--recompute-num-layers 13 is above --num-layers 12",
         ),
         (
             "--recompute-activations --recompute-modules mlp_act mlp",

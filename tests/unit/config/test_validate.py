@@ -152,7 +152,7 @@ RULES = [
     ("--window-size 8,0 --window-attn-skip-freq 1", None, "--window-attn-skip-freq 1 leaves no layer with"),
     ("--window-size 8,0 --window-attn-skip-freq [1]*3", None, "1 1 1 has 3 numbers, not one for each of --n"),
     ("--window-size 8,0 --window-attn-skip-freq [1,2]*6", None, "has numbers other than 0 and 1: change"),
-    ("--seq-length 2048 --max-position-embeddings 1024", None, "--seq-length 2048 is longer than --max-pos"),
+    ("--seq-length 2048 --max-position-embeddings 1024", None, "--seq-length 2048 is above --max-position"),
     ("--num-attention-heads 6 --tp 4", 4, "--num-attention-heads 6 is not divisible by --tp 4"),
     (
         "--ffn-hidden-size 3074 --tp 4",
@@ -162,9 +162,13 @@ RULES = [
     (
         "--pad-vocab-size-to 1001 --tp 2",
         2,
-        "--pad-vocab-size-to 1001 is not divisible by --tensor-model-parallel-size 2",
+        "--pad-vocab-size-to 1001 is not divisible by --tp 2: pass --pad-vocab-size-to 1002",
     ),
-    ("--vocab-size 257 --pad-vocab-size-to 256", None, "256 is smaller than the vocabulary of 257 tokens"),
+    (
+        "--vocab-size 257 --pad-vocab-size-to 256",
+        None,
+        "--vocab-size 257 is above --pad-vocab-size-to 256: pass at",
+    ),
     (
         "--num-query-groups 3 --tp 2",
         2,
@@ -240,7 +244,7 @@ RULES = [
     (
         "--mtp-num-layers 8 --position-embedding-type rope --seq-length 8",
         None,
-        "--mtp-num-layers 8 needs more tokens in a sample than --seq-length 8: change one of them",
+        "--mtp-num-layers 8 is not below --seq-length 8, the tokens of a sample: change one of them",
     ),
     ("--qk-clip --qk-layernorm", None, "--qk-clip with --qk-layernorm, which bounds the scores itself"),
     ("--qk-clip --compile", None, "--qk-clip with --compile is not supported"),
@@ -361,7 +365,7 @@ RULES = [
     (
         "--lr-decay-style WSD --lr-wsd-decay-iters 101",
         None,
-        "--lr-wsd-decay-iters 101 is more than the 100 iter",
+        "--lr-wsd-decay-iters 101 is above --train-iters 100: pass at most 100",
     ),
     ("--split 1,2,3,4", None, "--split 1,2,3,4 is not a split"),
     ("--split 0,0,0", None, "--split 0,0,0 is not a split"),
@@ -375,7 +379,11 @@ RULES = [
     ("--tokenizer-type HuggingFaceTokenizer", None, "--tokenizer-model or --tokenizer-name-or-path"),
     ("--tokenizer-type NullTokenizer", None, "the vocabulary size is unknown: pass --vocab-size"),
     ("--profile-execution", None, "--profile-execution without --tensorboard-dir"),
-    ("--min-loss-scale 4 --initial-loss-scale 2", None, "4.0 is above --initial-loss-scale 2.0: change one"),
+    (
+        "--fp16 --min-loss-scale 4 --initial-loss-scale 2",
+        None,
+        "4.0 is above --initial-loss-scale 2.0: change one",
+    ),
     ("--spiky-loss-factor 1", None, "--spiky-loss-factor 1.0 is out of range: it must be greater than 1"),
     ("--zero-stage 4", None, "--zero-stage 4 is out of range: it must be 0, 1, 2 or 3"),
     ("--grad-reduce-in-bf16 --params-dtype fp64", None, "which is meant to verify layouts: remove"),

@@ -61,7 +61,7 @@ def test_what_fits(line: str, world_size: int) -> None:
             4,
             "--full-attention-query-groups 1 with --tp 4: the 10 rows of a group's",
         ),
-        ("--num-kv-shared-layers 8", 1, "--num-kv-shared-layers 8 of --num-layers 8: pass at most 7"),
+        ("--num-kv-shared-layers 8", 1, "--num-kv-shared-layers 8 is not below --num-layers 8: pass fewer"),
         (
             f"{WINDOWS} --num-kv-shared-layers 7",
             1,

@@ -31,7 +31,10 @@ def _problems(config: Config) -> list[Problem]:
         ({}, ""),
         ({"expert_model_parallel_size": 4}, ""),
         ({"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 3}, ""),
-        ({"expert_model_parallel_size": 5}, "--ep 5 does not divide --num-experts 8: .* use --ep 4"),
+        (
+            {"expert_model_parallel_size": 5},
+            "--num-experts 8 is not divisible by --ep 5: pass --ep 4 or 8; each rank takes whole experts",
+        ),
         ({"expert_tensor_parallel_size": 5}, "size 12 is not divisible by --etp 5: .* such as 15"),
         ({"tensor_model_parallel_size": 8}, "size 12 is not divisible by --tp 8: .* such as 16"),
         (

@@ -28,7 +28,7 @@ ENOUGH = "--train-iters 100 --mock-data --vocab-size 256 "
         ("--profile --profile-execution --tensorboard-dir t", "both start the profiler; remove one"),
         (
             "--profile --profile-step-start 8 --profile-step-end 8",
-            "--profile-step-start 8 and --profile-step-end 8 leave no iteration to profile",
+            "--profile-step-start 8 is not below --profile-step-end 8, the last profiled iteration",
         ),
         ("--profile --profile-ranks 0 4", "--profile-ranks 4: the run's ranks are 0 to 3"),
         ("--record-memory-history --profile-ranks 5", "--profile-ranks 5: the run's ranks are 0 to 3"),
