@@ -12,84 +12,33 @@ from megalite.config.layout_options import LAYOUT_OPTIONS
 from megalite.config.option import flag_of
 from megalite.config.rules import (
     attention_rules,
+    conflicts,
     data_rules,
-    expert_rules,
-    logging_rules,
     model_rules,
     parallel_rules,
-    recurrent_rules,
+    sizes,
     training_rules,
 )
-from megalite.config.rules.conflicts import conflicts
-from megalite.config.rules.sizes import bounds
 from megalite.utils.errors import ConfigError, Problem, one_line, shortened
 
 Rule = Callable[[Config, int | None], Iterator[Problem]]
 """A function that yields a config's problems. Its second argument is the number of ranks, or None."""
 
-RULES: tuple[Rule, ...] = (
-    conflicts,
-    bounds,
-    model_rules.head_size,
-    model_rules.no_rope,
-    model_rules.query_groups,
-    attention_rules.latent_attention,
-    attention_rules.shared_keys,
-    model_rules.bert,
-    expert_rules.experts,
-    recurrent_rules.recurrent_layers,
-    recurrent_rules.delta_net_heads,
-    recurrent_rules.exchanged_recurrent_heads,
-    recurrent_rules.hybrid_pattern,
-    recurrent_rules.mamba_heads,
-    model_rules.qk_clip,
-    model_rules.window,
-    parallel_rules.tensor_parallel,
-    attention_rules.grouped_heads,
-    expert_rules.expert_parallel,
-    expert_rules.imbalance,
-    expert_rules.audited_experts,
-    parallel_rules.context_levels,
-    attention_rules.comm_types_of_layers,
-    attention_rules.exchanged_heads,
-    attention_rules.assigned_documents,
-    parallel_rules.sequence,
-    parallel_rules.chunks,
-    parallel_rules.split,
-    parallel_rules.layers,
-    attention_rules.keys_within_stages,
-    parallel_rules.microbatches,
-    parallel_rules.world,
-    parallel_rules.batch,
-    parallel_rules.modules,
-    parallel_rules.saved_slices,
-    parallel_rules.offloaded_layers,
-    training_rules.ramp_up,
-    training_rules.batch_size_schedule,
-    training_rules.seq_length_schedule,
-    training_rules.enough_samples,
-    training_rules.warmup,
-    training_rules.step_timing,
-    training_rules.wsd,
-    parallel_rules.shard_groups,
-    model_rules.fp8,
-    training_rules.run_length,
-    training_rules.eval_tasks,
-    training_rules.hang_timeout,
-    logging_rules.pipeline_trace,
-    data_rules.finetune,
-    data_rules.no_load_optim,
-    data_rules.corpus,
-    data_rules.training_split,
-    data_rules.fill_in_middle,
-    data_rules.document_ends,
-    data_rules.tokenizer,
-    logging_rules.profiled_ranks,
-    logging_rules.layer_norms,
-    data_rules.dry_run_rank,
-    data_rules.dry_run_json,
+_MODULES = (
+    *(conflicts, sizes, attention_rules, model_rules, parallel_rules),
+    *(training_rules, data_rules),
 )
-"""Every rule between fields, in the order of their messages."""
+_OF_A_RULE = {"config": "Config", "world_size": "int | None", "return": "Iterator[Problem]"}
+"""Parameters and result of a rule."""
+RULES: tuple[Rule, ...] = tuple(
+    dict.fromkeys(
+        each
+        for module in _MODULES
+        for each in vars(module).values()
+        if getattr(each, "__annotations__", None) == _OF_A_RULE
+    )
+)
+"""Every rule between fields, in the order of their messages: each function of these modules that is one."""
 
 
 def check_config(config: Config, world_size: int | None = None) -> None:

@@ -1,16 +1,17 @@
-"""Rules for attention: sizes of heads by kind of layer, shared keys, ranks that divide heads or positions."""
+"""Rules for attention and for patterns of layers: sizes of heads, shared keys, ranks that divide heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from megalite.config.config import Config
 from megalite.config.model.attention import AttentionSpec
+from megalite.config.model.layers import LayerSpec, windows_differ
 from megalite.config.model.model_config import ModelConfig
-from megalite.config.option import flag_of
+from megalite.config.option import ABOVE_ONE, Setting, flag_of, flag_with_value, other_than
 from megalite.config.parallel import CpCommType, comm_type_of_layer
-from megalite.config.rules.model_rules import groups_name, pattern_problems
+from megalite.config.rules.sizes import not_divisible
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.utils.errors import Problem
 
@@ -19,11 +20,132 @@ LEVELS = "hierarchical_context_parallel_sizes"
 _ASSIGNS = "dynamic_context_parallel"
 
 
+_Blocks = Callable[[LayerSpec], object]
+_PATTERNS: Mapping[str, tuple[Setting, _Blocks]] = {
+    "window_attn_skip_freq": (Setting("window_size"), lambda spec: spec.attention and spec.attention.window),
+    "no_rope_freq": (Setting("position_embedding_type", ("rope",)), lambda spec: True),
+    "moe_layer_freq": (Setting("num_experts", ABOVE_ONE), lambda spec: spec.experts),
+    "linear_attention_freq": (Setting("recurrent_mixer", other_than("none")), lambda spec: spec.recurrence),
+}
+"""Patterns of layers, each with the setting that it needs, and what a layer has because of both."""
+
+
+def layer_patterns(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that patterns of layers fit the model, and that some layer has what they place."""
+    model = config.model
+    for name, (setting, has_part) in _PATTERNS.items():
+        pattern, other = getattr(model, name), getattr(model, setting.field)
+        if pattern is None or not setting.is_met(other):
+            continue
+        flag = flag_with_value(name, pattern)
+        if len(pattern) not in (1, model.num_layers):
+            yield Problem(
+                (name, "num_layers"),
+                f"{flag} has {len(pattern)} numbers, not one for each of --num-layers {model.num_layers}: "
+                "change one of them",
+            )
+        elif len(pattern) > 1 and max(pattern) > 1:
+            yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
+        elif not any(map(has_part, model.layer_specs)):
+            yield Problem(
+                (name, setting.field),
+                f"{flag} leaves no layer with {flag_with_value(setting.field, other)}: remove both",
+            )
+
+
+def groups_name(model: ModelConfig, spec: AttentionSpec) -> str:
+    """Return the field of the number of key/value heads of some layers."""
+    return "num_query_groups" if spec.num_kv_heads == model.num_kv_heads else "full_attention_query_groups"
+
+
+def head_name(model: ModelConfig, spec: AttentionSpec) -> str:
+    """Return the field of the size of heads of some layers."""
+    return "kv_channels" if spec.head_dim == model.head_dim else "full_attention_kv_channels"
+
+
+def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
+    model = config.model
+    if model.multi_latent_attention:
+        return  # it has sizes of its own
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield from not_divisible(
+            "hidden_size",
+            model.hidden_size,
+            "--num-attention-heads",
+            model.num_attention_heads,
+            "pass --num-attention-heads {divisors}, or --kv-channels",
+            ("num_attention_heads",),
+        )
+    elif model.position_embedding_type == "rope":
+        for spec in model.head_specs:
+            yield from _rotary_size(model, spec)
+
+
+def _rotary_size(model: ModelConfig, spec: AttentionSpec) -> Iterator[Problem]:
+    """Check that rotary positions rotate an even number of elements of a head."""
+    own, size = head_name(model, spec), int(spec.head_dim * model.rotary_percent)
+    names = (own, "hidden_size", "num_attention_heads", "position_embedding_type")
+    if model.rotary_percent < 1 and (size % 2 or size == 0):
+        yield Problem(
+            ("rotary_percent", *names),
+            f"--rotary-percent {model.rotary_percent:g} of a head of {spec.head_dim} is {size} elements: "
+            "pass a share that is an even number of elements",
+        )
+    elif model.rotary_percent == 1 and size % 2:
+        yield Problem(
+            names,
+            f"--position-embedding-type rope needs an even head size, not {size}: "
+            f"pass {flag_of(own)} {size + 1}, or change --hidden-size or --num-attention-heads",
+        )
+
+
+def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that every key/value head serves the same number of query heads."""
+    for spec in config.model.head_specs:
+        name = groups_name(config.model, spec)
+        fix = f"pass {flag_of(name)} {{divisors}}"
+        yield from not_divisible(
+            "num_attention_heads", spec.num_heads, flag_of(name), spec.num_kv_heads, fix, (name,)
+        )
+
+
+def window(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a window is shorter than the samples of a causal model."""
+    model, size = config.model, config.model.window_size
+    if size is None:
+        return
+    flag = flag_with_value("window_size", size)
+    if size[1:] != (0,):
+        yield Problem(
+            ("window_size",),
+            f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
+            f"--window-size {size[0]},0",
+        )
+    elif not size[0] > 0 or (size[0] >= model.seq_length and not windows_differ(model)):
+        yield Problem(
+            ("window_size", "seq_length"),
+            f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
+            f"{model.seq_length}, or remove it",
+        )
+
+
+def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that all layers whose scores bound the update have heads of one size."""
+    model = config.model
+    if model.qk_clip and len({(spec.head_dim, spec.num_kv_heads) for spec in model.head_specs}) > 1:
+        yield Problem(
+            ("qk_clip", "full_attention_kv_channels", "full_attention_query_groups"),
+            "--qk-clip with --full-attention-kv-channels or --full-attention-query-groups: it scales layers "
+            "of one size; remove one of them",
+        )
+
+
 def shared_keys(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that layers that share keys and values have an earlier layer of their kind to share them with."""
     model, count = config.model, config.model.num_kv_shared_layers
     first = model.num_layers - count
-    if first <= 0 or not _has_patterns(config):
+    if first <= 0 or any(layer_patterns(config, world_size)):
         return
     lonely = [number for number in range(first, model.num_layers) if not _shares(model, number)]
     if lonely:
@@ -39,15 +161,6 @@ def _shares(model: ModelConfig, number: int) -> bool:
     return spec is not None and spec.key_source is not None
 
 
-def _has_patterns(config: Config) -> bool:
-    """Return whether the patterns of layers fit the model."""
-    names = ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq", "linear_attention_freq")
-    patterns = ((name, getattr(config.model, name)) for name in names)
-    return not any(
-        list(pattern_problems(config, name, pattern)) for name, pattern in patterns if pattern is not None
-    )
-
-
 def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that layers which share keys and values are in one pipeline stage with the layers that have them.
 
@@ -56,7 +169,7 @@ def keys_within_stages(config: Config, world_size: int | None) -> Iterator[Probl
     model = config.model
     if num_stages(config) == 1 or not 0 < model.num_kv_shared_layers < model.num_layers:
         return
-    if not _has_patterns(config):
+    if any(layer_patterns(config, world_size)):
         return
     counts = layers_per_stage(config)
     attention = (spec.attention for spec in model.layer_specs)
@@ -137,7 +250,7 @@ def exchanged_heads(config: Config, world_size: int | None) -> Iterator[Problem]
 def _has_layers(config: Config, comm_type: CpCommType, spec: AttentionSpec) -> bool:
     """Return whether some layers of this type have this number of key/value heads."""
     model, parallel = config.model, config.parallel
-    if len(parallel.properties_by_comm_type) == 1 or not _has_patterns(config):
+    if len(parallel.properties_by_comm_type) == 1 or any(layer_patterns(config, None)):
         return True
     return any(
         comm_type_of_layer(parallel.cp_comm_type, number) == comm_type

@@ -31,8 +31,11 @@ def _exclude(ones: _Settings, others: _Settings, why: str) -> Iterator[Conflict]
 
 
 def _listed(settings: _Settings) -> list[Setting]:
-    several: tuple[str | Setting, ...] = (settings,) if isinstance(settings, str | Setting) else settings
-    return [Setting(each) if isinstance(each, str) else each for each in several]
+    if isinstance(settings, str):
+        return [Setting(settings)]
+    if isinstance(settings, Setting):
+        return [settings]
+    return [Setting(each) if isinstance(each, str) else each for each in settings]
 
 
 def _recomputes(*modules: str) -> Setting:

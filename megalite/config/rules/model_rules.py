@@ -1,4 +1,4 @@
-"""Rules for the model and its precision."""
+"""Rules for a BERT's samples, experts, recurrent layers, and 8-bit GEMMs."""
 
 from __future__ import annotations
 
@@ -8,93 +8,20 @@ from collections.abc import Iterator
 from megalite.config.config import Config
 from megalite.config.data import WORD_PIECE_TOKENIZERS
 from megalite.config.model.attention import AttentionSpec
-from megalite.config.model.layers import windows_differ
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model.transformer import NUM_BERT_SPECIAL
 from megalite.config.option import flag_of, flag_with_value
-from megalite.config.rules.sizes import not_divisible
+from megalite.config.rules.attention_rules import groups_name, head_name
+from megalite.config.rules.sizes import divisors_near, not_divisible
 from megalite.utils.errors import Problem
 
 MIN_BERT_LENGTH = 8
 """Minimum number of tokens of a sample: two short segments and the special tokens."""
 MIN_BERT_VOCABULARY = 8
 """Minimum vocabulary for random samples: the special tokens, and some others."""
-
-
-def pattern_problems(config: Config, name: str, pattern: tuple[int, ...]) -> Iterator[Problem]:
-    """Check that a pattern of layers is one number, or a 0 or 1 for each layer."""
-    num_layers, flag = config.model.num_layers, flag_with_value(name, pattern)
-    if len(pattern) not in (1, num_layers):
-        yield Problem(
-            (name, "num_layers"),
-            f"{flag} has {len(pattern)} numbers, not one for each of --num-layers {num_layers}: "
-            "change one of them",
-        )
-    elif len(pattern) > 1 and max(pattern) > 1:
-        yield Problem((name,), f"{flag} has numbers other than 0 and 1: change them")
-
-
-def groups_name(model: ModelConfig, spec: AttentionSpec) -> str:
-    """Return the field of the number of key/value heads of some layers."""
-    return "num_query_groups" if spec.num_kv_heads == model.num_kv_heads else "full_attention_query_groups"
-
-
-def _head_name(model: ModelConfig, spec: AttentionSpec) -> str:
-    """Return the field of the size of heads of some layers."""
-    return "kv_channels" if spec.head_dim == model.head_dim else "full_attention_kv_channels"
-
-
-def head_size(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the heads divide the hidden size, unless their size is set; rope needs an even size."""
-    model = config.model
-    if model.multi_latent_attention:
-        return  # it has sizes of its own
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        yield from not_divisible(
-            "hidden_size",
-            model.hidden_size,
-            "--num-attention-heads",
-            model.num_attention_heads,
-            "pass --num-attention-heads {divisors}, or --kv-channels",
-            ("num_attention_heads",),
-        )
-    elif model.position_embedding_type == "rope":
-        for spec in model.head_specs:
-            yield from _rotary_size(model, spec)
-
-
-def _rotary_size(model: ModelConfig, spec: AttentionSpec) -> Iterator[Problem]:
-    """Check that rotary positions rotate an even number of elements of a head."""
-    own, size = _head_name(model, spec), int(spec.head_dim * model.rotary_percent)
-    names = (own, "hidden_size", "num_attention_heads", "position_embedding_type")
-    if model.rotary_percent < 1 and (size % 2 or size == 0):
-        yield Problem(
-            ("rotary_percent", *names),
-            f"--rotary-percent {model.rotary_percent:g} of a head of {spec.head_dim} is {size} elements: "
-            "pass a share that is an even number of elements",
-        )
-    elif model.rotary_percent == 1 and size % 2:
-        yield Problem(
-            names,
-            f"--position-embedding-type rope needs an even head size, not {size}: "
-            f"pass {flag_of(own)} {size + 1}, or change --hidden-size or --num-attention-heads",
-        )
-
-
-def no_rope(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that the pattern of layers without rotary positions fits the model."""
-    if config.model.no_rope_freq is not None:
-        yield from pattern_problems(config, "no_rope_freq", config.model.no_rope_freq)
-
-
-def query_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that every key/value head serves the same number of query heads."""
-    for spec in config.model.head_specs:
-        name = groups_name(config.model, spec)
-        fix = f"pass {flag_of(name)} {{divisors}}"
-        yield from not_divisible(
-            "num_attention_heads", spec.num_heads, flag_of(name), spec.num_kv_heads, fix, (name,)
-        )
+_TP = "tensor_model_parallel_size"
+_EP, _ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+_PATTERN = "hybrid_override_pattern"
 
 
 def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -132,48 +59,6 @@ def bert(config: Config, world_size: int | None) -> Iterator[Problem]:
         )
 
 
-def qk_clip(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that all layers whose scores bound the update have heads of one size."""
-    model = config.model
-    if model.qk_clip and len({(spec.head_dim, spec.num_kv_heads) for spec in model.head_specs}) > 1:
-        yield Problem(
-            ("qk_clip", "full_attention_kv_channels", "full_attention_query_groups"),
-            "--qk-clip with --full-attention-kv-channels or --full-attention-query-groups: it scales layers "
-            "of one size; remove one of them",
-        )
-
-
-def window(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that a window is shorter than the samples of a causal model, and that some layer has it."""
-    model = config.model
-    size, skipped = model.window_size, model.window_attn_skip_freq
-    if size is None:
-        return
-    flag = flag_with_value("window_size", size)
-    if size[1:] != (0,):
-        yield Problem(
-            ("window_size",),
-            f"{flag} must be a number of tokens before a token, and 0 for the tokens after it: pass "
-            f"--window-size {size[0]},0",
-        )
-    elif not size[0] > 0 or (size[0] >= model.seq_length and not windows_differ(model)):
-        yield Problem(
-            ("window_size", "seq_length"),
-            f"{flag} with --seq-length {model.seq_length}: pass --window-size W,0 with 1 <= W < "
-            f"{model.seq_length}, or remove it",
-        )
-    if skipped is None:
-        return
-    pattern = flag_with_value("window_attn_skip_freq", skipped)
-    if problems := list(pattern_problems(config, "window_attn_skip_freq", skipped)):
-        yield from problems
-    elif not any(spec.attention and spec.attention.window for spec in model.layer_specs):
-        yield Problem(
-            ("window_attn_skip_freq", "window_size"),
-            f"{pattern} leaves no layer with the window: remove both it and --window-size",
-        )
-
-
 def fp8(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that 8-bit GEMMs have dimensions that are multiples of 16, in a bf16 model."""
     model, tp, fp8_format = config.model, config.parallel.tp, config.training.fp8_format
@@ -197,10 +82,156 @@ def _head_features(
     model: ModelConfig, spec: AttentionSpec, tp: int
 ) -> Iterator[tuple[tuple[str, ...], str, int, int]]:
     """Yield the dimensions of the GEMMs of attention: fields, description, size, and ranks that divide it."""
-    head, heads = _head_name(model, spec), spec.num_heads * spec.head_dim
+    head, heads = head_name(model, spec), spec.num_heads * spec.head_dim
     qkv = spec.num_groups * sum(spec.group_heads) * spec.head_dim
     names = ("num_attention_heads", groups_name(model, spec), head)
     flags = ", ".join(map(flag_of, names))
     yield names, f"the {qkv} features of queries, keys and values ({flags})", qkv, tp
     flags = f"--num-attention-heads, {flag_of(head)}"
     yield ("num_attention_heads", head), f"the {heads} features of all heads ({flags})", heads, tp
+
+
+def expert_groups(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that a token's experts fit into its groups of experts."""
+    model, fields = config.model, ("moe_router_num_groups", "moe_router_group_topk", "num_experts")
+    groups, selected = model.moe_router_num_groups, model.moe_router_group_topk
+    if not model.has_experts or groups is None or selected is None:
+        return
+    num_experts = model.experts.count
+    each = num_experts // groups
+    if num_experts % groups:
+        fix = "pass --moe-router-num-groups {divisors}"
+        yield from not_divisible("num_experts", num_experts, flag_of(fields[0]), groups, fix, fields)
+    elif model.moe_router_topk > selected * each:
+        yield Problem(
+            (*fields, "moe_router_topk"),
+            f"--moe-router-group-topk {selected} of --moe-router-num-groups {groups} has {selected * each} "
+            f"experts, for --moe-router-topk {model.moe_router_topk}: pass more groups of a token, but at "
+            f"most {groups}",
+        )
+    elif model.moe_router_group_scores > max(2, each):
+        yield Problem(
+            ("moe_router_group_scores", *fields),
+            f"--moe-router-group-scores {model.moe_router_group_scores} is more than the {each} experts of a "
+            f"group: pass at most {each}",
+        )
+
+
+def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that no plan assumes busier experts than there can be."""
+    factor, capacity = config.parallel.moe_imbalance, config.model.moe_expert_capacity_factor
+    if config.model.has_experts and capacity is not None and factor > max(1.0, capacity):
+        yield Problem(
+            ("moe_imbalance", "moe_expert_capacity_factor"),
+            f"--moe-imbalance {factor:g} is above --moe-expert-capacity-factor {capacity:g}, which limits "
+            f"every expert: pass at most --moe-imbalance {max(1.0, capacity):g}",
+        )
+
+
+def audited_experts(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that an audit can run a microbatch on another replica: experts must not sum tokens of both."""
+    interval, parallel = config.training.audit_interval, config.parallel
+    spans_replicas = parallel.ep * parallel.etp > parallel.tp * parallel.cp
+    if interval is not None and config.model.has_experts and spans_replicas:
+        yield Problem(
+            ("audit_interval", _EP),
+            f"--audit-interval {interval} with --ep {parallel.ep}: experts sum tokens in the order of the "
+            "ranks that read them, so a microbatch has other bits on another replica; remove one",
+        )
+
+
+def expert_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the axes of experts divide the experts and their width, and that ranks have own tokens."""
+    model, parallel = config.model, config.parallel
+    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
+    if not model.has_experts:
+        if parallel.has_expert_axes:
+            sizes = {_EP: None if ep == 1 else ep, _ETP: parallel.expert_tensor_parallel_size}
+            flag = " and ".join(flag_with_value(name, size) for name, size in sizes.items() if size)
+            yield Problem(
+                (_EP, _ETP, "num_experts"), f"{flag} without experts: pass --num-experts, or remove it"
+            )
+        return
+    fix = "pass --ep {divisors}; each rank takes whole experts"
+    yield from not_divisible("num_experts", model.num_experts or 0, "--ep", ep, fix, (_EP,))
+    if parallel.has_expert_axes and tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            (_EP, _ETP, _TP, "sequence_parallel"),
+            f"--ep {ep} and --etp {etp} with --tp {tp} need --sequence-parallel: without it, tensor-parallel "
+            "ranks would all send the same tokens",
+        )
+
+
+def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that key heads serve equal numbers of value heads."""
+    model = config.model
+    if model.recurrent_mixer != "gated_delta_net":
+        return
+    fix = "pass --linear-num-value-heads {multiple}, or --linear-num-key-heads {divisors}"
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    yield from not_divisible(
+        "linear_num_value_heads", values, "--linear-num-key-heads", keys, fix, ("linear_num_key_heads",)
+    )
+
+
+def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that context-parallel ranks can divide the recurrent heads of a tensor-parallel rank."""
+    tp, cp = config.parallel.tp, config.parallel.cp
+    for spec in config.model.recurrences if cp > 1 else ():
+        number = spec.num_parts // tp
+        if spec.num_parts % tp == 0 and number % cp:
+            rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+            yield Problem(
+                (spec.cut_by, "context_parallel_size", "tensor_model_parallel_size"),
+                f"{flag_of(spec.cut_by)} {spec.num_parts} with --cp {cp}, over which the {number}{rank} "
+                f"cannot be split: pass --cp {divisors_near(number, cp)}; each rank computes whole "
+                f"{spec.part} for all tokens",
+            )
+
+
+def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the pattern has one letter for each layer."""
+    model, pattern = config.model, config.model.hybrid_override_pattern
+    if pattern is None:
+        return
+    setting = flag_with_value(_PATTERN, pattern)
+    if len(pattern) != model.num_layers:
+        yield Problem(
+            (_PATTERN, "num_layers"),
+            f"{setting} has {len(pattern)} letters, not one for each of --num-layers {model.num_layers}: "
+            f"pass --num-layers {len(pattern)}, or another pattern",
+        )
+    if ("E" in pattern) != model.has_experts:
+        yield Problem(
+            (_PATTERN, "num_experts"),
+            f"{setting} has layers with experts: pass --num-experts"
+            if "E" in pattern
+            else f"{setting} leaves no layer with experts: remove --num-experts {model.num_experts}",
+        )
+
+
+def mamba_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that groups have equal numbers of heads."""
+    model = config.model
+    if not model.has_mamba:
+        return
+    sizes = model.mamba
+    if model.mamba_num_heads is None and 2 * model.hidden_size % sizes.head_dim:
+        yield Problem(
+            ("mamba_head_dim", "hidden_size", _PATTERN),
+            f"--mamba-head-dim {sizes.head_dim} does not divide twice --hidden-size {model.hidden_size}: "
+            f"pass --mamba-head-dim {divisors_near(2 * model.hidden_size, sizes.head_dim)}, or "
+            "--mamba-num-heads",
+        )
+    elif sizes.num_heads % sizes.num_groups:
+        yield Problem(
+            (
+                "mamba_num_groups",
+                "mamba_num_heads",
+                "mamba_head_dim",
+                "hidden_size",
+                _PATTERN,
+            ),
+            f"--mamba-num-groups {sizes.num_groups} does not divide the {sizes.num_heads} heads of Mamba-2: "
+            f"pass --mamba-num-groups {divisors_near(sizes.num_heads, sizes.num_groups)}",
+        )

@@ -1,4 +1,4 @@
-"""Rules for batch sizes, schedules, and the length of a run."""
+"""Rules for batch sizes, schedules, the length of a run, and its traces and profilers."""
 
 from __future__ import annotations
 
@@ -228,4 +228,37 @@ def hang_timeout(config: Config, world_size: int | None) -> Iterator[Problem]:
             f"--hang-timeout {config.hang_timeout:g} leaves no time for its report before collectives time "
             f"out after --distributed-timeout-minutes {minutes}: pass at most --hang-timeout {latest:g}, or "
             "a larger --distributed-timeout-minutes",
+        )
+
+
+def pipeline_trace(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the trace has a file."""
+    logging = config.logging
+    folders = (logging.trace_pipeline_path, logging.tensorboard_dir, config.checkpoint.save)
+    if logging.trace_pipeline is not None and not any(folders):
+        yield Problem(
+            ("trace_pipeline", "trace_pipeline_path", "tensorboard_dir", "save"),
+            "--trace-pipeline has no folder to write to: pass --tensorboard-dir, or --trace-pipeline-path",
+        )
+
+
+def profiled_ranks(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that the ranks to profile exist."""
+    logging = config.logging
+    if world_size is None or not (logging.profile or logging.record_memory_history):
+        return
+    if unknown := [rank for rank in logging.profile_ranks if rank >= world_size]:
+        yield Problem(
+            ("profile_ranks",),
+            f"--profile-ranks {' '.join(map(str, unknown))}: the run's ranks are 0 to {world_size - 1}",
+        )
+
+
+def layer_norms(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that histograms of gradient norms have a writer."""
+    logging = config.logging
+    if logging.log_layer_grad_norms_interval and not logging.has_dashboards:
+        yield Problem(
+            ("log_layer_grad_norms_interval", "tensorboard_dir", "wandb_project"),
+            "--log-layer-grad-norms-interval has no folder to write to: pass --tensorboard-dir",
         )

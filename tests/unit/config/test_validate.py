@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
     check_config,
+    rules,
 )
 from megalite.config.fields import ConfigField, config_fields, fields_by_flag
 from megalite.config.option import LOCAL_PATH, flag_of
@@ -35,6 +37,7 @@ from megalite.config.rules.parallel_rules import (
     shard_groups,
 )
 from megalite.config.unused_options import unused_options
+from megalite.config.validate import RULES as CHECKED
 from megalite.config.validate import problems_of, range_problems
 from megalite.frontends.command_line import parse
 from megalite.utils.commands import main_of
@@ -71,6 +74,15 @@ def test_a_bert_predicts_a_token_of_each_sample(line: str, message: str | None) 
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         check_config(config)
     assert len(caught.value.problems) == 1
+
+
+def test_every_rule_is_checked() -> None:
+    for path in Path(rules.__path__[0]).glob("[a-z]*.py"):
+        module = import_module(f"{rules.__name__}.{path.stem}")
+        public = {each for name, each in vars(module).items() if callable(each) and not name.startswith("_")}
+        named = {each for each in public if "config" in getattr(each, "__annotations__", {})}
+        yielding = {each for each in named if each.__annotations__["return"] == "Iterator[Problem]"}
+        assert yielding and yielding <= {*CHECKED}, path.stem
 
 
 def test_the_default_needs_a_corpus_a_length_and_a_vocabulary() -> None:

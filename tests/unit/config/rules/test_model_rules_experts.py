@@ -9,10 +9,10 @@ import pytest
 
 from megalite.config import Config, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megalite.config.rules.conflicts import conflicts
-from megalite.config.rules.expert_rules import (
+from megalite.config.rules.model_rules import (
     audited_experts,
+    expert_groups,
     expert_parallel,
-    experts,
     imbalance,
 )
 from megalite.config.rules.parallel_rules import tensor_parallel, world
@@ -66,7 +66,7 @@ def test_experts_are_divided(changes: dict[str, Any], expected: str) -> None:
 def test_a_group_has_the_scores_of_its_experts(scores: int, num_groups: int, expected: str) -> None:
     groups = {"moe_router_num_groups": num_groups, "moe_router_group_topk": 2}
     model = ModelConfig(num_experts=8, **groups, moe_router_group_scores=scores)
-    problems = [problem.text for problem in experts(Config(model=model), None)]
+    problems = [problem.text for problem in expert_groups(Config(model=model), None)]
     assert len(problems) == bool(expected)
     assert all(re.search(expected, problem) for problem in problems)
 
