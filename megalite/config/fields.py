@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
 from megalite.config.option import (
+    AnyOf,
     OnResume,
     Option,
     Range,
@@ -239,16 +240,16 @@ def without_effect(fields: Iterable[ConfigField], values: Mapping[str, Any]) -> 
     reasons = dict[str, str]()
     for field in fields:
         for needed in field.declared.only_with:
-            if not needed.is_met(values[needed.field]):
-                reasons.setdefault(field.name, _reason(needed, values[needed.field]))
+            if not needed.is_met_in(values):
+                reasons.setdefault(field.name, _reason(needed, values))
     return reasons
 
 
-def _reason(needed: Setting, value: Any) -> str:
-    """Return why a condition is not met by the other field's value."""
-    other, values = fields_by_name()[needed.field], needed.values
-    if needed.why:
+def _reason(needed: Setting | AnyOf, all_values: Mapping[str, Any]) -> str:
+    """Return why a condition is not met by other fields' values."""
+    if needed.why or isinstance(needed, AnyOf):
         return needed.why
+    other, values, value = fields_by_name()[needed.field], needed.values, all_values[needed.field]
     if value is True and other.default is True:
         return f"it needs {next(flag for flag, set_value in other.sets.items() if set_value is False)}"
     if value is False and other.default is not False:

@@ -13,6 +13,7 @@ from megalite.config.option import (
     POSITIVE,
     SIZE,
     TIMERS,
+    AnyOf,
     OnResume,
     Setting,
     option,
@@ -22,6 +23,18 @@ from megalite.config.training import ITERATIONS, iteration_range
 TimingLogOption = Literal["max", "minmax", "all"]
 OpenTelemetryExporter = Literal["otlp", "prometheus"]
 LogLine = Literal["auto", "short", "megatron", "megatron-deepspeed"]
+
+_DASHBOARDS = AnyOf(
+    ("tensorboard_dir", "wandb_project", "mlflow_experiment", "opentelemetry"), "--tensorboard-dir is not set"
+)
+_PYTORCH_PROFILER = AnyOf(
+    ("profile_execution", "use_pytorch_profiler"),
+    "PyTorch's profiler is off: pass --profile --use-pytorch-profiler",
+)
+_PROFILES = AnyOf(("profile", "profile_execution"), "neither --profile nor --profile-execution is set")
+_ON_RANKS = AnyOf(
+    ("profile", "record_memory_history"), "neither --profile nor --record-memory-history is set"
+)
 
 
 @dataclass(frozen=True)
@@ -60,19 +73,19 @@ class LoggingConfig:
     and log what made the run slow at its end."""
     tensorboard_dir: str | None = option(None, allowed=LOCAL_PATH)
     """Folder to write TensorBoard files to."""
-    tensorboard_log_interval: int | None = option(None, allowed=POSITIVE)
+    tensorboard_log_interval: int | None = option(None, allowed=POSITIVE, only_with=_DASHBOARDS)
     """Iterations between points in TensorBoard and other dashboards. By default --log-interval."""
     tensorboard_queue_size: int = option(1000, allowed=SIZE, only_with="tensorboard_dir")
     """Number of TensorBoard events to buffer in memory before they are written to the file."""
-    log_timers_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = option(False, only_with=_DASHBOARDS)
     """Log the timers to TensorBoard."""
-    log_batch_size_to_tensorboard: bool = False
+    log_batch_size_to_tensorboard: bool = option(False, only_with=_DASHBOARDS)
     """Log the global batch size to TensorBoard."""
-    log_validation_ppl_to_tensorboard: bool = False
+    log_validation_ppl_to_tensorboard: bool = option(False, only_with=_DASHBOARDS)
     """Log the validation perplexity to TensorBoard."""
-    log_memory_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = option(False, only_with=_DASHBOARDS)
     """Log the memory use of the rank that writes the log to TensorBoard."""
-    log_optimizer_states_to_tensorboard: bool = False
+    log_optimizer_states_to_tensorboard: bool = option(False, only_with=_DASHBOARDS)
     """Log norms of the weights and of Adam's moments to TensorBoard: 1-norm, 2-norm and largest magnitude."""
     log_layer_grad_norms_interval: int | None = option(None, allowed=POSITIVE)
     """Iterations between histograms of each layer's gradient norm in TensorBoard and Weights & Biases."""
@@ -111,7 +124,7 @@ class LoggingConfig:
     or in the --save folder."""
     profile_execution: bool = False
     """Write a PyTorch profiler trace of three iterations on every rank to TensorBoard's folder."""
-    profile_name: str | None = None
+    profile_name: str | None = option(None, only_with=_PYTORCH_PROFILER)
     """Name of the subfolder of TensorBoard's folder for PyTorch profiler traces."""
     profile: bool = False
     """Profile iterations on --profile-ranks with nsys, or with --use-pytorch-profiler."""
@@ -119,17 +132,17 @@ class LoggingConfig:
     """With --profile: number of iterations before the first profiled iteration."""
     profile_step_end: int = option(12, allowed=POSITIVE, only_with="profile")
     """With --profile: the last profiled iteration."""
-    profile_repeat: int = option(1, allowed=POSITIVE)
+    profile_repeat: int = option(1, allowed=POSITIVE, only_with=_PROFILES)
     """Number of times to profile. Before each, as many iterations are skipped as before the first."""
-    profile_ranks: tuple[int, ...] = option((0,), allowed=NOT_NEGATIVE)
+    profile_ranks: tuple[int, ...] = option((0,), allowed=NOT_NEGATIVE, only_with=_ON_RANKS)
     """Ranks that --profile and --record-memory-history apply to."""
     use_pytorch_profiler: bool = option(False, only_with="profile")
     """With --profile: write a PyTorch profiler trace, as --profile-execution does."""
-    pytorch_profiler_collect_shapes: bool = False
+    pytorch_profiler_collect_shapes: bool = option(False, only_with=_PYTORCH_PROFILER)
     """Record the shapes of each operator's inputs in the PyTorch profiler's trace."""
-    pytorch_profiler_collect_callstack: bool = False
+    pytorch_profiler_collect_callstack: bool = option(False, only_with=_PYTORCH_PROFILER)
     """Record the Python call stack in the PyTorch profiler's trace."""
-    pytorch_profiler_collect_memory: bool = False
+    pytorch_profiler_collect_memory: bool = option(False, only_with=_PYTORCH_PROFILER)
     """Record each allocation in the PyTorch profiler's trace, for TensorBoard's memory view."""
     record_memory_history: bool = False
     """Record GPU memory allocations, and write them at the end of the run or when memory runs out."""
@@ -149,8 +162,7 @@ class LoggingConfig:
     @property
     def has_dashboards(self) -> bool:
         """Return whether metrics are also written as curves by iteration, to one of the dashboards."""
-        outputs = (self.tensorboard_dir, self.wandb_project, self.mlflow_experiment, self.opentelemetry)
-        return any(output is not None for output in outputs)
+        return any(getattr(self, name) is not None for name in _DASHBOARDS.fields)
 
     def metrics_path(self, save: str | None) -> Path | None:
         """Return the path of the metrics file, by default in the --save folder; None for no file."""

@@ -13,6 +13,7 @@ from megalite.config.option import (
     OPEN_SHARE,
     POSITIVE,
     SIZE,
+    AnyOf,
     OnResume,
     Range,
     Setting,
@@ -31,6 +32,11 @@ LrStepTiming = Literal["megatron", "deepspeed"]
 
 
 _FP16 = Setting("params_dtype", ("fp16",), "only --fp16 has a loss scale")
+_WARMUP = AnyOf(("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"), "there is no warm-up")
+_OFFLOADS = AnyOf(
+    ("optimizer_cpu_offload", "optimizer_nvme_offload"),
+    "neither --optimizer-cpu-offload nor --optimizer-nvme-offload is set",
+)
 _DYNAMIC = (_FP16, Setting("loss_scale", (None,)))
 
 MAX_LOSS_SCALE = 2.0**64
@@ -73,9 +79,9 @@ class OptimizerConfig:
     """Samples of learning-rate warm-up, for a run with --train-samples."""
     lr_warmup_fraction: float | None = option(None, allowed=FRACTION, on_resume=OnResume.SCHEDULE)
     """Length of the warm-up as a fraction of the decay's iterations or samples."""
-    lr_warmup_init: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
+    lr_warmup_init: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=_WARMUP)
     """Learning rate at the start of the warm-up."""
-    lr_warmup_style: LrWarmupStyle = option("linear", on_resume=OnResume.SCHEDULE)
+    lr_warmup_style: LrWarmupStyle = option("linear", on_resume=OnResume.SCHEDULE, only_with=_WARMUP)
     """Shape of the warm-up. With log, the rate grows with the logarithm of the iteration or sample number."""
     lr_step_timing: LrStepTiming = option("megatron", on_resume=OnResume.SCHEDULE)
     """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
@@ -168,7 +174,9 @@ class OptimizerConfig:
     )
     """Keep the optimizer state in a file in this folder on a local disk, and read and write it in each
     update."""
-    optimizer_offload_fraction: float = option(1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE)
+    optimizer_offload_fraction: float = option(
+        1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE, only_with=_OFFLOADS
+    )
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
 
     @property

@@ -62,7 +62,8 @@ class OnResume(Enum):
     FREE = "ignored: layout, folders, logging, and the end of the run"
 
 
-class Setting(NamedTuple):
+@dataclass(frozen=True)
+class Setting:
     """Condition on a field: it is set, or its value is one of some, or in a range."""
 
     field: str
@@ -77,6 +78,23 @@ class Setting(NamedTuple):
         if isinstance(self.values, Range):
             return value is not None and bool(self.values.holds(value))
         return value in self.values
+
+    def is_met_in(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the values of the fields meet the condition."""
+        return self.is_met(values[self.field])
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Condition that at least one of several fields is set."""
+
+    fields: tuple[str, ...]
+    why: str
+    """Why another field has no effect without all of them."""
+
+    def is_met_in(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the values of the fields meet the condition."""
+        return any(map(values.get, self.fields))
 
 
 def other_than(*values: Any) -> Range:
@@ -104,14 +122,17 @@ class Option:
     """True if the ranks of a run may have different values."""
     same_shapes: bool | tuple[str, ...] = False
     """Whether the value can change with --finetune because the weights keep their shapes; or these values."""
-    only_with: tuple[Setting, ...] = ()
+    only_with: tuple[Setting | AnyOf, ...] = ()
     """Conditions without which the field has no effect."""
     in_megatron: bool = True
     """True if Megatron's checkpoints have this field of the model, with the same name and meaning."""
 
 
 def option(
-    default: Any, *aliases: str, only_with: str | Setting | Sequence[Setting] = (), **declared: Any
+    default: Any,
+    *aliases: str,
+    only_with: str | Setting | AnyOf | Sequence[Setting] = (),
+    **declared: Any,
 ) -> Any:
     """Return a dataclass field with this default; for the other arguments see `Option`.
 
@@ -120,7 +141,7 @@ def option(
     """
     if isinstance(only_with, str):
         only_with = Setting(only_with)
-    needs = (only_with,) if isinstance(only_with, Setting) else tuple(only_with)
+    needs = (only_with,) if isinstance(only_with, Setting | AnyOf) else tuple(only_with)
     return field(default=default, metadata={_KEY: Option(aliases, only_with=needs, **declared)})
 
 

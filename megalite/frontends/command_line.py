@@ -20,8 +20,7 @@ from megalite.config.model.layers import layer_lines
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model.transformer import Architecture
 from megalite.config.presets import PRESETS
-from megalite.config.unused_options import unused_options
-from megalite.config.validate import problems_of
+from megalite.config.validate import problems_of, unused_options
 from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
 from megalite.frontends.deepspeed.file import DeepSpeedFile
 from megalite.frontends.help import full_help, short_help

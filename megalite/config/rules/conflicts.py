@@ -31,11 +31,8 @@ def _exclude(ones: _Settings, others: _Settings, why: str) -> Iterator[Conflict]
 
 
 def _listed(settings: _Settings) -> list[Setting]:
-    if isinstance(settings, str):
-        return [Setting(settings)]
-    if isinstance(settings, Setting):
-        return [settings]
-    return [Setting(each) if isinstance(each, str) else each for each in settings]
+    several = (settings,) if isinstance(settings, str | Setting) else settings
+    return [Setting(each) if isinstance(each, str) else each for each in several]
 
 
 def _recomputes(*modules: str) -> Setting:

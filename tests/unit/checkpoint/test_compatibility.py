@@ -21,7 +21,7 @@ from megalite.config import (
 )
 from megalite.config.fields import ConfigField, config_fields, fields_by_name
 from megalite.config.model_fields import MAMBA_OPTIONS
-from megalite.config.option import OnResume, Range
+from megalite.config.option import AnyOf, OnResume, Range, Setting
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.distributed.topology import Topology
 from megalite.utils.errors import UserError
@@ -348,7 +348,6 @@ BY_CONTEXT: list[tuple[str, Changes]] = [
     ("kv_shared_ffn_hidden_size", {"model": {"num_kv_shared_layers": 1}}),
     ("untie_embeddings_and_output_weights", {"model": {"untie_embeddings_and_output_weights": True}}),
     ("window_attn_skip_freq", {"model": {"window_size": (4, 0)}}),
-    ("lr_warmup_init lr_warmup_style", {"optimizer": {"lr_warmup_iters": 5}}),
     ("start_weight_decay end_weight_decay weight_decay_incr_iters", RISING),
     ("lr_decay_samples lr_warmup_samples", IN_SAMPLES),
     ("train_iters", CONSTANT),
@@ -384,7 +383,9 @@ def another(field: ConfigField, value: Any) -> Any:
 
 def with_effect(field: ConfigField, config: Config) -> Config:
     """Return the config with other fields changed so that the conditions of a field are met."""
-    for needed in field.declared.only_with:
+    for condition in field.declared.only_with:
+        is_any = isinstance(condition, AnyOf)
+        needed = Setting(condition.fields[0]) if is_any else condition
         other = fields_by_name()[needed.field]
         value = getattr(getattr(config, other.group), other.name)
         if not needed.is_met(value):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, ModelConfig, TrainingConfig, check_config, to_yaml
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.frontends.command_line import parse
 from megalite.utils.errors import ConfigError
 from tests.command_line import mistakes_of

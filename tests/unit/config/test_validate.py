@@ -36,9 +36,8 @@ from megalite.config.rules.parallel_rules import (
     sequence,
     shard_groups,
 )
-from megalite.config.unused_options import unused_options
 from megalite.config.validate import RULES as CHECKED
-from megalite.config.validate import problems_of, range_problems
+from megalite.config.validate import problems_of, range_problems, unused_options
 from megalite.frontends.command_line import parse
 from megalite.utils.commands import main_of
 from megalite.utils.errors import ConfigError, UserError
@@ -227,7 +226,7 @@ RULES = [
         "--decoupled-min-lr 0.0001 is above --decoupled-lr 1e-05",
     ),
     (
-        "--decoupled-lr 1e-5 --lr-warmup-init 1e-4",
+        "--decoupled-lr 1e-5 --lr-warmup-iters 5 --lr-warmup-init 1e-4",
         None,
         "--lr-warmup-init 0.0001 is above --decoupled-lr 1e-05",
     ),
@@ -270,7 +269,7 @@ RULES = [
         None,
         "--qk-clip with --optimizer-cpu-offload: weights are only scaled on the device",
     ),
-    ("--lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
+    ("--lr-warmup-iters 5 --lr-warmup-init 1", None, "--lr-warmup-init 1.0 is above --lr"),
     ("--lr-warmup-iters 5 --lr-warmup-fraction .1", None, "both set the warm-up"),
     (
         "--lr-step-timing deepspeed",

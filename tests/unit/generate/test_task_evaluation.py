@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megalite.config import Config, DataConfig, LoggingConfig, TrainingConfig
 from megalite.config.presets import PRESETS
-from megalite.config.unused_options import unused_options
-from megalite.config.validate import problems_of
+from megalite.config.validate import problems_of, unused_options
 from megalite.distributed.topology import Topology
 from megalite.generate import benchmark_tasks
 from megalite.generate.task_evaluation import load_tasks, scores_of

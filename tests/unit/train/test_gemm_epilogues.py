@@ -18,7 +18,7 @@ from megalite.config import (
     RecomputeConfig,
     TrainingConfig,
 )
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.distributed.topology import Topology
 from megalite.model.stage import Stage
 from megalite.tensor_parallel import linear

@@ -19,7 +19,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.distributed.topology import Topology
 from megalite.model.experts import Router
 from megalite.train.callbacks.audit import Audit

@@ -16,7 +16,7 @@ from megalite.config.rules.model_rules import (
     imbalance,
 )
 from megalite.config.rules.parallel_rules import tensor_parallel, world
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.utils.errors import Problem
 
 

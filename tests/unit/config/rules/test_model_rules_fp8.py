@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megalite.config import check_config
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.frontends.command_line import parse
 from megalite.plan.plan_request import read_request
 from megalite.utils.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
 from megalite.config.model_fields import resolved_fields
 from megalite.config.presets import PRESETS
-from megalite.config.unused_options import unused_options
+from megalite.config.validate import unused_options
 from megalite.frontends.command_line import parse
 from tests.command_line import mistakes_of
 
