@@ -22,7 +22,7 @@ from turns import LeftOutError, Work
 
 from megalite.checkpoint.convert.megatron_model import our_name
 from megalite.config import Config, ModelConfig
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.model.stage import DTYPES
 

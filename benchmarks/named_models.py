@@ -18,8 +18,8 @@ from megalite.config import (
     check_config,
     to_yaml,
 )
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.presets import PRESETS
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.frontends.command_line import parse
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megalite.config import ModelConfig
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import padded_vocab_size
 
 # Where a parameter of megalite's stands here.
 _NAMES = (

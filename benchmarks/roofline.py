@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from megalite.config import ModelConfig
 from megalite.config.entry_point import run_main
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token
 from megalite.config.presets import PRESETS
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.hardware.gpus import GPUS, Gpu, find_gpu
 from megalite.plan.kernel_time import (
     FUSED_BACKWARD,

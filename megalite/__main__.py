@@ -59,7 +59,7 @@ def _help() -> Iterator[str]:
 
 def _reject(arguments: Sequence[str]) -> None:
     """Refuse an unknown command, by its nearest known one."""
-    from megalite.config.fields import nearest_hint
+    from megalite.config.arguments import nearest_hint
     from megalite.utils.errors import UserError
 
     (name,) = arguments

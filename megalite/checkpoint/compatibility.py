@@ -12,10 +12,10 @@ from megalite.config.fields import (
     config_fields,
     fields_by_name,
     fields_with,
+    resolved_fields,
     resume_rule,
     without_effect,
 )
-from megalite.config.model_fields import resolved_fields
 from megalite.config.option import OnResume
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.data.corpus_record import (

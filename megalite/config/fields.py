@@ -1,4 +1,4 @@
-"""The fields of the config as flags: their names, their types, and suggestions for misspelled names."""
+"""The fields of the config as flags: their names and types, and which of them have an effect."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, Union
 
 from megalite.config.config import Config
+from megalite.config.model.model_config import MOST_LAYERS, ModelConfig
 from megalite.config.option import (
     AnyOf,
     OnResume,
@@ -27,152 +27,10 @@ from megalite.config.option import (
     option_of,
 )
 
-_MIN_SIMILARITY = 0.7
-"""Minimum similarity (difflib's ratio, from 0 to 1) of a typo and the name that an error message suggests."""
 _MOST_VALUES = 3
 """Most values that a message names."""
 MAX_INT = 2**63 - 1
 """Largest whole number of a field. PyTorch's sizes and most file formats cannot be larger."""
-SYNONYMS = {
-    "batch_size": "micro_batch_size",
-    "dtype": "params_dtype",
-    "epochs": "train_iters",
-    "num_epochs": "train_iters",
-    "num_train_epochs": "train_iters",
-    "max_steps": "train_iters",
-    "num_steps": "train_iters",
-    "steps": "train_iters",
-    "iterations": "train_iters",
-    "learning_rate": "lr",
-    "warmup_steps": "lr_warmup_iters",
-    "warmup_ratio": "lr_warmup_fraction",
-    "lr_scheduler_type": "lr_decay_style",
-    "max_grad_norm": "clip_grad",
-    "gradient_clipping": "clip_grad",
-    "gradient_checkpointing": "recompute_granularity",
-    "output_dir": "save",
-    "checkpoint_dir": "save",
-    "save_dir": "save",
-    "save_steps": "save_interval",
-    "save_total_limit": "keep_last",
-    "resume": "load",
-    "resume_from_checkpoint": "load",
-    "logging_steps": "log_interval",
-    "logging_dir": "tensorboard_dir",
-    "eval_steps": "eval_interval",
-    "per_device_train_batch_size": "micro_batch_size",
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "sequence_length": "seq_length",
-    "context_length": "seq_length",
-    "max_seq_len": "seq_length",
-    "block_size": "seq_length",
-    "n_layer": "num_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "intermediate_size": "ffn_hidden_size",
-    "dropout": "hidden_dropout",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "sequence_parallel_size": "context_parallel_size",
-    "tokenizer": "tokenizer_model",
-    "dataset": "data_path",
-    "train_data": "data_path",
-    # nanoGPT
-    "out_dir": "save",
-    "always_save_checkpoint": "save_interval",
-    "init_from": "load",
-    "wandb_log": "wandb_project",
-    "wandb_run_name": "wandb_exp_name",
-    "bias": "add_bias_linear",
-    "max_iters": "train_iters",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "grad_clip": "clip_grad",
-    "decay_lr": "lr_decay_style",
-    "warmup_iters": "lr_warmup_iters",
-    "backend": "distributed_backend",
-    "device": "distributed_backend",
-    # Hugging Face's TrainingArguments
-    "gradient_accumulation_steps": "global_batch_size",
-    "per_device_eval_batch_size": "micro_batch_size",
-    "lr_scheduler_kwargs": "lr_decay_style",
-    "optim": "optimizer",
-    "adam_epsilon": "adam_eps",
-    "activation_checkpointing": "recompute_granularity",
-    "activation_checkpointing_kwargs": "recompute_granularity",
-    "gradient_checkpointing_kwargs": "recompute_granularity",
-    "torch_compile": "compile",
-    "logging_strategy": "log_interval",
-    "eval_strategy": "eval_interval",
-    "save_strategy": "save_interval",
-    "save_only_model": "save_optim",
-    "do_eval": "eval_interval",
-    "report_to": "wandb_project",
-    "project": "wandb_project",
-    "run_name": "wandb_exp_name",
-    "full_determinism": "deterministic",
-    "data_seed": "seed",
-    "use_cpu": "distributed_backend",
-    "no_cuda": "distributed_backend",
-    "ddp_backend": "distributed_backend",
-    "ddp_timeout": "distributed_timeout_minutes",
-    "ddp_bucket_cap_mb": "ddp_bucket_size",
-    "fsdp": "zero_stage",
-    "fsdp_config": "zero_stage",
-}
-"""Names that other programs use, and the field that each means."""
-_WITHOUT = """
-    optim_args optim_target_modules average_tokens_across_devices label_smoothing_factor bf16_full_eval
-    fp16_full_eval tf32 torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config
-    use_cache neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size logging_first_step
-    log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen disable_tqdm trackio_space_id
-    trackio_bucket_id trackio_static_space_id eval_delay prediction_loss_only eval_on_start
-    eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics
-    batch_eval_metrics save_on_each_node enable_jit_checkpoint push_to_hub hub_token hub_private_repo
-    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
-    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint accelerator_config
-    parallelism_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
-    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
-    dataloader_in_order remove_unused_columns label_names train_sampling_strategy length_column_name
-    ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph debug skip_memory_metrics do_train
-    do_predict
-"""
-WITHOUT_COUNTERPART = frozenset(_WITHOUT.split())
-"""Names of Hugging Face's TrainingArguments that no option replaces: similar names mean other things."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that the user meant: a synonym, the shortest with this prefix, or the nearest.
-
-    Args:
-        name: what the user wrote.
-        known: names to choose from; all flags, or all names of fields.
-
-    Returns:
-        None if no name is similar.
-    """
-    names = sorted(known)
-    plain = name.lstrip("-").replace("-", "_").lower()
-    if plain in WITHOUT_COUNTERPART:
-        return None
-    synonym = SYNONYMS.get(plain, "")
-    for candidate in (synonym, flag_of(synonym)):
-        if candidate in names:
-            return candidate
-    begins = [candidate for candidate in names if candidate.startswith(name)]
-    if begins:
-        return min(begins, key=len)
-    return next(iter(get_close_matches(name, names, n=1, cutoff=_MIN_SIMILARITY)), None)
-
-
-def nearest_hint(name: str, known: Iterable[str]) -> str:
-    """Return `; nearest is NAME` for an error message; empty if no name is similar."""
-    guess = nearest(name, known)
-    return "" if guess is None else f"; nearest is {guess}"
-
-
 _GROUPS: Mapping[str, type] = typing.get_type_hints(Config)
 
 
@@ -333,3 +191,91 @@ def _kind(hint: Any) -> ValueKind:
     if typing.get_origin(hint) is Literal:
         return ValueKind(str, typing.get_args(hint), is_many, is_optional, unpacks_one)
     return ValueKind(hint, (), is_many, is_optional, unpacks_one)
+
+
+MODEL_FIELDS: Mapping[str, ConfigField] = {
+    field.name: field for field in config_fields() if field.group == "model"
+}
+"""The fields of `ModelConfig`, by their names."""
+
+MAMBA_OPTIONS = tuple(name for name in MODEL_FIELDS if name.startswith("mamba_"))
+"""Fields of layers with Mamba-2."""
+
+
+def inactive_options(model: ModelConfig) -> dict[str, str]:
+    """Return the fields of the model without effect, each with the reason."""
+    return without_effect(MODEL_FIELDS.values(), vars(model))
+
+
+def resolved_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that determine the model, with resolved defaults, and None if without effect."""
+    fields = {
+        name: getattr(model, name)
+        for name, field in MODEL_FIELDS.items()
+        if field.on_resume is OnResume.MODEL
+    }
+    scalar, base_head = model.query_pre_attn_scalar, model.mup_base_head_dim
+    divisor = model.squared_score_divisor(model.head_dim)
+    has_table = model.position_embedding_type == "learned_absolute"
+    return {
+        **fields,
+        "ffn_hidden_size": model.ffn_size,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "query_pre_attn_scalar": None if scalar == model.head_dim else scalar,  # its default
+        "latent_norm_epsilon": model.latent_epsilon,
+        "mup_base_width": None if model.width_ratio == 1.0 else model.mup_base_width,
+        "mup_base_head_dim": None if divisor == model.head_dim else base_head,
+        # Without a table of positions the longest context does not change the model.
+        "max_position_embeddings": model.num_positions if has_table else None,
+        "num_experts": model.num_experts if model.has_experts else None,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "mamba_num_heads": model.mamba.num_heads,
+        "mamba_bias": model.has_mamba_bias,
+        **_resolved_patterns(model),
+        **dict.fromkeys(name for name in inactive_options(model) if name in fields),
+        **({} if model.has_mamba else dict.fromkeys(MAMBA_OPTIONS)),
+    }
+
+
+def _resolved_patterns(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields that select layers, as a mark for each layer, and those of layers with a window.
+
+    A pattern that makes no difference between layers is None.
+    """
+    specs = [model.layer_spec(number) for number in range(min(model.num_layers, MOST_LAYERS))]
+    attention = [spec.attention for spec in specs]
+    windows = tuple(int(spec is not None and spec.window is not None) for spec in attention)
+    has_rope = model.position_embedding_type == "rope"
+    unrotated = tuple(int(spec is not None and has_rope and spec.rotary is None) for spec in attention)
+    recurrent = tuple(int(spec is None) for spec in attention)
+    with_experts = tuple(int(spec.experts is not None) for spec in specs)
+    as_values = tuple(int(spec is not None and spec.keys_as_values) for spec in attention)
+    shared_width = model.kv_shared_ffn_hidden_size
+    has_shared_width = any(spec is not None and spec.key_source is not None for spec in attention)
+    has_shared_width &= shared_width != model.ffn_size
+    full = [spec for spec in attention if spec is not None and spec.window is None]
+    own_sizes = {
+        "full_attention_kv_channels": _first((spec.head_dim for spec in full), model.head_dim),
+        "full_attention_query_groups": _first((spec.num_kv_heads for spec in full), model.num_kv_heads),
+        "keys_as_values": as_values if any(as_values) else "none",
+        "kv_shared_ffn_hidden_size": shared_width if has_shared_width else None,
+    }
+    rotary = {
+        "window_rotary_base": model.window_rotary_base or model.rotary_base,
+        "window_rope_scaling": model.window_rope_scaling,
+    }
+    return {
+        "window_attn_skip_freq": windows if any(windows) and not all(windows) else None,
+        "no_rope_freq": unrotated if any(unrotated) else None,
+        "linear_attention_freq": recurrent if not all(recurrent) else None,
+        "moe_layer_freq": with_experts if not all(with_experts) else None,
+        **({"ffn_hidden_size": None} if all(with_experts) and not model.moe_beside_mlp else {}),
+        **own_sizes,
+        **(rotary if any(windows) else dict.fromkeys(rotary)),
+    }
+
+
+def _first(sizes: Iterable[int], default: int) -> int | None:
+    """Return the first size that is not the default, if there is one."""
+    return next((size for size in sizes if size != default), None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megalite.config.model.attention import AttentionSpec
 from megalite.config.model.layers import LayerSpec
-from megalite.config.model.model_config import ModelConfig
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import ModelConfig, padded_vocab_size
 
 CONVENTION = "model FLOPs, causal attention halved, recomputation not counted"
 """The convention for TFLOP/s and MFU, in plans and in training's log."""

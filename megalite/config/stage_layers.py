@@ -7,20 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from megalite.config.config import Config
-from megalite.config.model.model_config import ModelConfig
+from megalite.config.model.model_config import ModelConfig, padded_vocab_size
 from megalite.config.model_flops import layer_weights, mtp_weights
 from megalite.config.parallel import LAYER_CLASS
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.pipeline.schedules import DEFAULT_NUM_CHUNKS, SCHEDULES, StageMap
-
-SPLITS = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pp_partition_method",
-)
-"""Options other than --pipeline-layers that make stages uneven."""
 
 EMBEDDING_CLASS = "EmbeddingPipe"
 HEAD_CLASS = "LMHeadPipe"

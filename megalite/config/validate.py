@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from megalite.config.config import Config
+from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
-from megalite.config.fields import MAX_INT, ConfigField, config_fields, without_effect
-from megalite.config.layout_options import LAYOUT_OPTIONS
-from megalite.config.model_fields import MAMBA_OPTIONS
+from megalite.config.fields import MAMBA_OPTIONS, MAX_INT, ConfigField, config_fields, without_effect
 from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.rules import (
     attention_rules,

@@ -10,10 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.arguments import Diagnostics, UserSetting, parse_value
+from megalite.config.arguments import Diagnostics, UserSetting, nearest, parse_value
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.config import Config
-from megalite.config.fields import ConfigField, config_fields, fields_by_flag, nearest, normalised
+from megalite.config.fields import ConfigField, config_fields, fields_by_flag, normalised
 from megalite.utils.errors import UserError
 from megalite.utils.files import read_regular
 

@@ -10,16 +10,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.config.arguments import Diagnostics, FlagTokens, UserSetting, parse_value, split_tokens
-from megalite.config.batch_size import schedule_steps
-from megalite.config.config import Config
+from megalite.config.arguments import (
+    Diagnostics,
+    FlagTokens,
+    UserSetting,
+    nearest,
+    nearest_hint,
+    parse_value,
+    split_tokens,
+)
+from megalite.config.config import Config, unset_options
 from megalite.config.entry_point import is_first_rank
-from megalite.config.fields import fields_by_flag, nearest, nearest_hint
-from megalite.config.layout_options import unset_options
+from megalite.config.fields import fields_by_flag
 from megalite.config.model.layers import layer_lines
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.model.transformer import Architecture
 from megalite.config.presets import PRESETS
+from megalite.config.training import schedule_steps
 from megalite.config.validate import problems_of, unused_options
 from megalite.config.yaml_file import read_checkpoint_model, read_yaml, to_yaml
 from megalite.frontends.deepspeed.file import DeepSpeedFile

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config.fields import MAX_INT, nearest, normalised
+from megalite.config.arguments import nearest
+from megalite.config.fields import MAX_INT, normalised
 from megalite.frontends.command_line import known_flags
 from megalite.utils.commands import command_lines, with_command_names
 from megalite.utils.errors import ConfigError, shortened

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.batch.loss_terms import LM_LOSS, LossTerm
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
-from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
+from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
 from megalite.distributed.collectives import all_gather_from, reduce_from_tensor_parallel
 from megalite.model.mlp import ACTIVATION_FUNCTIONS
 from megalite.model.norm import build_norm

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.batch.microbatch import Microbatch
 from megalite.config import ModelConfig
-from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
+from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.counter_random import Dropout
 from megalite.tensor_parallel.parameter_spec import LayerContext, ParameterSpec, new_parameter

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.config.vocab_padding import num_padding_rows, padded_vocab_size
+from megalite.config.model.model_config import num_padding_rows, padded_vocab_size
 from megalite.model.embedding import multiplier
 from megalite.model.norm import build_norm
 from megalite.tensor_parallel.linear import LinearContext, column_linear

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import Config, DataConfig
-from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.config import LAYOUT_FIELDS
 from megalite.config.option import flag_with_value
 from megalite.hardware.gpus import CPU_CORE, GPUS, Gpu, gpu_of_device, peak_tflops_of
 from megalite.hardware.node_hardware import CPU, NodeHardware

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.config import LAYOUT_FIELDS, SPLITS
 from megalite.config.option import flag_tokens
-from megalite.config.stage_layers import SPLITS, even_partition, num_stages
+from megalite.config.stage_layers import even_partition, num_stages
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.plan.planned_run import PlannedRun
 

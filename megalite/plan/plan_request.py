@@ -11,8 +11,8 @@ from typing import Any
 
 from megalite.config import Config, DataConfig
 from megalite.config.arguments import split_tokens
+from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.fields import fields_by_flag
-from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS
 from megalite.config.option import flag_with_value
 from megalite.config.parallel import LayoutSource
 from megalite.config.presets import PRESETS

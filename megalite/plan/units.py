@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config import ModelConfig
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.parallel import CpCommType, CpCommTypes, comm_type_of_layer
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.observe.records import kinds_of_layers, unit_record
 from megalite.observe.unit_record import EMBEDDING, HEAD, AttentionCall, UnitKey, UnitRecord, WeightRecord
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from megalite.config import Config
-from megalite.config.layout_options import LAYOUT_FIELDS
+from megalite.config.config import LAYOUT_FIELDS
 from megalite.config.rules import data_rules
 from megalite.frontends.command_line import TRAINED_BY, parse
 from megalite.frontends.tool_parser import ToolParser, local_path, positive_int

@@ -11,7 +11,7 @@ from torch.distributed import Store
 
 from megalite.checkpoint.lease import hold_folder
 from megalite.config import Config, check_config
-from megalite.config.layout_options import layout_source
+from megalite.config.config import layout_source
 from megalite.config.validate import problems_in_any_layout, unused_options
 from megalite.data.samples import Samples
 from megalite.data.tokenizers.tokenizer import configured_tokenizer

@@ -11,9 +11,9 @@ import torch
 from megalite import kernels
 from megalite.config import Config, OptimizerConfig, ParallelConfig, check_config, to_yaml
 from megalite.config.fields import config_fields
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import CONVENTION
 from megalite.config.option import flag_of
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.agreement import code_record
 from megalite.distributed.rendezvous import Launch
 from megalite.distributed.topology import Topology

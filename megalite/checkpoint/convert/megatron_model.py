@@ -19,8 +19,7 @@ from megalite.checkpoint.convert.model_settings import (
 )
 from megalite.checkpoint.progress import TrainingProgress
 from megalite.config import Config, ModelConfig
-from megalite.config.fields import config_fields
-from megalite.config.model_fields import MODEL_FIELDS
+from megalite.config.fields import MODEL_FIELDS, config_fields
 from megalite.frontends import none_if_default
 from megalite.tensor_parallel.parameter_spec import ParameterSpec
 from megalite.utils.errors import UserError, few

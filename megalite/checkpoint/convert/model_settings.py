@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig, to_yaml
 from megalite.config.data import TOKENIZER_FIELDS
+from megalite.config.fields import inactive_options
 from megalite.config.model.transformer import ParamsDtype
-from megalite.config.model_fields import inactive_options
 from megalite.config.option import flag_of
 from megalite.config.validate import problems_of
 from megalite.distributed.topology import Topology

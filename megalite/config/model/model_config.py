@@ -1,7 +1,8 @@
-"""The configuration of the model."""
+"""The configuration of the model, and its padded vocabulary."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -13,6 +14,7 @@ from megalite.config.model.recurrence import MambaSpec, RecurrentOptions
 from megalite.config.model.rope import RopeOptions
 from megalite.config.model.transformer import TransformerOptions
 from megalite.config.option import OnResume
+from megalite.utils.errors import UserError
 
 MOST_LAYERS = 10_000
 """Layers up to which a model's layers are compared: a damaged checkpoint may name any number of them."""
@@ -224,3 +226,32 @@ class ModelConfig(
 def round_up(value: int, multiple: int) -> int:
     """Return the least multiple that is not below the value."""
     return -(-value // multiple) * multiple
+
+
+def padded_vocab_size(model: ModelConfig, tp: int) -> int:
+    """Return the padded vocabulary size, a multiple of `tp`.
+
+    Raises:
+        UserError: `vocab_size` is unknown, or --pad-vocab-size-to is smaller.
+    """
+    if model.vocab_size is None:
+        raise UserError("the vocabulary size is unknown: pass --vocab-size, or a tokenizer")
+    if model.pad_vocab_size_to is not None:
+        if model.pad_vocab_size_to < model.vocab_size:
+            raise UserError(
+                f"--pad-vocab-size-to {model.pad_vocab_size_to} is smaller than the vocabulary of "
+                f"{model.vocab_size} tokens: pass at least {model.vocab_size}, or remove it"
+            )
+        return model.pad_vocab_size_to
+    return round_up(model.vocab_size, math.lcm(model.make_vocab_size_divisible_by, tp))
+
+
+def num_padding_rows(model: ModelConfig, tp: int) -> int:
+    """Return the number of padding rows at the end of the padded vocabulary.
+
+    Raises:
+        UserError: see `padded_vocab_size`.
+    """
+    padded = padded_vocab_size(model, tp)
+    assert model.vocab_size is not None  # otherwise padded_vocab_size raises
+    return padded - model.vocab_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megalite.config.batch_size import schedule_steps
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value, format_value
 from megalite.config.parallel import ParallelConfig
@@ -17,6 +16,7 @@ from megalite.config.stage_layers import (
     num_chunks,
     num_stages,
 )
+from megalite.config.training import schedule_steps
 from megalite.distributed.axes import CONTEXT
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.utils.errors import Problem, counted

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megalite.config.batch_size import BatchSize, schedule_steps
 from megalite.config.config import Config
 from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules.parallel_rules import sample_ranks, sequence_divisor
+from megalite.config.training import BatchSize, schedule_steps
 from megalite.utils.errors import Problem
 
 _RAMPUP, _FULL, _STEPS = "rampup_batch_size", "global_batch_size", "step_batch_size_schedule"

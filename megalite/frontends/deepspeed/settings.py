@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.fields import MAX_INT, fields_by_flag, nearest_hint
+from megalite.config.arguments import nearest_hint
+from megalite.config.fields import MAX_INT, fields_by_flag
 from megalite.config.option import flag_of
 from megalite.frontends import read_table
 from megalite.utils.errors import shortened

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
-from megalite.config.model_fields import resolved_fields
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.fields import resolved_fields
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.frontends.huggingface.settings import Fields, HFSettings, Rule
 from megalite.utils.errors import UserError
 

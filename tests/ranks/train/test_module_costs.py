@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from megalite.config import Config, DataConfig, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token_by_convention
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from megalite.plan.rank_memory import stage_bytes
 from megalite.plan.units import whole_model

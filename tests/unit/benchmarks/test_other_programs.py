@@ -22,7 +22,7 @@ from benchmarks.other_programs import (
     time_of,
 )
 from megalite.config import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.hardware.gpus import GPUS
 from megalite.plan.communication import Cluster, Group
 from megalite.plan.estimate import RunPlan

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.plan.units import whole_model
 from megalite.utils.errors import UserError
 

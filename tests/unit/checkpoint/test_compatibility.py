@@ -19,8 +19,7 @@ from megalite.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megalite.config.fields import ConfigField, config_fields, fields_by_name
-from megalite.config.model_fields import MAMBA_OPTIONS
+from megalite.config.fields import MAMBA_OPTIONS, ConfigField, config_fields, fields_by_name
 from megalite.config.option import AnyOf, OnResume, Range, Setting
 from megalite.config.parameter_schedules import OptimizerSchedules
 from megalite.distributed.topology import Topology

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.config.model_flops import flops_per_token, mtp_weights
 from megalite.config.presets import PRESETS
-from megalite.config.vocab_padding import padded_vocab_size
 from megalite.distributed.topology import Topology
 from tests.stages import build_stage
 

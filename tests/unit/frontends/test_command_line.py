@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import Config, ModelConfig, OptimizerConfig, check_config, entry_point
+from megalite.config.arguments import SYNONYMS, WITHOUT_COUNTERPART
 from megalite.config.entry_point import run_main
-from megalite.config.fields import SYNONYMS, WITHOUT_COUNTERPART, config_fields, field_docs, fields_by_flag
+from megalite.config.fields import config_fields, field_docs, fields_by_flag
 from megalite.config.model.transformer import Architecture
 from megalite.config.presets import PRESETS
 from megalite.frontends.command_line import known_flags, parse

@@ -10,9 +10,9 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megalite.checkpoint.convert.megatron_model import model_of
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
+from megalite.config.fields import resolved_fields
 from megalite.config.model.layers import windows_differ
 from megalite.config.model.rope import RotarySpec
-from megalite.config.model_fields import resolved_fields
 
 
 def attention_of(model: ModelConfig) -> list[AttentionSpec]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import AttentionSpec, LayerSpec, ModelConfig
-from megalite.config.model_fields import resolved_fields
+from megalite.config.fields import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.config.validate import unused_options
 from megalite.frontends.command_line import parse

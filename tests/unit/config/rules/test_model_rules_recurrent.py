@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import Config, DataConfig, ModelConfig, TrainingConfig
-from megalite.config.model_fields import resolved_fields
+from megalite.config.fields import resolved_fields
 from megalite.config.validate import problems_of
 from megalite.frontends.command_line import parse
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megalite.config import ModelConfig
-from megalite.config.model_fields import resolved_fields
+from megalite.config.fields import resolved_fields
 from megalite.config.presets import PRESETS
 from megalite.frontends.huggingface.config import config_of, hf_config_of
 from megalite.frontends.huggingface.families import (

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.config import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.fields import config_fields
-from megalite.config.layout_options import LAYOUT_FIELDS, LAYOUT_OPTIONS, layout_source
 from megalite.config.validate import problems_in_any_layout
 from megalite.frontends.command_line import parse_run
 from megalite.utils.errors import UserError

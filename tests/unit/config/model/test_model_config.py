@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.config import ModelConfig
-from megalite.config.vocab_padding import padded_vocab_size
+from megalite.config.model.model_config import padded_vocab_size
 from megalite.utils.errors import UserError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.batch_size import BatchSize, schedule_steps
+from megalite.config.training import BatchSize, schedule_steps
 
 Ramp = tuple[int, tuple[int, int, int] | None]
 
