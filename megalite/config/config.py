@@ -41,12 +41,9 @@ class Config:
 
     @property
     def mesh(self) -> MeshOptions:
-        """Return `ParallelConfig.mesh` with the groups of ranks that the optimizer needs.
-
-        Muon exchanges matrices over the axes that cut them and the axes of their replicas together.
-        """
+        """Return `ParallelConfig.mesh` with the groups of ranks that the optimizer needs."""
         mesh = self.parallel.mesh
-        if self.optimizer.optimizer != "muon":
+        if not self.optimizer.exchanges_matrices:
             return mesh
         table = tuple(replace(each, groups=(*each.groups, each.holders)) for each in mesh.table)
         return replace(mesh, table=table)
@@ -55,7 +52,7 @@ class Config:
     def masks_documents(self) -> bool:
         """Return whether attention hides keys of other documents or padding, which its kernels must know.
 
-        Documents that are assigned to context-parallel ranks do not meet in a block of attention.
+        Documents that are assigned to ranks do not meet in a block of attention.
         """
         has_mask = self.data.masks_attention and not self.parallel.mesh.assigns_documents
         return has_mask or not self.model.is_causal

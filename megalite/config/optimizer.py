@@ -25,12 +25,15 @@ MuonScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 MuonCoefficients = Literal["simple", "quintic", "polar_express", "aol"]
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 LrDecayStyle = Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"]
-_DECAYS: tuple[LrDecayStyle, ...] = ("linear", "cosine", "inverse-square-root", "WSD")
 WsdDecayStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
 LrWarmupStyle = Literal["linear", "log"]
 LrStepTiming = Literal["megatron", "deepspeed"]
 
 
+_MUON = Setting("optimizer", ("muon",))
+_WSD = Setting("lr_decay_style", ("WSD",))
+_DECAYING = Setting("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
+_INCREASING = Setting("weight_decay_incr_style", ("linear", "cosine"))
 _FP16 = Setting("params_dtype", ("fp16",), "only --fp16 has a loss scale")
 _WARMUP = AnyOf(("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"), "there is no warm-up")
 _OFFLOADS = AnyOf(
@@ -56,14 +59,12 @@ class OptimizerConfig:
     """Optimizer. adam is AdamW. muon is Muon for the matrices of layers, and AdamW for all other weights."""
     lr: float = option(3e-4, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: float = option(
-        0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
-    )
+    min_lr: float = option(0.0, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=_DECAYING)
     """Minimum learning rate, at the end of the decay and after it."""
     decoupled_lr: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Peak learning rate of the word embedding and the output layer. By default --lr."""
     decoupled_min_lr: float | None = option(
-        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", _DECAYS)
+        None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE, only_with=_DECAYING
     )
     """With --decoupled-lr: minimum learning rate of the same layers. By default --min-lr."""
     lr_decay_style: LrDecayStyle = option("linear", on_resume=OnResume.SCHEDULE)
@@ -86,16 +87,14 @@ class OptimizerConfig:
     lr_step_timing: LrStepTiming = option("megatron", on_resume=OnResume.SCHEDULE)
     """Which program's learning rate update n uses: the one Megatron-LM logs for iteration n, or the one
     DeepSpeed uses in update n, which lags by one or two updates."""
-    lr_wsd_decay_style: WsdDecayStyle = option(
-        "exponential", on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
-    )
+    lr_wsd_decay_style: WsdDecayStyle = option("exponential", on_resume=OnResume.SCHEDULE, only_with=_WSD)
     """With WSD: shape of the decay at the end."""
     lr_wsd_decay_iters: int | None = option(
-        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=_WSD
     )
     """With WSD: iterations of the decay at the end."""
     lr_wsd_decay_samples: int | None = option(
-        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=Setting("lr_decay_style", ("WSD",))
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=_WSD
     )
     """With WSD: samples of the decay at the end, for a run with --train-samples."""
     weight_decay: float = option(
@@ -112,17 +111,11 @@ class OptimizerConfig:
     end_weight_decay: float | None = option(None, allowed=NOT_NEGATIVE, on_resume=OnResume.SCHEDULE)
     """Weight decay at the end of the run, with a --weight-decay-incr-style other than constant."""
     weight_decay_incr_iters: int | None = option(
-        None,
-        allowed=POSITIVE,
-        on_resume=OnResume.SCHEDULE,
-        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=_INCREASING
     )
     """Iterations until the weight decay reaches its end value. By default the whole run."""
     weight_decay_incr_samples: int | None = option(
-        None,
-        allowed=POSITIVE,
-        on_resume=OnResume.SCHEDULE,
-        only_with=Setting("weight_decay_incr_style", ("linear", "cosine")),
+        None, allowed=POSITIVE, on_resume=OnResume.SCHEDULE, only_with=_INCREASING
     )
     """With --train-samples: samples until the weight decay reaches its end value. By default the whole
     run."""
@@ -145,22 +138,20 @@ class OptimizerConfig:
     hysteresis: int = option(2, allowed=POSITIVE, only_with=_DYNAMIC)
     """With fp16: number of overflows before the dynamic loss scale is halved. Each further overflow halves it
     again, until the scale doubles."""
-    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=Setting("optimizer", ("muon",)))
+    muon_momentum: float = option(0.95, allowed=FRACTION, only_with=_MUON)
     """With --optimizer muon: decay rate of the momentum."""
-    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=Setting("optimizer", ("muon",)))
+    muon_nesterov: bool = option(False, "--muon-use-nesterov", only_with=_MUON)
     """With --optimizer muon: use Nesterov's momentum."""
-    muon_scale_mode: MuonScaleMode = option("spectral", only_with=Setting("optimizer", ("muon",)))
+    muon_scale_mode: MuonScaleMode = option("spectral", only_with=_MUON)
     """Factor of Muon's update of an m x n matrix, the root of: spectral max(m, n), unit_rms_norm m / n,
     shape_scaling max(1, m / n)."""
-    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=Setting("optimizer", ("muon",)))
+    muon_extra_scale_factor: float = option(1.0, allowed=POSITIVE, only_with=_MUON)
     """Further factor of Muon's updates. 0.2 with the spectral mode gives them the size of AdamW's."""
-    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=Setting("optimizer", ("muon",)))
+    muon_coefficient_type: MuonCoefficients = option("quintic", only_with=_MUON)
     """Coefficients of the Newton-Schulz iteration, by Megatron-LM's names."""
-    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=Setting("optimizer", ("muon",)))
+    muon_num_ns_steps: int = option(5, allowed=SIZE, only_with=_MUON)
     """Steps of the Newton-Schulz iteration."""
-    muon_split_qkv: bool = option(
-        True, sets={"--muon-no-split-qkv": False}, only_with=Setting("optimizer", ("muon",))
-    )
+    muon_split_qkv: bool = option(True, sets={"--muon-no-split-qkv": False}, only_with=_MUON)
     """With --optimizer muon: queries, keys and values are three matrices, not one fused matrix."""
     clip_grad: float = option(1.0, allowed=NOT_NEGATIVE)
     """Clip the gradient to this global norm; 0 turns clipping off."""
@@ -178,6 +169,11 @@ class OptimizerConfig:
         1.0, allowed=NONZERO_SHARE, on_resume=OnResume.FREE, only_with=_OFFLOADS
     )
     """Share of the optimizer state that the flags above offload, rounded to whole gradient buckets."""
+
+    @property
+    def exchanges_matrices(self) -> bool:
+        """Return whether ranks exchange matrices over the axes that cut them and those of their replicas."""
+        return self.optimizer == "muon"
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -58,6 +58,13 @@ _METHOD = Range(
     f"uniform, parameters or type:REGEX, where REGEX matches {LAYER_CLASS}, as in type:transformer",
     "is not known: choose",
 )
+_CP = Setting("context_parallel_size", ABOVE_ONE)
+_CP_LEVELS = Setting(
+    "cp_comm_type",
+    Range(lambda types: "a2a+p2p" in str(types), "with a2a+p2p"),
+    "no layer has --cp-comm-type a2a+p2p",
+)
+_PP = Setting("pipeline_model_parallel_size", ABOVE_ONE)
 _TP = Setting("tensor_model_parallel_size", ABOVE_ONE)
 _FP8_SCALE = "with --fp8-format an operand of a GEMM is scaled by all of its tokens, not by parts"
 _TP_OVERLAP = (_TP, Setting("fp8_format", (None,), _FP8_SCALE))
@@ -82,13 +89,15 @@ class ParallelConfig:
     world size / (tp x pp x cp)."""
     context_parallel_size: int = option(1, "--cp", allowed=SIZE)
     """Context-parallel size: number of ranks that the tokens of each sample are split over."""
-    cp_comm_type: CpCommTypes = option("all_gather", only_with=Setting("context_parallel_size", ABOVE_ONE))
+    cp_comm_type: CpCommTypes = option("all_gather", only_with=_CP)
     """How queries reach other ranks' keys, for all layers or for each: gather keys (all_gather), exchange
     heads for tokens (a2a), pass keys in a ring (p2p), or both (a2a+p2p)."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(None, allowed=SIZE)
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
+        None, allowed=SIZE, only_with=(_CP, _CP_LEVELS)
+    )
     """With --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and groups of them in a ring. By
     default, as many as a node of 8 GPUs holds, in 2 or more groups."""
-    dynamic_context_parallel: bool = option(False, only_with=Setting("context_parallel_size", ABOVE_ONE))
+    dynamic_context_parallel: bool = option(False, only_with=_CP)
     """Distribute the documents of packed samples over context-parallel ranks, with balanced attention: short
     ones to one rank, long ones to several. Needs --cp-comm-type p2p."""
     expert_model_parallel_size: int = option(1, "--ep", "--moe-expert-parallel-size", allowed=SIZE)
@@ -128,11 +137,7 @@ class ParallelConfig:
     )
     """Number of parts with --tp-comm-overlap-method chunks. By default 2, or 4 from 32768 tokens
     on. A number turns --tp-comm-overlap on."""
-    pipeline_schedule: ScheduleName = option(
-        "1f1b",
-        sets={"--enable-zbh1-pipeline": "zb-h1"},
-        only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE),
-    )
+    pipeline_schedule: ScheduleName = option("1f1b", sets={"--enable-zbh1-pipeline": "zb-h1"}, only_with=_PP)
     """Order of forward and backward passes in the pipeline. zb-h1, zb-v and dualpipev defer weight
     gradients; dualpipev also computes under messages of experts."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None, allowed=SIZE)
@@ -142,25 +147,15 @@ class ParallelConfig:
     pipeline_layers: tuple[int, ...] | None = option(None, allowed=SIZE)
     """Number of layers of each pipeline stage, for example 3 5; with chunks, one number per chunk. By default
     all are equal."""
-    decoder_first_pipeline_num_layers: int | None = option(
-        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
-    )
+    decoder_first_pipeline_num_layers: int | None = option(None, allowed=SIZE, only_with=_PP)
     """Number of layers on the first pipeline rank; the rest is divided among the other ranks."""
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, allowed=SIZE, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
-    )
+    decoder_last_pipeline_num_layers: int | None = option(None, allowed=SIZE, only_with=_PP)
     """Number of layers on the last pipeline rank; the rest is divided among the other ranks."""
-    account_for_embedding_in_pipeline_split: bool = option(
-        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
-    )
+    account_for_embedding_in_pipeline_split: bool = option(False, only_with=_PP)
     """Count the embedding as a layer of the first stage."""
-    account_for_loss_in_pipeline_split: bool = option(
-        False, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
-    )
+    account_for_loss_in_pipeline_split: bool = option(False, only_with=_PP)
     """Count the output layer and the loss as a layer of the last stage."""
-    pp_partition_method: str | None = option(
-        None, allowed=_METHOD, only_with=Setting("pipeline_model_parallel_size", ABOVE_ONE)
-    )
+    pp_partition_method: str | None = option(None, allowed=_METHOD, only_with=_PP)
     """Balance the stages by uniform (number of layers), parameters, or type:REGEX (layers whose DeepSpeed
     class name matches)."""
     ddp_bucket_size: int | None = option(None, allowed=POSITIVE, only_with=_BUCKETS)
@@ -283,6 +278,14 @@ class ParallelConfig:
     def has_ring(self) -> bool:
         """Return whether attention of some layers receives keys and values from one rank after another."""
         return any(self.cp_levels(name)[1] > 1 for name in self.cp_comm_types)
+
+    @property
+    def zigzag_text(self) -> str:
+        """Return why ranks hold two slices of the positions each, for a message; empty if they hold one."""
+        if not self.mesh.is_zigzag:
+            return ""
+        name = next(name for name, each in self.properties_by_comm_type.items() if each.is_zigzag)
+        return f", in 2 slices for each of the --cp ranks (--cp-comm-type {name})"
 
     @property
     def num_hidden_slices(self) -> int:

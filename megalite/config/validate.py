@@ -9,7 +9,7 @@ from typing import Any
 from megalite.config.config import LAYOUT_OPTIONS, Config
 from megalite.config.data import CORPUS_FIELDS
 from megalite.config.fields import MAMBA_OPTIONS, MAX_INT, ConfigField, config_fields, without_effect
-from megalite.config.option import flag_of, flag_with_value, format_value
+from megalite.config.option import flag_of, flag_with_value
 from megalite.config.rules import (
     attention_rules,
     conflicts,
@@ -149,10 +149,6 @@ def _reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]
 def _parallel_reasons(config: Config, world_size: int | None) -> Iterator[tuple[str, str]]:
     """Yield each option of the layout that has no effect in this config, with the reason."""
     parallel = config.parallel
-    if not parallel.has_cp_levels:
-        comm_types = format_value(parallel.cp_comm_type)
-        reason = f"--cp-comm-type is {comm_types}, without a2a+p2p" if parallel.cp > 1 else "--cp is 1"
-        yield "hierarchical_context_parallel_sizes", reason
     if not (config.model.has_experts and parallel.has_expert_axes):
         yield "moe_token_dispatcher_type", "no experts are on axes of their own (--ep, --etp)"
     if parallel.distributed_backend == "gloo":

@@ -1,7 +1,8 @@
-"""Rules for attention and for patterns of layers: sizes of heads, shared keys, ranks that divide heads."""
+"""Rules for attention and patterns of layers: sizes of heads, shared keys, ranks that divide heads."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
@@ -11,7 +12,7 @@ from megalite.config.model.layers import LayerSpec, windows_differ
 from megalite.config.model.model_config import ModelConfig
 from megalite.config.option import ABOVE_ONE, Setting, flag_of, flag_with_value, other_than
 from megalite.config.parallel import CpCommType, comm_type_of_layer
-from megalite.config.rules.sizes import not_divisible
+from megalite.config.rules.sizes import divisors_near, not_divisible
 from megalite.config.stage_layers import layers_per_stage, num_stages
 from megalite.utils.errors import Problem
 
@@ -279,6 +280,40 @@ def _exchanged_heads(config: Config, comm_type: CpCommType, spec: AttentionSpec)
         ("cp_comm_type", CP, LEVELS, TP, "num_attention_heads", groups_name(config.model, spec)),
         f"--cp-comm-type {comm_type} with {flag}, over which the {heads} query and {groups} "
         f"key/value heads{rank} cannot be split: use {fix}",
+    )
+
+
+def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that context-parallel ranks can divide the recurrent heads of a tensor-parallel rank."""
+    tp, cp = config.parallel.tp, config.parallel.cp
+    for spec in config.model.recurrences if cp > 1 else ():
+        number = spec.num_parts // tp
+        if spec.num_parts % tp == 0 and number % cp:
+            rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
+            yield Problem(
+                (spec.cut_by, CP, TP),
+                f"{flag_of(spec.cut_by)} {spec.num_parts} with --cp {cp}, over which the {number}{rank} "
+                f"cannot be split: pass --cp {divisors_near(number, cp)}; each rank computes whole "
+                f"{spec.part} for all tokens",
+            )
+
+
+def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
+    """Check that cp ranks divide into groups that exchange heads, and that several groups form a ring."""
+    parallel, name = config.parallel, LEVELS
+    cp, levels = parallel.cp, parallel.hierarchical_context_parallel_sizes
+    if not parallel.has_cp_levels:
+        return
+    if levels is None and min(parallel.cp_levels("a2a+p2p")) > 1:
+        return
+    if levels is not None and len(levels) == 2 and min(levels) > 1 and math.prod(levels) == cp:
+        return
+    fitting = [f"{n} {cp // n}" for n in range(2, cp) if cp % n == 0]
+    fix = f"pass {flag_of(name)} {' or '.join(fitting)}" if fitting else "pass --cp-comm-type a2a or p2p"
+    sizes = "" if levels is None else f" and {flag_with_value(name, levels)}"
+    yield Problem(
+        ("cp_comm_type", CP, name, TP),
+        f"--cp-comm-type a2a+p2p with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
     )
 
 

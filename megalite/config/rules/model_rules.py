@@ -131,7 +131,7 @@ def imbalance(config: Config, world_size: int | None) -> Iterator[Problem]:
 def audited_experts(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check that an audit can run a microbatch on another replica: experts must not sum tokens of both."""
     interval, parallel = config.training.audit_interval, config.parallel
-    spans_replicas = parallel.ep * parallel.etp > parallel.tp * parallel.cp
+    spans_replicas = parallel.ep * parallel.etp > parallel.tp * parallel.mesh.num_position_slices
     if interval is not None and config.model.has_experts and spans_replicas:
         yield Problem(
             ("audit_interval", _EP),
@@ -172,21 +172,6 @@ def delta_net_heads(config: Config, world_size: int | None) -> Iterator[Problem]
     yield from not_divisible(
         "linear_num_value_heads", values, "--linear-num-key-heads", keys, fix, ("linear_num_key_heads",)
     )
-
-
-def exchanged_recurrent_heads(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that context-parallel ranks can divide the recurrent heads of a tensor-parallel rank."""
-    tp, cp = config.parallel.tp, config.parallel.cp
-    for spec in config.model.recurrences if cp > 1 else ():
-        number = spec.num_parts // tp
-        if spec.num_parts % tp == 0 and number % cp:
-            rank = f" of each of {tp} tensor-parallel ranks" if tp > 1 else ""
-            yield Problem(
-                (spec.cut_by, "context_parallel_size", "tensor_model_parallel_size"),
-                f"{flag_of(spec.cut_by)} {spec.num_parts} with --cp {cp}, over which the {number}{rank} "
-                f"cannot be split: pass --cp {divisors_near(number, cp)}; each rank computes whole "
-                f"{spec.part} for all tokens",
-            )
 
 
 def hybrid_pattern(config: Config, world_size: int | None) -> Iterator[Problem]:

@@ -24,7 +24,6 @@ from megalite.utils.errors import Problem, counted
 _TP = "tensor_model_parallel_size"
 _PP = "pipeline_model_parallel_size"
 _DP = "data_parallel_size"
-_CP = "context_parallel_size"
 
 
 def tensor_parallel(config: Config, world_size: int | None) -> Iterator[Problem]:
@@ -82,32 +81,10 @@ def sequence(config: Config, world_size: int | None) -> Iterator[Problem]:
     large = [axis for axis in mesh.model.axes if (mesh.sizes[axis.name] or 1) > 1]
     cutting = [a for a in large if "positions" in a.roles or (a.name == "tp" and is_cut_by_tp)]
     sizes = " x ".join(f"{axis.flag} {mesh.sizes[axis.name] or 1}" for axis in cutting)
-    if mesh.is_zigzag:
-        comm_type = next(name for name, each in parallel.properties_by_comm_type.items() if each.is_zigzag)
-        sizes += f", in 2 slices for each of the --cp ranks (--cp-comm-type {comm_type})"
     yield Problem(
         ("sequence_parallel", "seq_length", *(axis.field for axis in cutting)),
-        f"{length} is not divisible by {sizes}: use a multiple of it, such as "
+        f"{length} is not divisible by {sizes}{parallel.zigzag_text}: use a multiple of it, such as "
         f"{-(-seq_length // num_slices) * num_slices}, or another {cutting[-1].flag}",
-    )
-
-
-def context_levels(config: Config, world_size: int | None) -> Iterator[Problem]:
-    """Check that cp ranks divide into groups that exchange heads, and that several groups form a ring."""
-    parallel, name = config.parallel, "hierarchical_context_parallel_sizes"
-    cp, levels = parallel.cp, parallel.hierarchical_context_parallel_sizes
-    if not parallel.has_cp_levels:
-        return
-    if levels is None and min(parallel.cp_levels("a2a+p2p")) > 1:
-        return
-    if levels is not None and len(levels) == 2 and min(levels) > 1 and math.prod(levels) == cp:
-        return
-    fitting = [f"{n} {cp // n}" for n in range(2, cp) if cp % n == 0]
-    fix = f"pass {flag_of(name)} {' or '.join(fitting)}" if fitting else "pass --cp-comm-type a2a or p2p"
-    sizes = "" if levels is None else f" and {flag_with_value(name, levels)}"
-    yield Problem(
-        ("cp_comm_type", _CP, name, _TP),
-        f"--cp-comm-type a2a+p2p with --cp {cp}{sizes}: it needs two sizes above 1, of product {cp}; {fix}",
     )
 
 

@@ -99,7 +99,7 @@ def seq_length_schedule(config: Config, world_size: int | None) -> Iterator[Prob
             possible = [n for n in range(least, full) if full % n == 0 and n % divisor == 0]
             nearest = min(possible, key=lambda n: abs(n - length), default=full)
             yield Problem(
-                (_LENGTHS, "seq_length", "tensor_model_parallel_size", "context_parallel_size"),
+                (_LENGTHS, "seq_length", *(axis.field for axis in config.parallel.mesh.model.axes)),
                 f"{current} has sequences of {length} tokens: pass lengths that divide --seq-length {full}"
                 f"{layout}, such as {nearest}",
             )

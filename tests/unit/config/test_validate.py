@@ -25,12 +25,12 @@ from megalite.config.option import LOCAL_PATH, flag_of
 from megalite.config.rules.attention_rules import (
     assigned_documents,
     comm_types_of_layers,
+    context_levels,
     exchanged_heads,
 )
 from megalite.config.rules.conflicts import conflicts
 from megalite.config.rules.parallel_rules import (
     batch,
-    context_levels,
     replicas,
     sample_ranks,
     sequence,
