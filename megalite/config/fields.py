@@ -87,6 +87,11 @@ def fields_by_name() -> Mapping[str, ConfigField]:
     return table
 
 
+def value_of(name: str, config: Config) -> Any:
+    """Return the value of a field by its name."""
+    return getattr(getattr(config, fields_by_name()[name].group), name)
+
+
 def resume_rule(name: str) -> OnResume | None:
     """Return the rule for a run that resumes with another value of a field; None for an unknown name."""
     field = fields_by_name().get(name)

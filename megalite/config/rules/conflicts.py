@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megalite.config.config import Config
 from megalite.config.data import DOCUMENT_OPTIONS
-from megalite.config.fields import config_fields, fields_by_name, without_effect
+from megalite.config.fields import config_fields, value_of, without_effect
 from megalite.config.model.feed_forward import GATED_ACTIVATIONS
 from megalite.config.option import ABOVE_ONE, Range, Setting, flag_of, flag_with_value, other_than
 from megalite.utils.errors import Problem
@@ -451,18 +451,14 @@ def conflicts(config: Config, world_size: int | None) -> Iterator[Problem]:
     unused = without_effect(config_fields(), config.values()) if found else {}
     for one, other, why in found:
         if unused.keys().isdisjoint((one.field, other.field)):
-            is_missing = _value(other.field, config) in (None, False)
+            is_missing = value_of(other.field, config) in (None, False)
             second = f"without {flag_of(other.field)}" if is_missing else f"with {_shown(other, config)}"
             yield Problem((one.field, other.field), f"{_shown(one, config)} {second}{why}")
 
 
-def _value(name: str, config: Config) -> Any:
-    return getattr(getattr(config, fields_by_name()[name].group), name)
-
-
 def _is_met(setting: Setting, config: Config) -> bool:
-    return setting.is_met(_value(setting.field, config))
+    return setting.is_met(value_of(setting.field, config))
 
 
 def _shown(setting: Setting, config: Config) -> str:
-    return flag_with_value(setting.field, _value(setting.field, config))
+    return flag_with_value(setting.field, value_of(setting.field, config))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megalite.config.config import Config
-from megalite.config.fields import config_fields, without_effect
+from megalite.config.fields import config_fields, value_of, without_effect
 from megalite.config.model.model_config import round_up
 from megalite.config.option import flag_of, flag_with_value
 from megalite.utils.errors import Problem
@@ -69,8 +69,8 @@ BOUNDS = (
 
 def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
     """Check the largest values of fields that depend on other fields."""
-    values = config.values()
-    found = [bound for bound in BOUNDS if _is_broken(bound, values[bound.name], values[bound.most])]
+    found = [bound for bound in BOUNDS if _is_broken(bound, config)]
+    values = config.values() if found else {}
     unused = without_effect(config_fields(), values) if found else {}
     for name, most, fix, is_strict, unless in found:
         if unused.keys().isdisjoint((name, most)) and values.get(unless) is None:
@@ -79,10 +79,11 @@ def bounds(config: Config, world_size: int | None) -> Iterator[Problem]:
             yield Problem((name, most), f"{one} is {'not below' if is_strict else 'above'} {other}{fix}")
 
 
-def _is_broken(bound: Bound, value: float | None, most: float | None) -> bool:
+def _is_broken(bound: Bound, config: Config) -> bool:
+    value, most = value_of(bound.name, config), value_of(bound.most, config)
     if value is None or most is None:
         return False
-    return value >= most if bound.is_strict else value > most
+    return bool(value >= most if bound.is_strict else value > most)
 
 
 def not_divisible(
